@@ -267,7 +267,7 @@ class VGRPOModule(L.LightningModule):
             return
         load_policy(self.policy)
         self.ledger.attach(self.policy.network, self.trainer.world_size if self.has_trainer else 1)
-        self.objective.connect(self.all_ranks, self.rollout_device)
+        self.objective.connect(self.all_ranks, self.rollout_device, self.seed)
         self.objective.setup(self.policy)
         # One copy of the start is enough if the method already has it.
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")

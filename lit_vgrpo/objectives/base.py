@@ -83,6 +83,7 @@ class Objective(ABC):
         num_updates: Gradient steps done, over all iterations; decays by steps count these.
         all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; the trainer's module sets it.
         rollout_device: Device of an iteration's tensors; ``None`` keeps them on the network's device.
+        seed: The run's seed, which the trainer's module sets.
 
     Args:
         training_guidance: Guidance of the network while it is trained, and of the copies it is compared with; ``None``
@@ -123,6 +124,7 @@ class Objective(ABC):
         self.rollout_device: torch.device | None = None
         self.copies: dict[str, Snapshot] = {}
         self.num_updates = 0
+        self.seed = 0
         self.all_ranks: Callable[[Tensor], Tensor] = _of_one_rank
 
     @property
@@ -196,9 +198,11 @@ class Objective(ABC):
         as_sampled = self.trains_on_sampling_steps or (policy is not None and policy.embeds_guidance)
         return self.rollout_spec(0).guidance if as_sampled else 1.0
 
-    def connect(self, all_ranks: Callable[[Tensor], Tensor], rollout_device: torch.device | None) -> None:
+    def connect(
+        self, all_ranks: Callable[[Tensor], Tensor], rollout_device: torch.device | None, seed: int = 0
+    ) -> None:
         """Set the attributes that a trainer's module knows; called before :meth:`setup`."""
-        self.all_ranks, self.rollout_device = all_ranks, rollout_device
+        self.all_ranks, self.rollout_device, self.seed = all_ranks, rollout_device, seed
 
     def setup(self, policy: Policy) -> None:
         """Copy the loaded policy's weights as the method needs."""

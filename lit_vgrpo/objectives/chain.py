@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import clamped
+from lit_vgrpo.core.noise import STREAM_STEPS, seeded_generator
 from lit_vgrpo.core.ranges import GuidanceScale, HalfOpenUnitInterval, NonNegativeFloat, Range
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
@@ -31,18 +32,21 @@ class ChainObjective(Objective):
     """Base of the methods whose actions are the SDE steps of a rollout; holds their common options.
 
     An experience's ``extras`` hold for each image its ``K`` trained steps: ``before`` and ``after (B, K, C, h, w)``,
-    ``t``, ``t_next``, ``second_time`` and ``log_prob (B, K)``, and if needed ``old_mean``, ``reference_mean`` and
-    ``anchor_mean``.
+    ``t``, ``t_next``, ``second_time`` and ``log_prob (B, K)``, and if needed ``old_mean``, ``reference_mean``,
+    ``anchor_mean`` and the image's ``weight (B,)``.
     The old log-probabilities are those of the rollout, so there are no extra passes for them by default.
 
     Args:
-        rollout: Sampling of images; an SDE of the policy's path. Null takes the method's published one.
+        rollout: Sampling of images; an SDE of the policy's path. Null takes the method's default.
         anchor_weight: Weight of the pull to the anchor, :func:`step_kl` to its means of the trained steps; 0 saves its
             passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
         clip: Half-width of the ratio's trust region; null for none.
         advantage_clip: Bound on the advantages; null for none.
-        kl_weight: Weight of the KL of each step to the starting weights; 0 switches it and its passes off.
+        drop_zero_advantages: Leave images without advantage, such as those of a group without spread, out of the loss,
+            which is then the mean over the others of the iteration. Otherwise the KL and the anchor pull at them too.
+            Their passes are not saved.
+        kl_weight: Weight of the KL of each step to the starting weights; 0 or null switches it and its passes off.
         training_guidance: Guidance scale of the policy during training; null takes the rollout's. With any other scale
             the old log-probabilities are recomputed, in separate passes.
         reference_guidance: Guidance scale of the starting weights; null takes the training's.
@@ -59,7 +63,8 @@ class ChainObjective(Objective):
     anchor_decay: HalfOpenUnitInterval | None = None
     clip: Annotated[float, Range(above=0, below=1)] | None = 1e-4
     advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
-    kl_weight: NonNegativeFloat = 0.0
+    drop_zero_advantages: bool = False
+    kl_weight: NonNegativeFloat | None = 0.0
     training_guidance: GuidanceScale | None = None
     reference_guidance: GuidanceScale | None = None
     recompute_old: bool = False
@@ -71,15 +76,26 @@ class ChainObjective(Objective):
         """Name and value of the option with the window's number of steps, for a method that places the window."""
         return None
 
+    @property
+    def window_range(self) -> tuple[int, int]:
+        """Steps ``[first, stop)`` with the window: all but the last, which has far less noise than the others."""
+        return 0, self.spec.steps - 1
+
     def window_start(self, iteration: int) -> int:
-        """First step of the window, for a method that places it: a pure function of the iteration."""
+        """First step of the window: a pure function of the iteration and the run's seed."""
         return 0
 
     @property
-    def last_start(self) -> int:
-        """Latest start of the window: the last step, with far less noise than the others, is never trained."""
+    def window_starts(self) -> range:
+        """Places where the window may start."""
         assert self.window is not None
-        return self.spec.steps - 1 - self.window[1]
+        first, stop = self.window_range
+        return range(first, stop - self.window[1] + 1)
+
+    def drawn_start(self, iteration: int) -> int:
+        """Draw the window's place from the run's seed and the iteration."""
+        starts, generator = self.window_starts, seeded_generator(self.seed, STREAM_STEPS, iteration)
+        return starts[int(torch.randint(len(starts), (), generator=generator))]
 
     def rollout_spec(self, iteration: int) -> RolloutSpec:
         if self.window is None or self.chain_errors():
@@ -106,7 +122,7 @@ class ChainObjective(Objective):
                 f"{where}.solver={spec.solver} is an ODE: its steps have no likelihood for {name} to train on. "
                 f"Use {known}."
             ]
-        errors, last = [], spec.sde_steps.stop if self.window is None else self.window[1]
+        errors, last = [], spec.sde_steps.stop if self.window is None else max(self.window[1], self.window_range[1])
         if spec.noise_level == 0 or (spec.solver == "cps" and (spec.noise_level or 0) > 1):
             errors.append(
                 f"{where}.noise_level={spec.noise_level} gives {spec.solver} no likelihood. "
@@ -129,7 +145,7 @@ class ChainObjective(Objective):
         passes: dict[str, float] = {"update": steps * sizes.uses_per_image}
         if self._recomputes_old:
             passes["old"] = steps
-        if self.kl_weight > 0:
+        if self.kl_weight:
             passes["reference"] = steps
         return passes | self.anchor_passes(steps)
 
@@ -142,16 +158,20 @@ class ChainObjective(Objective):
 
     def setup(self, policy: Policy) -> None:
         super().setup(policy)
-        if self.kl_weight > 0:
+        if self.kl_weight:
             self.copies["reference"] = Snapshot(policy)
 
     def prepare(self, context: PrepareContext) -> Experience:
         policy, advantages = context.policy, clamped(context.advantages, self.advantage_clip)
         experience = context.experience(extras=self._chosen(context.rollout), advantages=advantages)
+        if self.drop_zero_advantages:
+            kept = (experience.advantages != 0).float()
+            share = self.all_ranks(kept).mean().clamp(min=1e-9)  # an iteration without any takes no step
+            experience.extras["weight"] = kept / share.to(kept.device)
         if self._recomputes_old:
             with context.ledger.phase("old"), torch.no_grad():
                 self._store_old(policy, experience, context.micro_batch_size)
-        if self.kl_weight > 0:
+        if self.kl_weight:
             experience.extras["reference_mean"] = self._means_of(context, experience, "reference")
         if self.anchor is not None:
             experience.extras["anchor_mean"] = self._means_of(context, experience, "anchor")
@@ -227,13 +247,13 @@ class ChainObjective(Objective):
         step = self._transition(policy, micro, self.guidance_in("training", policy))
         log_ratio = self.log_ratio(micro, step)
         gain = self.step_weight(micro) * clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip)
-        loss, metrics = -gain.mean(), ratio_metrics(log_ratio, self.clip)
-        if self.kl_weight > 0:
+        losses, metrics = -gain.mean(dim=1), ratio_metrics(log_ratio, self.clip)
+        if self.kl_weight:
             kl = step_kl(step.mean, micro.extras["reference_mean"], step.diffusion)
-            loss = loss + self.kl_weight * kl.mean()
+            losses = losses + self.kl_weight * kl.mean(dim=1)
             metrics["kl"] = kl.detach().mean(dim=1)
         if "anchor_mean" in micro.extras:
             distance = step_kl(step.mean, micro.extras["anchor_mean"], step.diffusion)
-            loss = loss + self.anchor_weight * distance.mean()
+            losses = losses + self.anchor_weight * distance.mean(dim=1)
             metrics["anchor_distance"] = distance.detach().mean(dim=1)
-        return loss, metrics
+        return (losses * micro.extras.get("weight", 1.0)).mean(), metrics

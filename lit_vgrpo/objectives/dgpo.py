@@ -99,8 +99,8 @@ class DGPO(ForwardObjective):
         advantage_clip: Bound on the advantages; null for none. Clipped advantages no longer sum to 0 in a group.
         kl_weight: Weight of the squared distance to the reference's predictions: 0.02, or 0.001.
         clip: Maximum change of an image's likelihood from the old policy before its gradient is dropped: 1e-2, or 5e-2.
-        reference: The preference's and the KL's reference: the start, or the slowly moving old policy, which needs no
-            extra passes.
+        reference: The preference's reference: the start, or the slowly moving old policy. The KL's is the start in
+            both cases (the public code's ``use_ema_ref``, ``scripts/train_sd3_dgpo.py``).
         old_decay_rate: ``old <- d old + (1 - d) theta`` after each of n gradient steps, ``d = min(max, rate n)``.
         old_decay_max: Upper bound of ``d``.
         behaviour_from_step: Gradient step from which the old policy rolls out: 200 (500 for GenEval).
@@ -139,16 +139,20 @@ class DGPO(ForwardObjective):
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         trained = sizes.uses_per_image * self.num_times
         passes: dict[str, float] = {"update": trained, "old": trained}
-        if self.reference == "frozen":
+        if self._needs_start:
             passes["reference"] = self.num_times
         if not sizes.holds_whole_groups:
             passes["group"] = trained
         return passes | self.anchor_passes(self.num_times)
 
+    @property
+    def _needs_start(self) -> bool:
+        return self.reference == "frozen" or self.kl_weight > 0
+
     def setup(self, policy: Policy) -> None:
         super().setup(policy)
         self.copies["old"] = Snapshot(policy)
-        if self.reference == "frozen":
+        if self._needs_start:
             self.copies["reference"] = Snapshot(policy)
 
     def acting(self, policy: Policy) -> AbstractContextManager[Any]:
@@ -169,10 +173,11 @@ class DGPO(ForwardObjective):
         if "reference" in self.copies:
             micros = experience.micro_batches(context.micro_batch_size)
             with self.with_copy(context.policy, "reference", context.ledger):
-                for micro in micros:
-                    self._store_reference(micro, *self._losses(context.policy, micro, "reference"))
-            for name in micros[0].extras.keys() - experience.extras.keys():
-                experience.extras[name] = torch.cat([micro.extras[name] for micro in micros])
+                start = [self._losses(context.policy, micro, "reference") for micro in micros]
+            if self.reference == "frozen":
+                experience.extras["reference_losses"] = torch.cat([losses for _, losses in start])
+            if self.kl_weight > 0:
+                experience.extras["reference_prediction"] = torch.cat([prediction for prediction, _ in start])
         self.store_anchor(context, experience)
         return experience
 
@@ -183,19 +188,13 @@ class DGPO(ForwardObjective):
         prediction, error, _ = self.predict(policy, micro, policy.path.prediction, use=use)
         return prediction, denoising_error(error, self_normalised=False)
 
-    def _store_reference(self, micro: Experience, prediction: Tensor, losses: Tensor) -> None:
-        micro.extras["reference_losses"] = losses
-        if self.kl_weight > 0:
-            micro.extras["reference_prediction"] = prediction
-
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
         """Store the old policy's losses, which move with every update, and the weights of spread groups."""
         with self.with_copy(policy, "old", ledger):
             for micro in micros:
-                prediction, losses = self._losses(policy, micro)
-                micro.extras["old_losses"] = losses
+                micro.extras["old_losses"] = self._losses(policy, micro)[1]
                 if self.reference == "moving":
-                    self._store_reference(micro, prediction, losses)
+                    micro.extras["reference_losses"] = micro.extras["old_losses"]
         if torch.stack([are_whole(*groups_of([micro])) for micro in micros]).all():
             return
         with (ledger or PassLedger()).phase("group"), torch.no_grad():

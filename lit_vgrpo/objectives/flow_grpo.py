@@ -1,20 +1,17 @@
 """Flow-GRPO (arXiv 2505.05470): GRPO over the sampling chain of a flow model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-import torch
 from torch import Tensor
 
-from lit_vgrpo.core.noise import STREAM_STEPS, seeded_generator
-from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, Range, checked
 from lit_vgrpo.core.solvers import Transition
 from lit_vgrpo.core.surrogate import mean_over_pixels
 from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.chain import ChainObjective
 
-PUBLISHED_CLIP = {"cps": 1e-5}
-DEFAULT_CLIP = 1e-4
+FAST_NOISE = 0.8
 
 
 def guarded_log_ratio(log_ratio: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
@@ -37,12 +34,19 @@ def guarded_log_ratio(log_ratio: Tensor, mean: Tensor, old_mean: Tensor, std: Te
 class FlowGRPO(ChainObjective):
     """Flow-GRPO, with its later variants: Fast, CPS (choose ``rollout.solver=cps``) and GRPO-Guard.
 
+    The defaults follow the public code (``config/grpo.py``): ``geneval_sd3`` for the whole chain, and
+    ``geneval_sd3_fast_nocfg``, which samples with CPS and without guidance, for Fast and for CPS.
+
     Args:
-        clip: Half-width of the ratio's trust region; null takes the solver's published one (1e-4, cps 1e-5).
-        kl_weight: Weight of the KL to the starting weights; published: 0.04 (OCR, GenEval) and 0.01 (PickScore).
-        fast: Add noise and train only in a short window; its place is drawn for each iteration, and never includes the
-            last step.
+        clip: Half-width of the ratio's trust region; null is 1e-4, or 1e-5 for Fast and CPS.
+        kl_weight: Weight of the KL to the starting weights; null is 0.04 (OCR, GenEval; PickScore has 0.01), or 0 for
+            Fast and CPS.
+        fast: Add noise (by default of level 0.8) and train only in a short window; its place is drawn for each
+            iteration, and never includes the last step.
         fast_window: Steps of that window.
+        fast_range: Steps ``[first, stop)`` that contain the window; null is the first half of them, or as many as the
+            window needs.
+        drop_zero_advantages: See :class:`~lit_vgrpo.objectives.chain.ChainObjective`; as in the public code, on.
         guard: GRPO-Guard's ratio, and each step's surrogate divided by its ``h``.
 
     The other options are those of :class:`~lit_vgrpo.objectives.chain.ChainObjective`.
@@ -51,26 +55,43 @@ class FlowGRPO(ChainObjective):
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("flow_sde", steps=10, guidance=4.5)
 
     clip: Annotated[float, Range(above=0, below=1)] | None = None
-    kl_weight: NonNegativeFloat = 0.04
+    kl_weight: NonNegativeFloat | None = None
     fast: bool = False
-    fast_window: Annotated[int, Range(1, 1000)] = 2
+    fast_window: Annotated[int, Range(1, 1000)] = 3
+    fast_range: tuple[NonNegativeInt, NonNegativeInt] | None = None
     guard: bool = False
+    drop_zero_advantages: bool = True
 
     def __post_init__(self) -> None:
+        if self.rollout is None and self.fast:
+            self.rollout = RolloutSpec("cps", steps=10)
         super().__post_init__()
+        later = self.fast or self.spec.solver == "cps"
         if self.clip is None:
-            self.clip = PUBLISHED_CLIP.get(self.spec.solver, DEFAULT_CLIP)
+            self.clip = 1e-5 if later else 1e-4
+        if self.kl_weight is None:
+            self.kl_weight = 0.0 if later else 0.04
+        if self.fast and self.spec.is_sde and self.spec.noise_level is None:
+            self.rollout = replace(self.spec, noise_level=FAST_NOISE)
 
     @property
     def window(self) -> tuple[str, int] | None:
         return ("fast_window", self.fast_window) if self.fast else None
 
+    @property
+    def window_range(self) -> tuple[int, int]:
+        return self.fast_range or (0, max(self.spec.steps // 2, self.fast_window))
+
     def window_start(self, iteration: int) -> int:
-        generator = seeded_generator(STREAM_STEPS, iteration)
-        return int(torch.randint(self.last_start + 1, (), generator=generator))
+        return self.drawn_start(iteration)
 
     def chain_errors(self) -> list[str]:
         errors = super().chain_errors()
+        if self.fast and not errors and not self.window_starts:
+            errors.append(
+                f"model.objective.fast_range={list(self.window_range)} has no place for "
+                f"fast_window={self.fast_window} steps. Use a wider range, or null."
+            )
         if self.guard and self.spec.solver == "cps":
             errors.append(
                 "model.objective.guard=true is made for a Gaussian likelihood, which cps does not use. "

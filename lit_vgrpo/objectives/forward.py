@@ -39,7 +39,7 @@ class ForwardObjective(Objective):
     """Base of the methods that train on pairs (t, eps); holds their common options.
 
     Args:
-        rollout: Sampling of images; any ODE solver. Null takes the method's published one.
+        rollout: Sampling of images; any ODE solver. Null takes the method's default.
         anchor_weight: Weight of the pull to the anchor, :func:`~lit_vgrpo.objectives.pairs.distance_to_copy`; 0 saves
             its passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
@@ -223,7 +223,7 @@ class LaggedObjective(ForwardObjective):
         scale_cap: Bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Our addition.
     """
 
-    default_rollout: ClassVar[RolloutSpec] = RolloutSpec(steps=10)
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
 
     _: KW_ONLY
     decay_type: Literal[0, 1, 2] = 1

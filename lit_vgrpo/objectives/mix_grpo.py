@@ -5,10 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
-import torch
-
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
-from lit_vgrpo.core.noise import STREAM_STEPS, seeded_generator
 from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, checked
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives.chain import ChainObjective
@@ -21,15 +18,15 @@ WindowStrategy = Literal["progressive", "random", "decay", "frozen"]
 class MixGRPO(ChainObjective):
     """Flow-GRPO's SDE and loss inside a window of the schedule, which moves from the noisiest steps to the cleanest.
 
-    The window's place is a pure function of the iteration. It is never shorter than ``window_size`` and never includes
-    the last step.
+    The window's place is a pure function of the iteration, and of the run's seed if it is random. It is never shorter
+    than ``window_size`` and never includes the last step.
 
     Args:
         window_size: Number of steps that add noise and are trained.
         window_strategy: ``progressive`` moves by ``window_stride`` every ``window_interval`` iterations and starts over
-            at the end; ``decay`` does so with shorter stays at later places, ``max(1, tau0 exp(-k relu(l - l0)))``
-            iterations at place ``l`` (our reading of the paper's schedule, rounded to whole ones); ``random`` draws a
-            place for each iteration; ``frozen`` stays at the noisiest steps.
+            at the end; ``decay`` does so with shorter stays at later places, ``ceil(tau0 exp(-k relu(l - l0)))``
+            iterations at place ``l`` (the public code's ``exp_decay``); ``random`` draws a place for each iteration;
+            ``frozen`` stays at the noisiest steps.
         window_stride: Steps the window moves by.
         window_interval: Iterations the window stays, tau0.
         decay_rate: k of ``decay``, per step.
@@ -63,17 +60,16 @@ class MixGRPO(ChainObjective):
         """Return the window's place at every iteration of one pass through the schedule."""
         rate = self.decay_rate if self.window_strategy == "decay" else 0.0
         cycle = []
-        for place in range(0, self.last_start + 1, self.window_stride):
+        for place in self.window_starts[:: self.window_stride]:
             stay = self.window_interval * math.exp(-rate * max(0, place - self.decay_from))
-            cycle += [place] * max(1, round(stay))
+            cycle += [place] * math.ceil(stay)
         return cycle
 
     def window_start(self, iteration: int) -> int:
         if self.window_strategy == "frozen":
             return 0
         if self.window_strategy == "random":
-            generator = seeded_generator(STREAM_STEPS, iteration)
-            return int(torch.randint(self.last_start + 1, (), generator=generator))
+            return self.drawn_start(iteration)
         return self._cycle[iteration % len(self._cycle)]
 
     def rollout_spec(self, iteration: int) -> RolloutSpec:

@@ -9,7 +9,7 @@ import yaml
 from commands import check, run
 from stand_ins import StandIns, judge
 
-from lit_vgrpo import SD3Policy
+from lit_vgrpo import VGRPO, SD3Policy
 from lit_vgrpo.apps.curriculum.curriculum import Curriculum, is_curriculum
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.config.header import LEVELS, Header
@@ -233,6 +233,14 @@ def test_the_curriculum_has_the_published_steps():
         recipe = yaml.safe_load(stage.recipe.read_text())
         steps.append(recipe["trainer"]["max_epochs"] * recipe["data"].get("updates_per_iteration", 1))
     assert steps == [150, 200, 150, 50, 30]
+
+
+@pytest.mark.parametrize("stage", ["sd35m_stage1", "sd35m_stage3"])
+def test_the_preference_stages_add_raw_scores_as_diffusionnft_does(stage):
+    model = yaml.safe_load((ROOT / f"{stage}.yaml").read_text())["model"]
+    assert model["reward"]["init_args"] == {"rewards": ["HPSv2", "PickScore", "CLIPScore"], "weights": [1, 1, 1]}
+    assert {"advantage_aggregate", "advantage_std"}.isdisjoint(model)  # V-GRPO's: the sum, by the iteration's std
+    assert (VGRPO.advantage_aggregate, VGRPO.advantage_std) == ("rewards", "global")
 
 
 @pytest.mark.parametrize("kind", ["tiny_sd3", "tiny_unet", "tiny_ocr", "tiny_edit"])

@@ -93,6 +93,24 @@ def test_the_sdes_keep_the_marginals_of_the_flow(solver):
     assert z.std().item() == pytest.approx(c, abs=0.02)
 
 
+def final_spread(solver, level, steps=800, c=0.6):
+    """Return the spread at the end of a chain on the field of data N(0, c^2), by the steps' exact mean and variance."""
+    variance, one = 1.0, torch.ones(1, 1, dtype=torch.float64)
+    grid = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    for t, t_next in pairwise(grid):
+        velocity = one * (t - (1 - t) * c**2) / ((1 - t) ** 2 * c**2 + t**2)
+        noise = level if t_next > 0 else 0.0
+        step = transition(solver, RectifiedFlow(), velocity, one, t[None], t_next[None], noise, grid[1])
+        variance = step.mean.item() ** 2 * variance + step.std.item() ** 2
+    return math.sqrt(variance)
+
+
+def test_cps_ends_with_less_spread_than_the_data_even_with_many_steps():  # the numbers of docs/methods.md
+    assert [round(final_spread("cps", level), 2) for level in (0.0, 0.7, 0.8)] == [0.60, 0.51, 0.48]
+    assert round(final_spread("flow_sde", 0.7), 2) == 0.60
+    assert [round(final_spread("cps", level, steps=10), 2) for level in (0.0, 0.8)] == [0.52, 0.43]
+
+
 def test_log_prob_is_the_mean_density_of_a_gaussian():
     _, _, step = step_of("flow_sde")
     sample = step.mean + step.std * draw(4, 2, 3, 3, seed=2)

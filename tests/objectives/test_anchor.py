@@ -38,9 +38,10 @@ PAIRS = {
     "EPG": (EPG, {"num_times": 2}, "x"),
     "DGPO": (DGPO, {"num_times": 2, "noisiest": 4}, "own"),
 }
+ALL_IMAGES = {"drop_zero_advantages": False}  # one of ADVANTAGES is 0
 CHAINS = {
-    "Flow-GRPO": (FlowGRPO, {"rollout": RolloutSpec("flow_sde", 4)}, flow_sde),
-    "Flow-GRPO, cps": (FlowGRPO, {"rollout": RolloutSpec("cps", 4), "kl_weight": 0.0}, cps),
+    "Flow-GRPO": (FlowGRPO, {"rollout": RolloutSpec("flow_sde", 4), **ALL_IMAGES}, flow_sde),
+    "Flow-GRPO, cps": (FlowGRPO, {"rollout": RolloutSpec("cps", 4), "kl_weight": 0.0, **ALL_IMAGES}, cps),
     "DanceGRPO": (DanceGRPO, {"rollout": RolloutSpec("dance_sde", 6)}, dance_sde),
     "MixGRPO": (MixGRPO, {"rollout": RolloutSpec("flow_sde", 6), "window_size": 2}, flow_sde),
 }
@@ -91,7 +92,7 @@ def test_the_pull_on_a_chain_in_float64(policy, name):
     rollout = roll(policy, objective)
     experience = objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6))
     chosen, formula = objective.choose_steps(rollout), METHODS[name][2]
-    level = 0.3 if formula is dance_sde else 0.7
+    level = {dance_sde: 0.3, cps: 0.8}.get(formula, 0.7)
     steps = Steps(rollout, None if chosen is None else chosen.tolist(), formula, level)
     with objective.copies["anchor"].swapped_into(policy):
         anchor = [mean for mean, _, _ in steps.distributions(steps.outputs(policy, 1.0))]

@@ -100,7 +100,7 @@ def test_the_on_policy_shortcut_has_the_same_gradient_and_no_old_passes(policy):
 
 
 def test_times_are_stratified_and_shared_in_a_micro_batch_and_noise_is_not(policy):
-    objective = AWM(RolloutSpec(steps=12))
+    objective = AWM(noisiest=12)  # the published ``discrete``: of 14 steps' noisiest 0.9, one from each two
     objective.setup(policy)
     pairs = prepare(policy, objective, micro_batch_size=3).pairs
     schedule = roll(policy, objective).schedule.tolist()
@@ -113,7 +113,7 @@ def test_times_are_stratified_and_shared_in_a_micro_batch_and_noise_is_not(polic
     alone = prepare(policy, objective, ADVANTAGES[3:], micro_batch_size=3, slots=(1,)).pairs  # another rank's group
     assert torch.equal(alone.times, pairs.times[3:])
     assert torch.equal(alone.noise, pairs.noise[3:])
-    free = AWM(RolloutSpec(steps=12), times="uniform", kl_weight=0.0, ema_weight=0.0)
+    free = AWM(RolloutSpec(steps=14), times="uniform", kl_weight=0.0, ema_weight=0.0)
     assert not set(prepare(policy, free).pairs.times.flatten().tolist()) <= set(schedule)
 
 
@@ -137,8 +137,14 @@ def test_the_moving_copy_follows_once_an_iteration(policy):
 
 
 def test_the_published_cost():
-    assert AWM().passes_per_image(Sizes(4, 4)) == {"rollout": 10, "update": 6, "reference": 6, "ema": 6}
-    assert AWM(kl_weight=0.0, ema_weight=0.0).passes_per_image(Sizes(4, 4)) == {"rollout": 10, "update": 6}
+    assert AWM().passes_per_image(Sizes(4, 4)) == {"rollout": 14, "update": 6, "reference": 6, "ema": 6}
+    assert AWM(kl_weight=0.0, ema_weight=0.0).passes_per_image(Sizes(4, 4)) == {"rollout": 14, "update": 6}
+
+
+def test_the_first_time_can_be_left_out(policy):
+    objective = AWM(noisiest=11, time_range=(0.0, 0.99))  # the published ``discrete_wo_init``
+    rollout = roll(policy, objective)
+    assert torch.equal(objective.sampler_times(rollout).times, rollout.schedule[1:12])
 
 
 def test_where_it_works():

@@ -64,7 +64,8 @@ def test_loss_and_gradient_equal_the_paper_in_float64(network, reference):
     experience = prepare(network, objective)
     pairs = Pairs64(network, experience)
     old = pairs.predict_with(objective.copies["old"])
-    ref = pairs.predict_with(objective.copies["reference"]) if reference == "frozen" else old
+    start = pairs.predict_with(objective.copies["reference"])
+    ref = start if reference == "frozen" else old
     a = ADVANTAGES.double()
     stopped = []
 
@@ -84,7 +85,7 @@ def test_loss_and_gradient_equal_the_paper_in_float64(network, reference):
                     l_it = losses[i, j].detach() if stops[j] else losses[i, j]
                     terms.append(torch.sigmoid(z[j]) * a[i] * l_it)
                 stopped.append(sum(stops) / 2)
-        return torch.stack(terms).mean() + 0.5 * pixel_mean((v - ref) ** 2).mean()
+        return torch.stack(terms).mean() + 0.5 * pixel_mean((v - start) ** 2).mean()  # the KL's never moves
 
     expected, expected_gradient = pairs.loss_and_gradient(paper)
     loss, gradient = updated(network, objective, [experience])
@@ -222,6 +223,9 @@ def test_old_follows_every_step_and_rolls_out_late(policy):
 def test_the_published_cost():
     passes = DGPO().passes_per_image(Sizes(4, 4, micro_batch_size=8))
     assert passes == {"rollout": 10, "update": 4, "old": 4, "reference": 4}
+    assert DGPO(reference="moving").passes_per_image(Sizes(4, 4, micro_batch_size=8)) == passes  # for the KL
+    free = DGPO(reference="moving", kl_weight=0.0).passes_per_image(Sizes(4, 4, micro_batch_size=8))
+    assert free == {"rollout": 10, "update": 4, "old": 4}
 
 
 def test_a_group_must_be_whole_in_every_update(policy):

@@ -17,12 +17,14 @@ from chain_in_float64 import (
     nudge,
     prepared,
 )
-from helpers import repeating
+from helpers import make_module, repeating
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.solvers import DEFAULT_NOISE
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.objectives import FlowGRPO
+from lit_vgrpo.objectives import FlowGRPO, MixGRPO
 
 
 def negative_square(sample, mean, std):
@@ -49,7 +51,7 @@ def test_loss_and_gradient_in_float64(tiny_sd3, name, kl_weight, lora):
     policy = load_sd3(tiny_sd3, lora_rank=lora)
     objective = FlowGRPO(spec, kl_weight=kl_weight, **options)
     rollout, experience = prepared(policy, objective)
-    steps = Steps(rollout, formula=formula, level=spec.noise_level or 0.7)
+    steps = Steps(rollout, formula=formula, level=spec.noise_level or (0.8 if name in ("cps", "fast") else 0.7))
     with torch.no_grad():
         old = steps.outputs(policy, spec.guidance)
     nudge(policy, 0.1 if lora else 0.02)
@@ -79,12 +81,45 @@ def test_the_kl_is_zero_at_the_start(tiny_sd3):
     assert objective.loss(policy, experience)[1]["kl"].max() < 1e-9
 
 
-def test_published_clips():
-    assert FlowGRPO().clip == 1e-4
-    assert FlowGRPO(RolloutSpec("cps")).clip == 1e-5
-    assert FlowGRPO(RolloutSpec("cps"), clip=0.1).clip == 0.1
-    spec = FlowGRPO().rollout
-    assert (spec.solver, spec.steps, spec.guidance) == ("flow_sde", 10, 4.5)
+def test_published_settings():
+    chain, fast, cps = FlowGRPO(), FlowGRPO(fast=True), FlowGRPO(RolloutSpec("cps"))
+    assert chain.rollout == RolloutSpec("flow_sde", 10, guidance=4.5)
+    assert fast.rollout == RolloutSpec("cps", 10, guidance=1.0, noise_level=0.8)
+    assert DEFAULT_NOISE["cps"] == 0.8
+    assert FlowGRPO(RolloutSpec("flow_sde"), fast=True).rollout.noise_level == 0.8
+    assert [(m.clip, m.kl_weight) for m in (chain, fast, cps)] == [(1e-4, 0.04), (1e-5, 0.0), (1e-5, 0.0)]
+    given = FlowGRPO(RolloutSpec("cps", noise_level=0.5), clip=0.1, kl_weight=0.2, fast=True)
+    assert (given.clip, given.kl_weight, given.rollout.noise_level) == (0.1, 0.2, 0.5)
+
+
+def places(objective, iterations=60):
+    return [objective.rollout_spec(iteration).window for iteration in range(iterations)]
+
+
+def test_the_fast_window_lies_in_the_first_half_or_in_the_given_range():
+    assert {*places(FlowGRPO(fast=True))} == {(0, 3), (1, 4), (2, 5)}
+    assert {*places(FlowGRPO(RolloutSpec("cps", 6), fast=True))} == {(0, 3)}
+    assert {*places(FlowGRPO(fast=True, fast_range=(6, 9), fast_window=2))} == {(6, 8), (7, 9)}
+    narrow = FlowGRPO(fast=True, fast_range=(4, 6))
+    assert "fast_range=[4, 6] has no place for fast_window=3 steps" in narrow.check(Sizes(2, 2))[0]
+    assert "would train on the last" in FlowGRPO(fast=True, fast_range=(0, 10)).check(Sizes(2, 2))[0]
+
+
+@pytest.mark.parametrize("make", [lambda: FlowGRPO(fast=True), lambda: MixGRPO(window_strategy="random")])
+def test_every_seed_draws_other_windows_and_every_rank_and_resume_the_same(make):
+    def drawn(seed):
+        objective = make()
+        objective.connect(lambda values: values, None, seed)
+        return places(objective)
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_the_module_passes_its_seed_on(tiny_sd3):
+    module = make_module(tiny_sd3, FlowGRPO(RolloutSpec("cps", 6), fast=True), seed=5)
+    module.configure_model()
+    assert module.objective.seed == 5
 
 
 @settings(deadline=None)
@@ -95,4 +130,41 @@ def test_the_fast_window_is_whole_and_leaves_the_last_step(steps, size, iteratio
     assert first >= 0
     assert stop - first == min(size, steps - 1)
     assert stop <= steps - 1
+    assert stop <= max(steps // 2, size)
     assert objective.rollout_spec(iteration) == objective.rollout_spec(iteration)
+
+
+FLAT = torch.tensor([1.0, 0.0, -1.0, 0.0, 0.0, 0.0])  # the second group has no spread, the first an image at its mean
+
+
+def losses_of(policy, drop, images=range(6), all_ranks=None):
+    objective = FlowGRPO(RolloutSpec("flow_sde", 4), kl_weight=0.5, drop_zero_advantages=drop)
+    if all_ranks is not None:
+        objective.connect(all_ranks, None)
+    _, experience = prepared(policy, objective, advantages=FLAT)
+    nudge(policy)
+    loss, _ = objective.loss(policy, experience.select(torch.tensor(list(images))))
+    found = loss.item(), gradient(policy, loss)
+    nudge(policy, -0.01)
+    return found
+
+
+def test_images_without_advantage_leave_the_batch_and_its_mean(tiny_sd3):
+    policy = load_sd3(tiny_sd3)
+    assert FlowGRPO().drop_zero_advantages  # published
+    assert not MixGRPO().drop_zero_advantages
+    loss, direction = losses_of(policy, drop=True)
+    expected, expected_direction = losses_of(policy, drop=False, images=[0, 2])
+    assert loss == pytest.approx(expected, rel=1e-4)
+    assert_same_direction(direction, expected_direction, 1e-3)
+    kept, _ = losses_of(policy, drop=False)
+    assert abs(kept - loss) > 1e-3 * abs(loss)
+
+
+def test_the_mean_is_that_of_the_images_kept_on_all_ranks(tiny_sd3):
+    policy = load_sd3(tiny_sd3)
+    alone, _ = losses_of(policy, drop=True)
+    with_a_rank_that_keeps_all, _ = losses_of(
+        policy, drop=True, all_ranks=lambda kept: torch.cat([kept, torch.ones(6)])
+    )
+    assert with_a_rank_that_keeps_all == pytest.approx(alone * (2 / 6) / (8 / 12), rel=1e-5)
