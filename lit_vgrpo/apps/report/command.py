@@ -91,14 +91,11 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
 
 def make_app(folders: Sequence[Path]) -> FastAPI:
     """Return the server of runs' report at ``/``, and at ``/version`` of a text that changes with their files."""
-    from fastapi import FastAPI
     from fastapi.responses import HTMLResponse, PlainTextResponse
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    from lit_vgrpo.apps.serve.page import LOCAL_NAMES
+    from lit_vgrpo.apps.serve.page import bounded_app
 
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
+    app = bounded_app(max_body_size=0, is_local=True)
 
     @app.get("/", response_class=HTMLResponse)
     def page() -> HTMLResponse:
