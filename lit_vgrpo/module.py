@@ -149,7 +149,7 @@ class VGRPOModule(L.LightningModule):
                 self.scores.submit(images, batch)  # scored while the next images are sampled
                 parts.append(images)
             with self.ledger.phase("reward"):
-                scores = self.scores.result(f"images of iteration {batch.iteration}")
+                scores = self.scores.result(f"images of iteration {batch.iteration + 1}")
         rollout = Rollout.joined(parts)
         groups = self.all_ranks(rollout.group_ids)
         advantages = compare(scores, groups, self.reward, self.advantage_std, self.advantage_aggregate)

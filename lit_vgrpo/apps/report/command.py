@@ -41,7 +41,7 @@ class ReportOptions:
     runs: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:
-        settings = [word for word in self.words if is_override(word) and not Path(word).exists()]
+        settings = [word for word in self.words if is_override(word)]
         if settings:
             raise UserError(f"{settings[0]} has no effect on a report. Give run folders only.")
         self.runs = [find_run(word)[0] for word in self.words]
