@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
 from lit_vgrpo.callbacks.ema import averaged_weights
@@ -49,7 +50,7 @@ class RunSummary(L.Callback):
                 self.heldout_start[SPREAD] = float(scores[scores.isfinite()].std(correction=0))
 
     def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
-        self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
+        self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt | SIGTERMException) else "failed"
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 

@@ -64,7 +64,7 @@ class MetricsTable(Logger):
         if not (new := self._rows[self._num_written :]):
             return
         columns = sorted({*self._columns, *(name for row in new for name in row)})
-        replaces = columns != self._columns
+        replaces = columns != self._columns or not self._file.exists()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with new_file(self._file, "x", newline="") if replaces else self._file.open("a", newline="") as file:
