@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 LONGEST_LIST = 12
+HIDDEN = "(hidden)"
+"""Shown instead of what may be secret."""
 HARMLESS = "\n\t\u200c\u200d"
 
 
