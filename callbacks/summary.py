@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
 from lit_vgrpo.callbacks.ema import averaged_weights
@@ -18,6 +17,7 @@ from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import versions
+from lit_vgrpo.system.signals import is_stop_requested
 from lit_vgrpo.training.checkpoint import TRAINED
 from lit_vgrpo.training.resume import SUMMARY_NAME
 from lit_vgrpo.training.trainer_internals import callbacks_of
@@ -50,7 +50,9 @@ class RunSummary(L.Callback):
                 self.heldout_start[SPREAD] = float(scores[scores.isfinite()].std(correction=0))
 
     def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
-        self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt | SIGTERMException) else "failed"
+        is_asked = type(exception) is not SystemExit or is_stop_requested()  # a callback may raise one
+        is_end = isinstance(exception, KeyboardInterrupt | SystemExit) and is_asked
+        self._outcome = "interrupted" if is_end else "failed"
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 
