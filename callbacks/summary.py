@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
 from lit_vgrpo.callbacks.ema import averaged_weights
@@ -50,9 +51,8 @@ class RunSummary(L.Callback):
                 self.heldout_start[SPREAD] = float(scores[scores.isfinite()].std(correction=0))
 
     def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
-        is_asked = type(exception) is not SystemExit or is_stop_requested()  # a callback may raise one
-        is_end = isinstance(exception, KeyboardInterrupt | SystemExit) and is_asked
-        self._outcome = "interrupted" if is_end else "failed"
+        kinds = KeyboardInterrupt | (SystemExit if is_stop_requested() else SIGTERMException)  # callbacks may exit too
+        self._outcome = "interrupted" if isinstance(exception, kinds) else "failed"
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 

@@ -17,7 +17,7 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.resume import how_to_resume, last_words
 from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end
-from lit_vgrpo.training.watchdog import GRACE_S, watched
+from lit_vgrpo.training.watchdog import GRACE_S, Watch, watched
 
 if TYPE_CHECKING:
     from lit_vgrpo.launch.recipe_cli import RecipeCLI
@@ -44,10 +44,7 @@ def train(cli: RecipeCLI) -> int:
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.ckpt_path)
         except (SystemExit, KeyboardInterrupt) as error:
             if not checkpoints.interrupted and not checkpoints.terminated:
-                traceback.print_exception(error)
-                _report_failure(cli)
-                watch.stop(GRACE_S)
-                return FAILED
+                return _fail(cli, watch, error)
         except (RewardError, PromptError, FloatingPointError) as error:
             report([str(error)])
             _report_failure(cli)
@@ -60,18 +57,20 @@ def train(cli: RecipeCLI) -> int:
                 if message is None:
                     raise
                 raise message from error
-            if not watch.report_death():
-                traceback.print_exception(error)
-                _report_failure(cli)
-            watch.stop(GRACE_S)
-            return FAILED
+            return _fail(cli, watch, error)
         else:
             leave_together()
             if not cli.trainer.fit_loop.done:
-                report(["Training ended before its last iteration. Did a callback raise StopIteration?"])
-                _report_failure(cli)
-                return FAILED
+                return _fail(cli, watch, RuntimeError("Training ended early. Did a callback raise StopIteration?"))
     return _report_outcome(cli)
+
+
+def _fail(cli: RecipeCLI, watch: Watch, error: BaseException) -> int:
+    if not watch.report_death():
+        traceback.print_exception(error)
+        _report_failure(cli)
+    watch.stop(GRACE_S)
+    return FAILED
 
 
 def leave_together() -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import BatchSize, PositiveInt, Range, checked
-from lit_vgrpo.errors import HIDDEN, one_line, printable
+from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, one_line, printable
 from lit_vgrpo.rewards.base import Reward, RewardOutage
 
 if TYPE_CHECKING:
@@ -378,10 +378,8 @@ def shown_address(url: str) -> str:
     >>> shown_address("http://me:key@host:80/score?key=1")
     'http://(hidden)@host:80/score?(hidden)'
     """
-    parts = urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    hidden = parts._replace(netloc=f"{HIDDEN}@{host}" if user else host, query=HIDDEN if parts.query else "")
-    return hidden.geturl()
+    address, mark, _ = PASSWORD_IN_ADDRESS.sub(rf"\g<1>{HIDDEN}@", url).partition("?")
+    return f"{address}?{HIDDEN}" if mark else address
 
 
 def is_loopback(host: str) -> bool:

@@ -72,14 +72,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def new_file(path: Path, mode: str = "xb", **options: Any) -> Iterator[IO[Any]]:
-    """Yield a new file that replaces ``path`` at the end of the block; links at either name are not followed.
-
-    Args:
-        mode: ``xb`` or ``x``, as for :func:`open`, which takes the options.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Yield a new file that replaces ``path`` at the end of the block; links are not followed. Arguments of open()."""
     draft = path.with_name(DRAFT_PREFIX + path.name)
     remove(draft)
     try:

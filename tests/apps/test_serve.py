@@ -119,7 +119,7 @@ class Serving:
 
     def __init__(self, reward, batch_size=8):
         self.worker = Worker(Weighted([reward]), batch_size, torch.device("cpu"))
-        app = make_app(self.worker, "test", None, 10_000_000, 256, 2**22)
+        app = make_app(self.worker, "test", None, 10_000_000, 256, 2**22, False)
         self.server = bounded_server(app, shutdown_s=1)
         self.listener = listening_socket("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/score"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lit_vgrpo.config.recipe import loaded
-from lit_vgrpo.errors import HIDDEN, UserError
+from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, UserError
 from lit_vgrpo.metrics import bootstrap_interval
 from lit_vgrpo.system.paths import CONFIG_NAME
 from lit_vgrpo.training.loggers import read_table
@@ -33,7 +33,6 @@ SECRET = re.compile(
     r"(?!null *$|true *$|false *$|[\d.]+ *$)\S.*$",
     re.IGNORECASE | re.MULTILINE,
 )
-PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 NOT_COMPARED = ("name", "run_dir", "ckpt_path", "allow_changes", "trainer.default_root_dir")
 """Settings of this machine or of the command."""
 PromptSums = dict[str, list[tuple[float, int]]]

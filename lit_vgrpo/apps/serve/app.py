@@ -66,13 +66,7 @@ class Worker:
 
 
 def make_app(
-    worker: Worker,
-    name: str,
-    token: str | None,
-    max_request_bytes: int,
-    max_images: int,
-    max_pixels: int,
-    is_local: bool = False,
+    worker: Worker, name: str, token: str | None, max_bytes: int, max_images: int, max_pixels: int, is_local: bool
 ) -> FastAPI:
     """Return the application of one reward.
 
@@ -80,12 +74,12 @@ def make_app(
         worker: Scores the requests.
         name: The reward's name, shown at ``/health``.
         token: Required as ``Authorization: Bearer`` except at ``/health``; None requires no token.
-        max_request_bytes: A larger request is refused with 413 while it is read.
+        max_bytes: A larger request is refused with 413 while it is read.
         max_images: Images per request.
         max_pixels: Pixels per image.
         is_local: Refuse requests to other host names than this machine's.
     """
-    app = bounded_app(max_request_bytes, is_local)
+    app = bounded_app(max_bytes, is_local)
     room = asyncio.Semaphore(REQUESTS)
 
     @app.middleware("http")

@@ -54,8 +54,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     name = "+".join(reward.part_names)
     worker = Worker(reward, options.batch_size, device)
     limits = (options.max_request_mb * MEGABYTE, options.max_images, options.max_megapixels * 2**20)
-    is_local = options.token is None and is_loopback(options.host)
-    app = make_app(worker, name, options.token, *limits, is_local=is_local)
+    app = make_app(worker, name, options.token, *limits, options.token is None and is_loopback(options.host))
     listener.listen(BACKLOG)
     for line in opening(name, listener, options, str(device)):
         say(line)
