@@ -99,8 +99,8 @@ class CollapseStop(StopsRun):
         if trainer.strategy.reduce_boolean_decision(is_bad, all=False):
             self.outcome = COLLAPSED
             self.reason = (
-                f"Weights are not finite after update {batch.update + 1} of iteration {batch.iteration}; nothing was "
-                f"saved since. Lower model.optimizer.lr. {describe_best(trainer)}"
+                f"Weights are not finite after update {batch.update + 1} of iteration {batch.iteration + 1}; nothing "
+                f"was saved since. Lower model.optimizer.lr. {describe_best(trainer)}"
             )
             raise FloatingPointError(self.reason)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -25,7 +26,7 @@ from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.prompts import PROMPT
 from lit_vgrpo.errors import UserError, one_line
-from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.system.paths import new_file, write_atomically
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -171,7 +172,8 @@ class KeptImages:
                     for place, reason, pair in chosen
                 ]
                 for entry in entries:
-                    images[entry["image"]].save(folder / entry["file"])
+                    with new_file(folder / entry["file"]) as file:
+                        images[entry["image"]].save(file, format="PNG")
                 table = {"iteration": iteration, "of": len(slots), "images": entries}
                 write_atomically(folder / IMAGES_NAME, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
                 kept = {entry["file"] for entry in entries}
@@ -192,7 +194,8 @@ def _add_scores(folder: Path, iteration: int, asked: list[Asked], scores: dict[s
                 sums[name][one][0] += score
                 sums[name][one][1] += 1
     line = {"iteration": iteration, "scores": {name: list(of_prompts.values()) for name, of_prompts in sums.items()}}
-    with (folder / SCORES_NAME).open("a", encoding="utf-8") as file:
+    opened = os.open(folder / SCORES_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with open(opened, "a", encoding="utf-8") as file:
         file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 

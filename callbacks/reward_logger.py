@@ -87,7 +87,7 @@ class RewardLogger(L.Callback):
         metrics |= {f"scouts/{name}": value for name, value in record.scouts.items()}
         metrics |= {f"edit/{name}": float(values.nanmean()) for name, values in record.edits.items()}
         if record.edits and not self._warned_of_copies:
-            warning = copying_warning(record.edits["copies"], record.iteration)
+            warning = copying_warning(record.edits["copies"], record.iteration + 1)
             self._warned_of_copies = warning is not None
             if warning is not None:
                 rank_zero_warn(warning)
@@ -100,11 +100,11 @@ class RewardLogger(L.Callback):
         scored = record.rewards[~record.rewards.isnan()]
         if not record.has_advantage:
             rank_zero_warn(
-                f"All {len(record.group_ids.unique())} groups have no reward spread at iteration {record.iteration}, "
-                f"so no step is taken. The reward is constant ({float(scored.mean()):.4g}) within each group."
+                f"All {len(record.group_ids.unique())} groups have no reward spread at iteration {record.iteration + 1}"
+                f", so no step is taken. The reward is constant ({float(scored.mean()):.4g}) within each group."
             )
         for name, message in record.errors.items():
-            rank_zero_warn(f'Reward "{name}" failed for some images of iteration {record.iteration}: {message}')
+            rank_zero_warn(f'Reward "{name}" failed for some images of iteration {record.iteration + 1}: {message}')
         metrics = {
             "reward/mean": float(scored.mean()),
             "reward/std": float(scored.std(correction=0)),

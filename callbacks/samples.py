@@ -20,6 +20,7 @@ from lit_vgrpo.core.pictures import references_of, stacked_references
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.prompts import Rows
+from lit_vgrpo.system.paths import new_file
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -90,9 +91,9 @@ class SampleGrid(L.Callback):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 notes = PngInfo()
                 notes.add_text(LAYOUT, picture.info[LAYOUT])
-                picture.save(path, pnginfo=notes)
+                with new_file(path) as file:
+                    picture.save(file, format="PNG", pnginfo=notes)
             except OSError as error:
-                path.unlink(missing_ok=True)
                 rank_zero_warn(f"Cannot write {path}: {error.strerror}. Training continues without it.")
 
 

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_vgrpo.callbacks.collapse import StopsRun
+from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import versions
+from lit_vgrpo.system.signals import is_stop_requested
 from lit_vgrpo.training.checkpoint import TRAINED
 from lit_vgrpo.training.resume import SUMMARY_NAME
 from lit_vgrpo.training.trainer_internals import callbacks_of
@@ -24,25 +26,33 @@ from lit_vgrpo.training.trainer_internals import callbacks_of
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
 
+SPREAD = "heldout/reward_std"
+"""Standard deviation of the trained reward over the held-out images at the start."""
+
 
 class RunSummary(L.Callback):
     """Writes ``RUN/summary.json`` at the end of training, even if it was interrupted or failed.
 
     Attributes:
         unwritten: Reason that it could not be written; ``None`` if it was.
+        reason: Reason that the run counts as diverged; ``None`` if it does not.
     """
 
     def __init__(self) -> None:
         self.unwritten: str | None = None
         self.heldout_start: dict[str, float] = {}
+        self.reason: str | None = None
         self._outcome = "finished"
 
     def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if not self.heldout_start:
             self.heldout_start = dict(pl_module.evaluator.latest)
+            if (scores := pl_module.evaluator.of_images(TRAINED)) is not None:
+                self.heldout_start[SPREAD] = float(scores[scores.isfinite()].std(correction=0))
 
     def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
-        self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
+        kinds = KeyboardInterrupt | (SystemExit if is_stop_requested() else SIGTERMException)  # callbacks may exit too
+        self._outcome = "interrupted" if isinstance(exception, kinds) else "failed"
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 
@@ -54,6 +64,12 @@ class RunSummary(L.Callback):
             # The last evaluation may be several iterations old.
             with averaged_weights(trainer, pl_module):
                 pl_module.evaluate()
+        start, spread = self.heldout_start.get(TRAINED, math.nan), self.heldout_start.get(SPREAD, math.nan)
+        end = pl_module.evaluator.latest.get(TRAINED, math.nan)
+        if start - end > spread > 0 and not _stopped(trainer):
+            self._outcome = "diverged"
+            fall = f"{TRAINED} fell from {start:.3f} to {end:.3f}, {(start - end) / spread:.1f} standard deviations of "
+            self.reason = f"Diverged: {fall}the first images. Lower model.optimizer.lr. {describe_best(trainer)}"
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 
@@ -62,6 +78,8 @@ class RunSummary(L.Callback):
         start, end = self.heldout_start.get(TRAINED), module.evaluator.latest.get(TRAINED)
         if completed and start is not None and end is not None:
             say(f"Held-out reward {start:.3f} before, {end:.3f} after {counted(trainer.current_epoch, 'iteration')}.")
+        if self.reason is not None:
+            say(self.reason, error=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"heldout_start": self.heldout_start}
@@ -71,10 +89,11 @@ class RunSummary(L.Callback):
 
     def _write(self, trainer: L.Trainer, module: VGRPOModule) -> None:
         end = {name.removeprefix("heldout/"): value for name, value in module.evaluator.latest.items()}
-        stopped = [callback for callback in callbacks_of(trainer, StopsRun) if callback.outcome]
+        ends = [(callback.outcome, callback.reason) for callback in _stopped(trainer)]
+        outcome, reason = [*ends, (self._outcome, self.reason)][0]
         summary = {
-            "outcome": stopped[0].outcome if stopped else self._outcome,
-            **({"reason": stopped[0].reason} if stopped else {}),
+            "outcome": outcome,
+            **({"reason": reason} if reason is not None else {}),
             "heldout_reward_start": _plain(self.heldout_start.get(TRAINED)),
             "heldout_reward_end": _plain(end.pop("reward", None)),
             "reward_parts_end": {name: _plain(end.pop(name)) for name in module.reward.part_names if name in end},
@@ -99,6 +118,10 @@ class RunSummary(L.Callback):
             self.unwritten = None
         except (OSError, UserError) as error:
             self.unwritten = str(error)
+
+
+def _stopped(trainer: L.Trainer) -> list[StopsRun]:
+    return [callback for callback in callbacks_of(trainer, StopsRun) if callback.outcome]
 
 
 def peak_memory_bytes(device: torch.device) -> int:

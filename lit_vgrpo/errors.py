@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 import traceback
@@ -10,6 +11,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 LONGEST_LIST = 12
+HIDDEN = "(hidden)"
+"""Shown instead of what may be secret."""
+PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 HARMLESS = "\n\t\u200c\u200d"
 
 

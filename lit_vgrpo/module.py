@@ -149,7 +149,7 @@ class VGRPOModule(L.LightningModule):
                 self.scores.submit(images, batch)  # scored while the next images are sampled
                 parts.append(images)
             with self.ledger.phase("reward"):
-                scores = self.scores.result(f"images of iteration {batch.iteration}")
+                scores = self.scores.result(f"images of iteration {batch.iteration + 1}")
         rollout = Rollout.joined(parts)
         groups = self.all_ranks(rollout.group_ids)
         advantages = compare(scores, groups, self.reward, self.advantage_std, self.advantage_aggregate)
@@ -200,6 +200,13 @@ class VGRPOModule(L.LightningModule):
         # After max_time, finish the iteration first: its images are already sampled.
         self._stops |= self.trainer.should_stop
         self.trainer.should_stop = self._stops and batch.is_last
+
+    def on_train_epoch_end(self) -> None:
+        """Fail if updates are missing: Lightning takes a StopIteration, of a callback as well, for the last batch."""
+        is_whole = self.iteration is None and self.trainer.is_last_batch
+        if not is_whole and not 0 <= self.trainer.max_steps <= self.trainer.global_step:
+            number = self.trainer.current_epoch + 1
+            raise RuntimeError(f"Iteration {number} ended before its last update. Did a callback raise StopIteration?")
 
     # --- held-out images -------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ def test_failed_images_are_counted_and_do_not_train(tiny_sd3, tmp_path):
 
 
 def test_all_failed_stops_with_the_rewards_own_message(tiny_sd3, tmp_path):
-    with pytest.raises(RewardError, match="8 of 8 images of iteration 0 failed.*the scorer is out of order"):
+    with pytest.raises(RewardError, match="8 of 8 images of iteration 1 failed.*the scorer is out of order"):
         train(tiny_sd3, tmp_path, 1, reward=Never(), evaluate_at_start=False)
 
 

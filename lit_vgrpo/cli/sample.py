@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.system.paths import DRAFT_PREFIX, vacant_folder
+from lit_vgrpo.system.paths import new_file, vacant_folder
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 
@@ -135,10 +134,9 @@ def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
 
 def write_png(image: Tensor, path: Path) -> None:
     """Write an image ``(3, H, W)`` in [0, 1] to a file atomically; raise UserError if it cannot be written."""
-    draft = path.with_name(DRAFT_PREFIX + path.name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(to_uint8(image).permute(1, 2, 0).cpu().numpy()).save(draft, format="PNG")
-        os.replace(draft, path)
+        with new_file(path) as file:
+            Image.fromarray(to_uint8(image).permute(1, 2, 0).cpu().numpy()).save(file, format="PNG")
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror or error}. Set --out to another folder.") from error

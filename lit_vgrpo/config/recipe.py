@@ -82,13 +82,13 @@ class Recipe:
 
 
 def is_override(word: str) -> bool:
-    """Return True for ``key=value``; a path may also contain ``=``, but a key contains no slash.
+    """Return True for ``key=value``; a path may also contain ``=``, but exists, or has a slash in the key.
 
     >>> is_override("data.train=a/b.txt"), is_override("runs/lr=1e-4/config.yaml")
     (True, False)
     """
     key, equals, _ = word.partition("=")
-    return bool(key and equals) and "/" not in key
+    return bool(key and equals) and "/" not in key and not Path(word).exists()
 
 
 def refuse_overrides(words: Sequence[str], refused: Mapping[str, str]) -> None:

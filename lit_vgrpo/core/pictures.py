@@ -25,7 +25,7 @@ def read_picture(path: str | Path) -> Tensor:
     """Return a picture ``(3, H, W)``, uint8, upright, on white where it is transparent.
 
     Raises:
-        ValueError: The file is missing, is not an image, or is truncated.
+        ValueError: The file is missing, is truncated, or is not an image of at most 8 bits per channel.
     """
     with _opened(path) as opened:
         image = ImageOps.exif_transpose(opened)
@@ -49,14 +49,20 @@ def picture_size(path: str | Path) -> tuple[int, int]:
 @contextmanager
 def _opened(path: str | Path) -> Iterator[Image.Image]:
     """Open an image file; failures in it or in the block become a ValueError with a line for the user."""
+    what = "is not a readable image. Leave it out, or save it again"
     try:
+        if not Path(path).is_file():  # opening a FIFO would block
+            what = f"{'is not a file' if Path(path).exists() else 'does not exist'}. Give an image file"
+            raise ValueError(what)
         with Image.open(path) as opened:
             if opened.format == PROGRAM_FORMAT:
                 raise ValueError(PROGRAM_FORMAT)
+            if opened.mode[0] in "IF":  # 16 or 32 bits, which Pillow would clip to 255
+                what = f"has more than 8 bits per channel (mode {opened.mode}). Save it with 8 bits"
+                raise ValueError(what)
             yield opened
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        what = "is not a readable image. Leave it out, or save it again"
-        raise ValueError(f"{path} {what if Path(path).is_file() else 'does not exist. Give an image file'}.") from error
+        raise ValueError(f"{path} {what}.") from error
 
 
 def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:

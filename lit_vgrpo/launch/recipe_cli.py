@@ -27,7 +27,7 @@ from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.checks import UnscorablePrompts, callback_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.memory import device_name, idle_gpu
-from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.system.paths import DRAFT_PREFIX, remove, write_atomically
 from lit_vgrpo.system.process import is_first_process, report_on_first
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
@@ -170,6 +170,8 @@ class RecipeCLI(LightningCLI):
         if self.make_folder:
             self.folder = reserve(self.folder, self.resumption is not None)
             self.lock.take(self.folder)
+            for draft in [*self.folder.rglob(f"{DRAFT_PREFIX}*")]:  # what a killed run was writing
+                remove(draft)
         try:
             return self._trainer_in(self.folder)
         except (MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:

@@ -17,7 +17,7 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.resume import how_to_resume, last_words
 from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end
-from lit_vgrpo.training.watchdog import GRACE_S, watched
+from lit_vgrpo.training.watchdog import GRACE_S, Watch, watched
 
 if TYPE_CHECKING:
     from lit_vgrpo.launch.recipe_cli import RecipeCLI
@@ -42,9 +42,9 @@ def train(cli: RecipeCLI) -> int:
                 if cli.resumption is not None and cli.resumption.is_at_end(cli.trainer):
                     call_train_hooks_at_end(cli.trainer)  # the final evaluation, export and summary
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.ckpt_path)
-        except (SystemExit, KeyboardInterrupt):
+        except (SystemExit, KeyboardInterrupt) as error:
             if not checkpoints.interrupted and not checkpoints.terminated:
-                raise
+                return _fail(cli, watch, error)
         except (RewardError, PromptError, FloatingPointError) as error:
             report([str(error)])
             _report_failure(cli)
@@ -57,14 +57,20 @@ def train(cli: RecipeCLI) -> int:
                 if message is None:
                     raise
                 raise message from error
-            if not watch.report_death():
-                traceback.print_exception(error)
-                _report_failure(cli)
-            watch.stop(GRACE_S)
-            return FAILED
+            return _fail(cli, watch, error)
         else:
             leave_together()
+            if not cli.trainer.fit_loop.done:
+                return _fail(cli, watch, RuntimeError("Training ended early. Did a callback raise StopIteration?"))
     return _report_outcome(cli)
+
+
+def _fail(cli: RecipeCLI, watch: Watch, error: BaseException) -> int:
+    if not watch.report_death():
+        traceback.print_exception(error)
+        _report_failure(cli)
+    watch.stop(GRACE_S)
+    return FAILED
 
 
 def leave_together() -> None:
@@ -81,8 +87,19 @@ def _finish(cli: RecipeCLI, completed: bool) -> None:
             finish(cli.trainer, cli.model, completed)
 
 
+def _is_lost(cli: RecipeCLI) -> bool:
+    """Return True and report it if the run folder was renamed or deleted; the new one gets the recipe, to continue."""
+    if not cli.lock.has_moved(cli.folder):
+        return False
+    cli.folder.mkdir(parents=True, exist_ok=True)
+    cli.save_recipe()
+    report([f"{cli.folder} was renamed or deleted during training. The new folder has only what was written since."])
+    return True
+
+
 def _report_failure(cli: RecipeCLI) -> None:
     if is_first_process():
+        _is_lost(cli)
         _finish(cli, completed=False)
         say(f"Training failed. {last_words(cli.folder)}", error=True)
 
@@ -106,6 +123,7 @@ def _report_outcome(cli: RecipeCLI) -> int:
     status = checkpoints.status or 128 + (signal.SIGTERM if checkpoints.terminated else signal.SIGINT)
     found = (getattr(callback, "unwritten", None) for callback in cli.trainer.callbacks)  # type: ignore[attr-defined]
     unwritten = [line for line in found if line is not None]
+    is_lost = _is_lost(cli)
     if is_first_process():
         _finish(cli, completed=not stopped)
         if unwritten:
@@ -113,7 +131,7 @@ def _report_outcome(cli: RecipeCLI) -> int:
             report([f"{line} Free some disk space, then continue the run with --resume." for line in unwritten])
         elif checkpoints.unsaved is None:
             made = [name for name in WRITTEN if (cli.folder / name).exists()]
-            say(f"Everything is in {cli.folder}: {', '.join(made)}.")
+            say(f"{'What was saved since' if is_lost else 'Everything'} is in {cli.folder}: {', '.join(made)}.")
             if not stopped and "report.html" in made:
                 say(f"The result: {cli.folder / 'report.html'}")
         if stopped:
@@ -121,7 +139,7 @@ def _report_outcome(cli: RecipeCLI) -> int:
             path = checkpoints.saved
             what = f"{path} is saved." if path is not None else "nothing new was saved."
             say(f"{word}: {what} {how_to_resume(cli.folder)}", error=True)
-    if checkpoints.unsaved is not None or unwritten or (not stopped and _nothing_was_scored(cli)):
+    if checkpoints.unsaved is not None or unwritten or is_lost or (not stopped and _nothing_was_scored(cli)):
         return FAILED
     return status if stopped else FINISHED
 

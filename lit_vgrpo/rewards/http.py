@@ -31,7 +31,7 @@ from torch import Tensor
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import BatchSize, PositiveInt, Range, checked
-from lit_vgrpo.errors import one_line, printable
+from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, one_line, printable
 from lit_vgrpo.rewards.base import Reward, RewardOutage
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class RemoteReward(Reward):
 
     def __init__(self, url: str, connection: Connection | None) -> None:
         self.connection = connection or Connection()
-        self._url = url
+        self._url, self._shown = url, shown_address(url)
         self._jitter = random.Random()  # the global generators belong to the run
         self._counts: Counter[str] = Counter()
         self._failed_in_a_row = 0
@@ -230,7 +230,7 @@ class RemoteReward(Reward):
             try:
                 answers = thread.submit(asyncio.run, self._post_all(calls)).result()
             except asyncio.CancelledError:
-                return [RequestError(f"{self._url} was not contacted: the run is ending") for _ in calls]
+                return [RequestError(f"{self._shown} was not contacted: the run is ending") for _ in calls]
             except KeyboardInterrupt:
                 self.close()
                 raise
@@ -277,7 +277,7 @@ class RemoteReward(Reward):
         async with slots:  # held while a retry waits, so that later requests know whether the server is down
             if self._is_down:
                 self._counts["skipped"] += 1
-                return RequestError(f"{self._url} is down and was not contacted again")
+                return RequestError(f"{self._shown} is down and was not contacted again")
             try:
                 answer: T = await retrying(self._attempt, client, await asyncio.to_thread(build), read)
             except RequestError as error:
@@ -318,7 +318,7 @@ class RemoteReward(Reward):
 
     def _counted(self, cause: str, reason: str) -> RequestError:
         self._counts[cause] += 1
-        return RequestError(f"{self._url} {reason}")
+        return RequestError(f"{self._shown} {reason}")
 
 
 @checked
@@ -370,6 +370,16 @@ def _read(body: bytes, count: int) -> ScoreAnswer:
     if len(answer.scores) != count or len(answer.errors) not in (0, count):
         raise ValueError(f"{len(answer.scores)} scores and {len(answer.errors)} errors for {count} images")
     return answer
+
+
+def shown_address(url: str) -> str:
+    """Return an address for messages: its user, password and query may be a key, and are hidden.
+
+    >>> shown_address("http://me:key@host:80/score?key=1")
+    'http://(hidden)@host:80/score?(hidden)'
+    """
+    address, mark, _ = PASSWORD_IN_ADDRESS.sub(rf"\g<1>{HIDDEN}@", url).partition("?")
+    return f"{address}?{HIDDEN}" if mark else address
 
 
 def is_loopback(host: str) -> bool:

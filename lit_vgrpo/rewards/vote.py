@@ -33,7 +33,7 @@ class VoteReward(Reward):
 
     Args:
         images_per_vote: Images shown at a time, 2 to 4.
-        voters: People who answer each comparison.
+        voters: People who answer each comparison, told apart by the names they type, which nobody checks.
         name: Key of the score.
 
     Raises:

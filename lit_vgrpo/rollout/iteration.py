@@ -86,7 +86,7 @@ class Iteration:
     @property
     def place(self) -> str:
         """The current update, for messages."""
-        return f"in update {self.updates_done + 1} of iteration {self.record.iteration}"
+        return f"in update {self.updates_done + 1} of iteration {self.record.iteration + 1}"
 
     def micros_of_update(self, batch: PromptBatch) -> list[Experience]:
         """Return the micro-batches of the update that a step belongs to."""
@@ -140,8 +140,8 @@ class Iteration:
         position = saved[position]
         if state["record"]["iteration"] != batch.iteration or not torch.equal(state["image_ids"][position], wanted):
             raise RuntimeError(
-                f"The checkpoint was saved within iteration {state['record']['iteration']}, with other prompts or "
-                f"sizes than those of iteration {batch.iteration} now. Resume with its own recipe (RUN/config.yaml)."
+                f"The checkpoint was saved within iteration {state['record']['iteration'] + 1}, with other prompts or "
+                f"sizes than those of iteration {batch.iteration + 1} now. Resume with its recipe (RUN/config.yaml)."
             )
         rows, conditioning = _compact(state["rows"][position], state["conditioning"], device)
         pairs = None

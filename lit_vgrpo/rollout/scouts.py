@@ -55,9 +55,9 @@ class ScoutSampler:
             for part in drawn:
                 self.scores.submit(part, batch)
                 parts.append(part)
-            scores = self.scores.result(f"scouts of iteration {batch.iteration}")
+            scores = self.scores.result(f"scouts of iteration {batch.iteration + 1}")
         for name, message in scores.errors.items():
-            rank_zero_warn(f'Reward "{name}" failed for some scouts of iteration {batch.iteration}: {message}')
+            rank_zero_warn(f'Reward "{name}" failed for some scouts of iteration {batch.iteration + 1}: {message}')
         seconds = {"rollout": sampler.seconds["scouts"], **self.scores.seconds}
         self._seconds = {f"scouts_{name}": value for name, value in seconds.items()}
         sampler.reset()

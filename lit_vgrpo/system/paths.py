@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
+from typing import IO, Any
 
 from safetensors import SafetensorError
 
@@ -19,7 +20,7 @@ SHIPPED_PREFIX = "shipped:"
 CONFIG_NAME = "config.yaml"
 """A run's recipe, in its folder."""
 DRAFT_PREFIX = "writing-"
-"""Prefix of an incomplete file or folder."""
+"""Prefix of an incomplete file or folder; one that a killed process left is removed by the next writer."""
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions raised by a full or read-only disk."""
 
@@ -62,13 +63,41 @@ def file_sha256(path: Path) -> str:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file in UTF-8 atomically; raise UserError if it cannot be written."""
-    draft = path.with_name(f"{path.name}.tmp")
     try:
-        draft.write_text(text, encoding="utf-8", newline="")
-        os.replace(draft, path)
+        with new_file(path, "x", encoding="utf-8", newline="") as file:
+            file.write(text)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise UserError(f"Cannot write {path}: {error.strerror}.") from error
+
+
+@contextmanager
+def new_file(path: Path, mode: str = "xb", **options: Any) -> Iterator[IO[Any]]:
+    """Yield a new file that replaces ``path`` at the end of the block; links are not followed. Arguments of open()."""
+    draft = path.with_name(DRAFT_PREFIX + path.name)
+    remove(draft)
+    try:
+        with draft.open(mode, **options) as file:
+            yield file
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file atomically; raise UserError for a link."""
+    if source.is_symlink():
+        raise UserError(f"{source} is a link, and its target may not be meant to be published. Replace it with a copy.")
+    with source.open("rb") as read, new_file(target) as written:
+        shutil.copyfileobj(read, written)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, link or folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def vacant_folder(text: str) -> Path:
@@ -111,9 +140,10 @@ def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Pat
         OSError, SafetensorError: The folder cannot be written.
     """
     target = folder.resolve()
-    draft = target.with_name(f"{DRAFT_PREFIX}{target.name}-{os.getpid()}")
+    draft = target.with_name(DRAFT_PREFIX + target.name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        remove(draft)
         draft.mkdir()
         yield draft
         for path in draft.rglob("*"):
@@ -121,8 +151,7 @@ def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Pat
                 path.chmod(draft.stat().st_mode & 0o666)  # safetensors makes private files
         if replace and target.is_dir():
             for entry in sorted(draft.iterdir()):
-                if (target / entry.name).is_dir():
-                    shutil.rmtree(target / entry.name)
+                remove(target / entry.name)
                 os.replace(entry, target / entry.name)
         else:
             os.rename(draft, target)

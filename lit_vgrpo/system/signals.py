@@ -61,7 +61,6 @@ class StopRequests(ABC):
         self.is_urgent = False
         self._obeyed = 0
         self._last = -REPEAT_S
-        self._holds = 0
         self._is_held = False
         self._counting = threading.RLock()  # a handler may interrupt another one
         self._reader, self._writer = socket.socketpair()
@@ -115,11 +114,11 @@ class StopRequests(ABC):
     @contextmanager
     def held(self) -> Iterator[None]:
         """Defer requests to the end of the block."""
-        self._holds += 1
+        before, self._is_held = self._is_held, True
         try:
             yield
         finally:
-            self._holds -= 1
+            self._is_held = before
         self._obey_pending()
 
     def hold(self) -> None:
@@ -133,7 +132,7 @@ class StopRequests(ABC):
             self._obey_pending()
 
     def _obey_pending(self) -> None:
-        while not (self._holds or self._is_held) and self._obeyed < len(self.signals):
+        while not self._is_held and self._obeyed < len(self.signals):
             self._obeyed += 1
             self.obey(self.signals[self._obeyed - 1])
 

@@ -100,7 +100,7 @@ class RunCheckpoint(Checkpoint):
     After the first Ctrl-C the run finishes its iteration, saves and stops. After SIGTERM or SIGHUP on any rank, or
     Ctrl-C under torchrun, it finishes only its micro-batch. A second signal stops at once and, on a single rank, saves
     mid-iteration; a third does not wait for that. Files are written atomically: a failed save leaves the earlier
-    checkpoints unchanged, and training continues.
+    checkpoints unchanged, and training continues. ``best.ckpt`` holds the start until an evaluation is better.
 
     Args:
         every_n_iterations: Iterations between saves of ``last.ckpt``; 0 leaves them to another callback.
@@ -171,6 +171,7 @@ class RunCheckpoint(Checkpoint):
             signal.getsignal(signal.SIGTERM), "signal_handlers", ()
         ):
             signal.signal(signal.SIGTERM, self._requests.on_signal)
+        self._keep_best(trainer, pl_module)  # the start, which no later evaluation may reach
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

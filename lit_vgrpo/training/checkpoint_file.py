@@ -18,7 +18,7 @@ from typing_extensions import override
 from lit_vgrpo.core.sharding import cut, full, local
 from lit_vgrpo.core.sharding import write as write_parameters
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.system.paths import DRAFT_PREFIX, sync_folder
+from lit_vgrpo.system.paths import DRAFT_PREFIX, remove, sync_folder
 
 RECIPE_KEY, INPUTS_KEY = "lit_vgrpo_recipe", "lit_vgrpo_inputs"
 """Entries of a checkpoint: the recipe of its run, and the hashes of the files that it read."""
@@ -107,7 +107,8 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with path.open("wb") as file:
+        remove(path)  # the draft of a killed run, or a link
+        with path.open("xb") as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())

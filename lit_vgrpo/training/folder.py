@@ -76,9 +76,17 @@ class FolderLock:
             os.close(handle)
             raise UserError(f"Another process is still writing to {folder}. Wait for it, or stop it.") from error
         except OSError:  # a file system without locks
-            os.close(handle)
-            return
+            pass
         self._handle = handle
+
+    def has_moved(self, folder: Path) -> bool:
+        """Return True if another folder, or none, has the name of the one that was taken."""
+        if self._handle is None:
+            return False
+        try:
+            return not os.path.samestat(os.fstat(self._handle), folder.stat())
+        except OSError:
+            return True
 
     def release(self) -> None:
         if self._handle is not None:

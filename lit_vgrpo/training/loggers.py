@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lit_vgrpo.system.paths import new_file
 from lit_vgrpo.training.resume import Progress
 
 
@@ -64,19 +64,15 @@ class MetricsTable(Logger):
         if not (new := self._rows[self._num_written :]):
             return
         columns = sorted({*self._columns, *(name for row in new for name in row)})
-        replaces = columns != self._columns
-        path = self._file.with_name(f"{self._file.name}.tmp") if replaces else self._file
+        replaces = columns != self._columns or not self._file.exists()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("w" if replaces else "a", newline="") as file:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with new_file(self._file, "x", newline="") if replaces else self._file.open("a", newline="") as file:
                 writer = csv.DictWriter(file, fieldnames=columns)
                 if replaces:
                     writer.writeheader()
                 writer.writerows(self._rows if replaces else new)
-            os.replace(path, self._file)
         except OSError as error:
-            if replaces:
-                path.unlink(missing_ok=True)
             if not self._has_failed:
                 reason = f"Cannot write {self._file}: {error.strerror}."
                 rank_zero_warn(f"{reason} Training continues; the rows are written once there is space.")

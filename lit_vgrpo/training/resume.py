@@ -16,6 +16,8 @@ from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, read_soun
 from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, no_checkpoint
 
 SUMMARY_NAME = "summary.json"
+ENDED = ("finished", "diverged")
+"""Outcomes of a run that reached its last iteration."""
 
 
 @dataclass(frozen=True, order=True)
@@ -89,7 +91,7 @@ class Resumption:
             return False
         summary = read_summary(self.folder) or {}
         assert self.progress is not None
-        return (summary.get("outcome"), summary.get("iterations")) == ("finished", self.progress.iterations)
+        return summary.get("outcome") in ENDED and summary.get("iterations") == self.progress.iterations
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import torch
 from commands import serve_options
+from fastapi.testclient import TestClient
 from helpers import Brightness
 from processes import started
 
@@ -118,7 +119,7 @@ class Serving:
 
     def __init__(self, reward, batch_size=8):
         self.worker = Worker(Weighted([reward]), batch_size, torch.device("cpu"))
-        app = make_app(self.worker, "test", None, 10_000_000, 256, 2**22)
+        app = make_app(self.worker, "test", None, 10_000_000, 256, 2**22, False)
         self.server = bounded_server(app, shutdown_s=1)
         self.listener = listening_socket("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/score"
@@ -212,6 +213,19 @@ def test_a_reward_that_wants_to_exit_fails_its_image_and_not_the_server():
         answer = post(serving.url, body_of(make_images(1)[0], ["exit"])).json()
         assert (answer["scores"], answer["errors"]) == ([None], ["recorded: SystemExit: 3"])
         assert post(serving.url, body_of(make_images(1)[0], ["a"])).status_code == 200
+
+
+def test_many_small_values_are_refused_unparsed_and_other_host_names_on_this_machine(monkeypatch):
+    app = make_app(Worker(Weighted([Recorded()]), 8, torch.device("cpu")), "t", None, 2_000_000, 4, 2**22, True)
+    client, headers = TestClient(app, base_url="http://[::1]"), {"Content-Type": "application/json"}
+    body = body_of(make_images(1)[0])
+    assert client.post("/score", content=body, headers=headers).status_code == 200
+    assert client.post("/score", content=body, headers={**headers, "Host": "evil.example"}).status_code == 400
+    assert client.post("/score", content=body, headers={"Content-Type": "text/plain"}).status_code == 422
+    monkeypatch.setattr("fastapi.Request.json", lambda request: pytest.fail("parsed"))
+    for values in (b"{}," * 5000 + b"{}", b"[" * 5000):
+        answer = client.post("/score", content=body.replace(b'"rows":[', b'"rows":[' + values), headers=headers)
+        assert (answer.status_code, answer.json()) == (413, {"detail": "more than 1000 JSON values per image"})
 
 
 HEAD = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n"

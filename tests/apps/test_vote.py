@@ -113,6 +113,8 @@ def test_other_sites_other_hosts_and_strangers_are_refused(store):
         assert client.post("/undo", content='{"voter": "ann"}', headers=headers).status_code == 422
     assert client.post("/undo", json=sent).status_code == 409  # taken, no vote
     assert client.post("/undo", json={"voter": "a" * 20_000}).status_code == 413
+    chunks = (b"a" * 1_000 for _ in range(20))
+    assert client.post("/undo", content=chunks, headers={"Content-Type": "application/json"}).status_code == 413
     shared = client_of(store, token="secret")
     assert shared.get("/next", params={"voter": "ann"}).status_code == 401
     assert shared.get("/?token=wrong").status_code == 401

@@ -147,6 +147,22 @@ def test_held_out_end_is_that_of_the_last_weights(tiny_sd3, tmp_path):
     assert (found[1]["outcome"], found[1]["optimizer_steps"]) == ("finished", 3)
 
 
+@pytest.mark.parametrize(("fall", "outcome"), [(2.0, "diverged"), (0.5, "finished")])
+def test_a_run_that_ends_far_below_its_start_has_diverged(tiny_sd3, tmp_path, fall, outcome):
+    class Fallen(RunSummary):
+        def on_train_end(self, trainer, pl_module):
+            self.heldout_start["heldout/reward"] = pl_module.evaluate()["heldout/reward"] + fall * spread(self)
+            super().on_train_end(trainer, pl_module)
+
+    def spread(callback):
+        return callback.heldout_start["heldout/reward_std"]
+
+    train(tiny_sd3, tmp_path, [Fallen()], data={"heldout_images_per_prompt": 2}, iterations=1)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["outcome"] == outcome
+    assert summary.get("reason", "").startswith("Diverged: heldout/reward fell from ") == (outcome == "diverged")
+
+
 def test_a_failed_run_leaves_a_summary(tiny_sd3, tmp_path):
     module = make_module(tiny_sd3)
     module.collect = None

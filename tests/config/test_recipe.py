@@ -54,12 +54,14 @@ def test_a_mistyped_file_names_the_one_beside_it(typed, meant, tmp_path, monkeyp
         find_recipe(typed)
 
 
-def test_a_path_may_hold_an_equals_sign(tmp_path):
+def test_a_path_may_hold_an_equals_sign(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     recipe = tmp_path / "lr=1e-4" / "my.yaml"
     recipe.parent.mkdir()
     recipe.write_text("a: 1")
     command = Command.parse([str(recipe), f"data.train={recipe}"])
     assert command.recipe == recipe
+    assert Command.parse(["lr=1e-4/my.yaml"]).recipe == Path("lr=1e-4/my.yaml")
     assert command.overrides == [("data.train", str(recipe))]
 
 

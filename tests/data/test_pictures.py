@@ -1,6 +1,7 @@
 """Prompts with a picture to edit: found beside their file, checked before a run, and part of what a prompt is."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -52,10 +53,17 @@ def test_a_picture_is_found_beside_the_prompt_file(folder, kind):
         ("pictures/gone.png", "gone.png does not exist. Give an image file."),
         ("edits.jsonl", "is not a readable image"),
         (7, "7 does not exist."),
+        ("pictures", "pictures is not a file. Give an image file."),
+        ("pictures/pipe.png", "pipe.png is not a file. Give an image file."),
+        ("pictures/grey.png", "grey.png has more than 8 bits per channel (mode I;16). Save it with 8 bits."),
+        ("pictures/float.tiff", "float.tiff has more than 8 bits per channel (mode F). Save it with 8 bits."),
     ],
 )
 def test_a_wrong_picture_is_one_line_with_its_row(folder, image, said):
     file = write(folder, EDITS[0], {"prompt": "make it green", "image": image})
+    os.mkfifo(folder / "pictures" / "pipe.png")
+    for mode, name in (("I;16", "grey.png"), ("F", "float.tiff")):
+        Image.new(mode, (6, 4)).save(folder / "pictures" / name)
     with pytest.raises(PromptError) as error:
         read_prompts(file)
     assert str(error.value).startswith(f"{file} line 2: ")

@@ -215,11 +215,12 @@ def test_errors_that_are_not_in_a_row_stop_nothing():
     assert reward.take_counts() == {"status_500": 12, "gave_up": 12}
 
 
-def test_a_server_that_cannot_be_reached_is_a_clear_line():
-    reward = single(f"http://127.0.0.1:{free_port()}/score")
+def test_a_server_that_cannot_be_reached_is_a_clear_line_without_its_key():
+    reward = single(f"http://me:hunter2@127.0.0.1:{free_port()}/score?key=hunter2")
     with pytest.raises(RewardOutage, match=r"cannot be reached .* or HTTPReward.url") as raised:
         reward(*make_images(4))
     assert "\n" not in str(raised.value)
+    assert "hunter2" not in f"{raised.value} {reward.failure}"
 
 
 @pytest.mark.parametrize("behave", [errors.hang, answering(b"", 503, Retry_After="25")])

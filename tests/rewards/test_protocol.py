@@ -76,7 +76,7 @@ def test_grey_transparent_and_palette_files_are_taken_as_rgb():
 @pytest.fixture(scope="module")
 def client():
     worker = Worker(Weighted([JPEGCompressibility()]), 4, torch.device("cpu"))
-    yield TestClient(make_app(worker, "jpeg", None, 10_000, 8, 64))
+    yield TestClient(make_app(worker, "jpeg", None, 10_000, 8, 64, False))
     worker.close()
 
 

@@ -107,7 +107,7 @@ def test_every_part_is_logged_with_what_it_did(tiny_sd3, tmp_path):
 
 def test_failed_images_can_stop_the_run(tiny_sd3, tmp_path):
     module = make_module(tiny_sd3, reward=Threaded(fails=7), failed_images="stop")
-    with pytest.raises(RewardError, match="1 of 8 images of iteration 0 failed, and model.failed_images=stop"):
+    with pytest.raises(RewardError, match="1 of 8 images of iteration 1 failed, and model.failed_images=stop"):
         train(module, tmp_path)
 
 

@@ -112,7 +112,7 @@ def test_failed_scouts_are_not_chosen_and_named(tiny_sd3, tmp_path):
     reward = Failing(lambda call, i: call <= 3 and i < 2)
     module = make_module(tiny_sd3, scouting(), reward, evaluate_at_start=False)
     recorder = Recorder(module.objective)
-    with pytest.warns(UserWarning, match='Reward "brightness" failed for some scouts of iteration 0'):
+    with pytest.warns(UserWarning, match='Reward "brightness" failed for some scouts of iteration 1'):
         trainer = train(tiny_sd3, tmp_path, module)
     assert trainer.callback_metrics["scouts/failed"] == 6
     assert trainer.callback_metrics["reward/failed"] == 0
@@ -122,8 +122,8 @@ def test_failed_scouts_are_not_chosen_and_named(tiny_sd3, tmp_path):
 @pytest.mark.parametrize(
     ("fails", "failed_images", "words"),
     [
-        (lambda call, i: call == 1 and i == 0, "stop", "1 of 24 scouts of iteration 0 failed, and model.failed_images"),
-        (lambda call, i: True, "leave_out", "24 of 24 scouts of iteration 0 failed, so there is nothing to learn"),
+        (lambda call, i: call == 1 and i == 0, "stop", "1 of 24 scouts of iteration 1 failed, and model.failed_images"),
+        (lambda call, i: True, "leave_out", "24 of 24 scouts of iteration 1 failed, so there is nothing to learn"),
     ],
 )
 def test_failed_scouts_can_stop_the_run(tiny_sd3, tmp_path, fails, failed_images, words):

@@ -42,14 +42,22 @@ def best_of(folder, name="best.ckpt"):
     return saved["global_step"], states[0]
 
 
-def test_the_highest_while_training_is_kept_and_nan_never_is(tiny_sd3, tmp_path):
-    """The start is better than all, but no checkpoint of training."""
+def test_the_highest_is_kept_and_nan_never_is(tiny_sd3, tmp_path):
     saver = RunCheckpoint()
-    train(tiny_sd3, tmp_path, saver, [9.0, 0.1, math.nan, 0.5, 0.4])
+    train(tiny_sd3, tmp_path, saver, [0.3, 0.1, math.nan, 0.5, 0.4])
     step, best = best_of(tmp_path)
     assert step == 3
     assert best == {"name": "heldout/untrained_reward", "value": 0.5, "iteration": 3}
     assert best_of(tmp_path, "last.ckpt")[1] == best
+
+
+def test_a_run_that_only_gets_worse_keeps_its_start_which_trains_as_before(tiny_sd3, tmp_path):
+    trainer = train(tiny_sd3, tmp_path, RunCheckpoint(), [9, 1, 2], iterations=2)
+    assert best_of(tmp_path) == (0, {"name": "heldout/untrained_reward", "value": 9, "iteration": 0})
+    again = train(tiny_sd3, tmp_path, RunCheckpoint(), [1, 2], iterations=2, ckpt=tmp_path / "checkpoints/best.ckpt")
+    for name, value in trainer.lightning_module.policy.network.state_dict().items():
+        assert torch.equal(value, again.lightning_module.policy.network.state_dict()[name]), name
+    assert best_of(tmp_path)[0] == 0
 
 
 def test_without_an_untrained_reward_the_trained_one_decides(tiny_sd3, tmp_path):
@@ -72,10 +80,10 @@ def test_a_metric_that_is_not_measured_is_said(tiny_sd3, tmp_path):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         train(tiny_sd3, tmp_path, RunCheckpoint(best="heldout/rewrad"), range(9), iterations=1)
-    lines = [str(warning.message) for warning in said if "best=" in str(warning.message)]
-    assert lines == [
+    lines = {str(warning.message) for warning in said if "best=" in str(warning.message)}  # at the start and the end
+    assert lines == {
         "No evaluation measured best=heldout/rewrad, so no best.ckpt is kept. Did you mean heldout/reward?"
-    ]
+    }
 
 
 def test_a_distance_is_no_reward():
@@ -85,7 +93,7 @@ def test_a_distance_is_no_reward():
 
 def test_the_evaluation_at_the_end_counts_too(tiny_sd3, tmp_path):
     """Three iterations, an evaluation after the second, and one at the end."""
-    train(tiny_sd3, tmp_path, RunCheckpoint(), [9, 1, 2], iterations=3, check_val_every_n_epoch=2)
+    train(tiny_sd3, tmp_path, RunCheckpoint(), [0, 1, 2], iterations=3, check_val_every_n_epoch=2)
     assert best_of(tmp_path) == (3, {"name": "heldout/untrained_reward", "value": 2, "iteration": 3})
 
 

@@ -54,7 +54,7 @@ def test_nothing_is_lost_while_the_header_changes(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="metrics.csv: No space left on device. "):
-        patch.setattr("lit_vgrpo.training.loggers.os.replace", fail)
+        patch.setattr("lit_vgrpo.system.paths.os.replace", fail)
         log(logger, {"b": 2.0})
     assert (tmp_path / "metrics.csv").read_text() == before
     log(logger, {"b": 3.0})

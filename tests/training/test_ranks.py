@@ -139,7 +139,7 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_or_skips_on_all(whole):
     assert_same("skip", *found["skip"], 0)
     for rank in found["stop"]:
         assert rank["updates"] == 2
-        assert rank["error"].startswith("The loss is not finite on rank 1 of 2, in update 1 of iteration 2.")
+        assert rank["error"].startswith("The loss is not finite on rank 1 of 2, in update 1 of iteration 3.")
     assert_same("stop", *found["stop"], 0)
     assert all(value.isfinite().all() for value in found["skip"][0]["weights"].values())
 

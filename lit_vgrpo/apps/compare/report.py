@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.plan import Budget, Entrant, Run
 from lit_vgrpo.config.tree import set_value
-from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.system.paths import new_file, write_atomically
 from lit_vgrpo.system.process import versions
 from lit_vgrpo.training.resume import read_summary
 
@@ -366,6 +366,5 @@ def draw(path: Path, evaluations: pd.DataFrame, targets: Iterable[float], title:
             axis.set(xlabel=label, ylabel=f"held-out reward, {kind}")
             axis.grid(alpha=0.25)
         part.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-    draft = path.with_suffix(".tmp.png")
-    figure.savefig(draft, dpi=110)
-    draft.replace(path)
+    with new_file(path) as file:
+        figure.savefig(file, format="png", dpi=110)

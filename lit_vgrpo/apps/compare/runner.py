@@ -16,7 +16,7 @@ from lit_vgrpo.apps.compare.plan import Run
 from lit_vgrpo.errors import one_line, say
 from lit_vgrpo.system.signals import handle_stop_signals, how_it_ended
 from lit_vgrpo.training.folder import FolderLock, candidates
-from lit_vgrpo.training.resume import read_summary
+from lit_vgrpo.training.resume import ENDED, read_summary
 
 POLL_S = 0.2
 GRACE_S = 5.0
@@ -30,7 +30,7 @@ class Stopped(Exception):
 def is_complete(run: Run) -> bool:
     """Return ``True`` if the run folder holds a run that finished and was evaluated."""
     summary = read_summary(run.folder) or {}
-    return summary.get("outcome") == "finished" and bool(summary.get("evaluations"))
+    return summary.get("outcome") in ENDED and bool(summary.get("evaluations"))
 
 
 def is_finished(run: Run) -> bool:

@@ -41,7 +41,7 @@ class ReportOptions:
     runs: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:
-        settings = [word for word in self.words if is_override(word) and not Path(word).exists()]
+        settings = [word for word in self.words if is_override(word)]
         if settings:
             raise UserError(f"{settings[0]} has no effect on a report. Give run folders only.")
         self.runs = [find_run(word)[0] for word in self.words]
@@ -91,14 +91,11 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
 
 def make_app(folders: Sequence[Path]) -> FastAPI:
     """Return the server of runs' report at ``/``, and at ``/version`` of a text that changes with their files."""
-    from fastapi import FastAPI
     from fastapi.responses import HTMLResponse, PlainTextResponse
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    from lit_vgrpo.apps.serve.page import LOCAL_NAMES
+    from lit_vgrpo.apps.serve.page import bounded_app
 
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
+    app = bounded_app(max_body_size=0, is_local=True)
 
     @app.get("/", response_class=HTMLResponse)
     def page() -> HTMLResponse:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import config_folder
 from lit_vgrpo.system.hub import file_at_hand, source_of
+from lit_vgrpo.system.paths import copy_file, write_atomically
 
 CARD_NAME, PICTURE_NAME = "README.md", "before_after.png"
 LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -66,10 +66,10 @@ def add_card(
         # The last grid shows the end of training, not an earlier checkpoint.
         has_picture = picture.is_file() and iterations == data.summary.get("iterations")
         if has_picture:
-            shutil.copyfile(picture, folder / PICTURE_NAME)
+            copy_file(picture, folder / PICTURE_NAME)
         base_card = file_at_hand(policy.checkpoint, CARD_NAME, policy.revision)
         shown = {"what": what, "lines": lines, "variant": variant, "iterations": iterations, "has_picture": has_picture}
-        (folder / CARD_NAME).write_text(card(data, base, base_card, is_adapter, **shown), encoding="utf-8")
+        write_atomically(folder / CARD_NAME, card(data, base, base_card, is_adapter, **shown))
     except (OSError, UserError) as error:
         report([f"No model card in {written}: {error}"])
     return what, lines

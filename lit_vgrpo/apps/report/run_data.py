@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lit_vgrpo.config.recipe import loaded
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, UserError
 from lit_vgrpo.metrics import bootstrap_interval
 from lit_vgrpo.system.paths import CONFIG_NAME
 from lit_vgrpo.training.loggers import read_table
@@ -27,13 +27,12 @@ LAYOUT, TO_EDIT = "layout", "to edit"
 AXES = {"iterations": "Iterations", "images": "Images", "seconds": "Minutes of training", "passes": "Network passes"}
 """Costs on the curves' x axes."""
 RUNNING, UNFINISHED = "running", "unfinished"
-ABSENT, HIDDEN = "not set", "(hidden)"
+ABSENT = "not set"
 SECRET = re.compile(
     r"^([ -]*[\w-]*(?:token|secret|password|passwd|api_?key|authorization|credentials?)\"?'?: +)"
     r"(?!null *$|true *$|false *$|[\d.]+ *$)\S.*$",
     re.IGNORECASE | re.MULTILINE,
 )
-PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 NOT_COMPARED = ("name", "run_dir", "ckpt_path", "allow_changes", "trainer.default_root_dir")
 """Settings of this machine or of the command."""
 PromptSums = dict[str, list[tuple[float, int]]]

@@ -16,12 +16,15 @@ from fastapi.responses import JSONResponse
 from PIL import Image
 from torch import Tensor
 
+from lit_vgrpo.apps.serve.page import bounded_app
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards import Scores, Weighted
 from lit_vgrpo.rewards.http import ScoreAnswer, ScoreRequest
 
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 """Pillow's modes of at most 8 bits per channel."""
+MOST_VALUES = 1000
+"""JSON values of a request per image that it may hold; parsed, the smallest take a hundred times their bytes."""
 REQUESTS = 16
 """Requests held at the same time; the others wait in their connections, unread."""
 
@@ -63,7 +66,7 @@ class Worker:
 
 
 def make_app(
-    worker: Worker, name: str, token: str | None, max_request_bytes: int, max_images: int, max_pixels: int
+    worker: Worker, name: str, token: str | None, max_bytes: int, max_images: int, max_pixels: int, is_local: bool
 ) -> FastAPI:
     """Return the application of one reward.
 
@@ -71,11 +74,12 @@ def make_app(
         worker: Scores the requests.
         name: The reward's name, shown at ``/health``.
         token: Required as ``Authorization: Bearer`` except at ``/health``; None requires no token.
-        max_request_bytes: A larger request is refused with 413 while it is read.
+        max_bytes: A larger request is refused with 413 while it is read.
         max_images: Images per request.
         max_pixels: Pixels per image.
+        is_local: Refuse requests to other host names than this machine's.
     """
-    app = FastAPI(title="lit-vgrpo reward", openapi_url=None, max_body_size=max_request_bytes)
+    app = bounded_app(max_bytes, is_local)
     room = asyncio.Semaphore(REQUESTS)
 
     @app.middleware("http")
@@ -86,6 +90,9 @@ def make_app(
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             return JSONResponse({"detail": "the bearer token is missing or wrong"}, 401)
         async with room:
+            body = await request.body()
+            if sum(map(body.count, (b",", b"[", b"{"))) > max_images * MOST_VALUES:
+                return JSONResponse({"detail": f"more than {MOST_VALUES} JSON values per image"}, 413)
             return await call_next(request)
 
     @app.get("/health")

@@ -39,6 +39,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     from lit_vgrpo.apps.serve.app import Worker, make_app
     from lit_vgrpo.apps.serve.page import serve_page
     from lit_vgrpo.launch.build import build_reward
+    from lit_vgrpo.rewards.http import is_loopback
 
     reward = build_reward(options.words)
     errors = reward.check()
@@ -53,7 +54,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     name = "+".join(reward.part_names)
     worker = Worker(reward, options.batch_size, device)
     limits = (options.max_request_mb * MEGABYTE, options.max_images, options.max_megapixels * 2**20)
-    app = make_app(worker, name, options.token, *limits)
+    app = make_app(worker, name, options.token, *limits, options.token is None and is_loopback(options.host))
     listener.listen(BACKLOG)
     for line in opening(name, listener, options, str(device)):
         say(line)

@@ -10,12 +10,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-LOCAL_NAMES = ["127.0.0.1", "localhost"]
+LOCAL_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 """A page under another host name that resolves to this machine may not read the served data."""
 SHUTDOWN_S = 2
 BACKLOG = 64
 CONNECTIONS = 512
+
+
+def bounded_app(max_body_size: int, is_local: bool) -> FastAPI:
+    """Return an application that refuses larger requests and, if it is local, other host names than this machine's."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=max_body_size)
+    if is_local:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
+    return app
 
 
 def serve_page(app: Any, listener: socket.socket, shutdown_s: int = SHUTDOWN_S, keep_alive_s: int = 5) -> None:

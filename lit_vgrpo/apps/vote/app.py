@@ -13,9 +13,8 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, Field
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from lit_vgrpo.apps.serve.page import LOCAL_NAMES
+from lit_vgrpo.apps.serve.page import bounded_app
 from lit_vgrpo.rewards.vote_store import Comparison, VoteRefused, VoteStore, VoteStoreError
 
 COOKIE = "lightning_vote"
@@ -46,11 +45,8 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
         token: Secret in the page's address; ``None`` serves only this machine.
         is_over: Returns True once training has ended.
     """
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=MAX_BODY)
-
-    if token is None:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
-    else:
+    app = bounded_app(MAX_BODY, is_local=token is None)
+    if token is not None:
         secret = token
 
         @app.middleware("http")
