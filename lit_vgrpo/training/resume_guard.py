@@ -211,7 +211,8 @@ def _source_of(reward: Reward) -> Path | None:
     name = type(reward).__module__
     if isinstance(reward, PythonReward):
         import_from_here()
-        name = import_module(reward.function.partition(":")[0]).__name__
+        function = reward.function
+        name = import_module(function.partition(":")[0]).__name__ if isinstance(function, str) else function.__module__
     file = getattr(sys.modules.get(name), "__file__", None)
     # A script changes for many reasons besides the class that it defines.
     return None if file is None or name == "__main__" or name.startswith("lit_vgrpo.") else Path(file)
