@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from enum import Enum
 from functools import cache, cached_property
@@ -21,7 +22,7 @@ from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  registers the short names of their classes
 from lit_vgrpo.config.environment import with_texts
 from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, recipe_error, with_full_key
-from lit_vgrpo.config.recipe import Recipe
+from lit_vgrpo.config.recipe import FOUND_IN, Recipe
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.checks import UnscorablePrompts, callback_errors, picture_errors
@@ -272,7 +273,8 @@ class RecipeCLI(LightningCLI):
         text = self._dump
         if texts := self.recipe.texts:
             text = yaml.safe_dump(with_texts(yaml.safe_load(text), texts), sort_keys=False, allow_unicode=True)
-        write_atomically(self.folder / CONFIG_NAME, header + text)
+        places = [os.path.relpath(place, self.folder) for place in (*self.recipe.places, Path.cwd())]
+        write_atomically(self.folder / CONFIG_NAME, f"{header}{text}{FOUND_IN}: {[*dict.fromkeys(places)]}\n")
 
     @cached_property
     def _dump(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -143,7 +144,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Pla
     lines = []
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
-        if not is_same_value(old, new):
+        if not is_same_value(old, new) and not _is_found_elsewhere(old, new):
             shown = key.replace(".init_args", "").removesuffix(".class_path")
             lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(shown_now.get(key, new))} now")
     return lines
@@ -164,6 +165,13 @@ def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_free(key: str) -> bool:
     return key.startswith(FREE) or ".connection." in key or key.rpartition(".")[2] in MEMORY_ONLY
+
+
+def _is_found_elsewhere(old: Any, new: Any) -> bool:
+    """Return True for the path of a file that the run, started from another folder, knew by another path."""
+    if not isinstance(old, str) or not isinstance(new, str) or Path(old).name != Path(new).name:
+        return False
+    return os.path.exists(new) and (not os.path.exists(old) or os.path.samefile(old, new))
 
 
 def _shown(value: Any) -> str:
