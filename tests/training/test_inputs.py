@@ -11,11 +11,11 @@ from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.launch.build import build_recipe
+from lit_vgrpo.training.resume_guard import changes
 
 LAST = Path("run/checkpoints/last.ckpt")
 REWARD = """
 from lit_vgrpo.rewards import Reward
-from lit_vgrpo.training.resume_guard import changes
 class Brightness(Reward):
     name = "brightness"
 
