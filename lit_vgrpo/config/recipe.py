@@ -173,7 +173,7 @@ def read_recipe(command: Command) -> Recipe:
     places: list[Path] = []
     for file in (command.recipe, *command.overlays):
         content = loaded(file)
-        near = [file.parent, *(file.parent / place for place in content.pop(FOUND_IN, None) or [])]
+        near = [file.parent / place for place in content.pop(FOUND_IN, None) or ["."]]
         near = [place.resolve() for place in near if shipped_root() not in (place, *place.parents)]
         places += near
         if STAGES in content:
