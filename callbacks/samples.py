@@ -21,6 +21,7 @@ from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.system.paths import new_file
+from lit_vgrpo.training.loggers import log_picture
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -32,7 +33,7 @@ GAP = 4
 @checked
 @dataclass(eq=False)
 class SampleGrid(L.Callback):
-    """Samples held-out prompts with fixed noise and saves them as ``RUN/samples/*.png``.
+    """Samples held-out prompts with fixed noise, saves them as ``RUN/samples/*.png`` and gives them to the loggers.
 
     One row per prompt. The first column shows the frozen reference, the second the policy on the same noise, the others
     the policy on other noise; the last shows the picture that the prompt edits, if there is one. The policy uses the
@@ -86,6 +87,7 @@ class SampleGrid(L.Callback):
             labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
             labels += [] if given is None else [""] * (columns - 1) + [TO_EDIT]
             picture = draw_grid(rows, [row["prompt"] for row in self._rows], labels, self.min_pixels)
+            log_picture(trainer.loggers, "samples", picture, trainer.global_step)
             path = Path(trainer.default_root_dir) / "samples" / f"{name}.png"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)

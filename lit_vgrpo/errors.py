@@ -94,7 +94,7 @@ def unknown_option(key: str, owner: str, options: Iterable[str]) -> str:
 def error_in_user_code(error: BaseException) -> str | None:
     """Return the place in the user's code that raised an error, in one line; ``None`` if only packages are involved."""
     if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}."
+        return f"{_shown(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}."
     package = Path(__file__).parent
     roots = (str(package), str(package.parent / "callbacks"), sysconfig.get_path("stdlib"))
     frames = [
@@ -107,7 +107,12 @@ def error_in_user_code(error: BaseException) -> str | None:
     if not frames:
         return None
     message = str(error).rstrip(".")
-    return f"{frames[-1].filename} line {frames[-1].lineno}: {type(error).__name__}: {message}."
+    return f"{_shown(frames[-1].filename)}:{frames[-1].lineno}: {type(error).__name__}: {one_line(message)}."
+
+
+def _shown(file: str) -> str:
+    """Return a file's path relative to the current folder if it is in it."""
+    return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
 
 
 def report(errors: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.placement import in_own_precision
-from lit_vgrpo.rewards import Reward, ScoreQueue, as_weighted
+from lit_vgrpo.rewards import RewardLike, ScoreQueue, as_weighted
 from lit_vgrpo.rollout.iteration import Continuation, Iteration
 from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector, compare
@@ -49,7 +49,7 @@ class VGRPOModule(L.LightningModule):
     Args:
         policy: The denoising model; its weights are loaded in ``configure_model``.
         objective: The training method.
-        reward: Scores the images; ``Weighted`` combines several.
+        reward: Scores the images: a reward or a function of images and prompts; ``Weighted`` combines several.
         optimizer: AdamW's settings, or any other optimizer by ``class_path`` or as a function of the weights.
         heldout_reward: Scores held-out images in addition to the reward; never trained on.
         advantage_std: Divide advantages by the std of the whole iteration, of the group, or by none; null follows the
@@ -76,9 +76,9 @@ class VGRPOModule(L.LightningModule):
         self,
         policy: Policy,
         objective: Objective,
-        reward: Reward,
+        reward: RewardLike,
         optimizer: OptimizerConfig | OptimizerCallable | None = None,
-        heldout_reward: Reward | None = None,
+        heldout_reward: RewardLike | None = None,
         advantage_std: AdvantageStd | None = None,
         advantage_aggregate: AdvantageAggregate | None = None,
         evaluation: RolloutSpec | None = None,
@@ -93,7 +93,7 @@ class VGRPOModule(L.LightningModule):
         super().__init__()
         hide_expected_warnings()
         self.policy, self.objective, self.seed = policy, objective, seed
-        self.reward = as_weighted(reward.found_at("model.reward"))
+        self.reward = as_weighted(reward, "model.reward")
         self.optimization = Optimization(optimizer, lr_scheduler)
         self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std
         self.advantage_aggregate: AdvantageAggregate = advantage_aggregate or objective.advantage_aggregate
@@ -108,7 +108,7 @@ class VGRPOModule(L.LightningModule):
         sampler = Sampler(policy, objective, self.ledger, seed, rollout_batch_size)
         has_scouts = spec.scouts is not None and objective.needs_reward
         self.sampler = ScoutSampler(sampler, ScoreCollector(*collecting)) if has_scouts else sampler
-        untrained = None if heldout_reward is None else heldout_reward.found_at("model.heldout_reward")
+        untrained = None if heldout_reward is None else as_weighted(heldout_reward, "model.heldout_reward")
         self.evaluator = Evaluator(
             policy, self.reward, untrained, evaluation or spec.as_ode(), rollout_batch_size, seed, self.ledger, queue
         )

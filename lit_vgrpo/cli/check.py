@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from itertools import islice
+
+import torch
 
 from lit_vgrpo.apps.curriculum.curriculum import Curriculum, Stage, is_curriculum, merged_errors
 from lit_vgrpo.apps.memory.room import NotEstimated, memory_report
@@ -57,7 +60,7 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> int:
         cli = build_recipe(recipe, make_folder=False)
     except UserError as error:
         raise UserError(*dict.fromkeys([*error.errors, *further_errors(recipe)])) from error
-    errors = [*cli.errors(), *disk_errors(cli)]
+    errors = [*(cli.errors() or reward_errors(cli)), *disk_errors(cli)]
     if not cli.datamodule.sizes.errors(cli.trainer.world_size):
         say(cli.plan())
         try:
@@ -93,6 +96,12 @@ def further_errors(recipe: Recipe) -> list[str]:
     if isinstance(data, dict):
         found += prompt_errors(data.get("train"), data.get("heldout"))
     return [*errors, *(with_full_key(error, recipe.values) for error in found)]
+
+
+def reward_errors(cli: RecipeCLI) -> list[str]:
+    """Score random images with the rewards that load nothing, and return their errors."""
+    images = torch.rand(2, 3, *(cli.model.policy.image_size or (64, 64)))
+    return cli.model.evaluator.observed.errors_on(images, list(islice(cli.datamodule.training_rows(), 64)))
 
 
 def disk_errors(cli: RecipeCLI) -> list[str]:

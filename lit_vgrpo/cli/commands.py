@@ -91,11 +91,16 @@ def _options(
 
 
 @app.command(rich_help_panel=START)
-def init(folder: Annotated[str, Argument(help="New folder; its name becomes the run name.")]) -> int:
+def init(
+    folder: Annotated[str, Argument(help="New folder; its name becomes the run name.")],
+    source: Annotated[
+        str | None, Option("--from", help="Recipe to copy with its prompts.", autocompletion=_recipes)
+    ] = None,
+) -> int:
     """Write a recipe, prompts and a reward to start from."""
     from lit_vgrpo.cli.init import write_starter
 
-    return write_starter(folder)
+    return write_starter(folder, source)
 
 
 @app.command(rich_help_panel=START)

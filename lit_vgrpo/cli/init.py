@@ -5,36 +5,74 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from lit_vgrpo.config.recipe import STAGES, find_recipe, loaded
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.errors import UserError, say
-from lit_vgrpo.system.paths import WRITE_ERRORS, shipped_root, vacant_folder, write_error, write_folder_atomically
+from lit_vgrpo.system.paths import (
+    SHIPPED_PREFIX,
+    WRITE_ERRORS,
+    shipped_root,
+    vacant_folder,
+    write_error,
+    write_folder_atomically,
+)
 
 STARTER = "starter"
 """Shipped folder with the files."""
-FILES = ("recipe.yaml", "train.txt", "heldout.txt", "reward.py")
+RECIPE = "recipe.yaml"
+FILES = (RECIPE, "train.txt", "heldout.txt", "reward.py")
 NAME = "my_run"
 """Name in the files, replaced by the new folder's."""
 
 
-def write_starter(text: str) -> int:
-    """Write a recipe, prompts and a reward that run unchanged on a tiny pipeline.
+def write_starter(text: str, source: str | None = None) -> int:
+    """Write a recipe, prompts and a reward that run unchanged on a tiny pipeline, or copy a recipe and its prompts.
 
     Args:
         text: The folder to write, new or empty; its name must be a valid run name.
+        source: The recipe to copy; ``None`` for the starter.
     """
     name = Path(text).expanduser().absolute().name
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError(f"{name!r} cannot name a run. Use letters, digits, '_', '-' and '.': lightning init {NAME}")
     folder = vacant_folder(text)
+    files = _starter(name) if source is None else _copy_of(source, name)
     try:
         with write_folder_atomically(folder) as draft:
-            for file in FILES:
-                content = (shipped_root() / STARTER / file).read_text(encoding="utf-8")
-                (draft / file).write_text(content.replace(NAME, name), encoding="utf-8")
+            for file, content in files.items():
+                (draft / file).write_text(content, encoding="utf-8")
     except WRITE_ERRORS as error:
         raise UserError(f"Cannot write {folder}: {write_error(error)}. Choose another folder.") from error
+    say(f"Wrote {', '.join(files)} to {folder}.")
+    if source is not None:
+        say(f"Find errors and estimate memory, then train:\n  cd {folder} && lightning check {RECIPE} --memory 80GiB")
+        say(f"  lightning run {RECIPE}")
+        return 0
     say(
-        f"Wrote {', '.join(FILES)} to {folder}. Train on the tiny pipeline:\n"
-        f"  cd {folder} && lightning run recipe.yaml\n"
-        "For a real model, change the two lines marked CHANGE in recipe.yaml; your reward goes into reward.py."
+        f"Train on the tiny pipeline:\n  cd {folder} && lightning run {RECIPE}\n"
+        f"For a real model, change the lines marked CHANGE in {RECIPE}, then the prompts, reward.py, steps and "
+        "iterations.\nOr start from a real recipe: lightning init FOLDER --from sd3_pickscore"
     )
     return 0
+
+
+def _starter(name: str) -> dict[str, str]:
+    return {file: (shipped_root() / STARTER / file).read_text(encoding="utf-8").replace(NAME, name) for file in FILES}
+
+
+def _copy_of(source: str, name: str) -> dict[str, str]:
+    """Return the text of a recipe and of its shipped prompts, by file."""
+    path = find_recipe(source)
+    if stages := loaded(path).get(STAGES):
+        raise UserError(f"{source} is a curriculum of several recipes. Copy one of them: --from {stages[0]}")
+    text, files = path.read_text(encoding="utf-8"), {RECIPE: ""}
+    for prompts in dict.fromkeys(re.findall(rf"{SHIPPED_PREFIX}(prompts/[\w.]+)", text)):
+        content = (shipped_root() / prompts).read_text(encoding="utf-8")
+        if f'"{PICTURE}"' not in content:  # else the rows name pictures by paths relative to the file
+            files[Path(prompts).name] = content
+            text = text.replace(f"{SHIPPED_PREFIX}{prompts}", Path(prompts).name)
+    text = re.sub(rf"lightning run {path.stem}\b", f"lightning run {RECIPE}", text)
+    files[RECIPE] = re.sub(
+        r"^(?=[^#])", f'name: "{name}"  # the run folder is runs/{name}\n', text, count=1, flags=re.M
+    )
+    return files

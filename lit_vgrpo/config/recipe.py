@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,17 +16,23 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import Self
 
 from lit_vgrpo.config.environment import environment_texts
-from lit_vgrpo.config.tree import Place, apply_override, class_name, expanded_recipe, merged
+from lit_vgrpo.config.tree import Place, apply_override, class_name, expanded_recipe, leaves, merged, replaced
 from lit_vgrpo.errors import UserError, nearest
-from lit_vgrpo.system.paths import CONFIG_NAME, shipped_root
+from lit_vgrpo.system.paths import CONFIG_NAME, import_from_here, shipped_root
 
 RESUME = "--resume"
 STAGES = "stages"
 """Key that makes a file a curriculum, see :mod:`lit_vgrpo.apps.curriculum.curriculum`."""
 NO_OVERLAYS = ("compare", "assets", "prompts", "starter")
 """Shipped folders without overlays: a comparison's have a different format, and the starter is copied."""
+FOUND_IN = "found_in"
+"""Key of a run's ``config.yaml``: the folders, from there, in which the run found paths and modules."""
 SECTIONS = ("model", "data", "trainer")
 SUFFIXES = (".yaml", ".yml")
+PATH_KEYS = ("train", "heldout", "path", "checkpoint", "start_from")
+"""Options that may be the name of a file or folder without a dot or slash in it."""
+CALLBACK_KEYS = ("reference", "features")
+"""Options of callbacks that are read; other paths under ``trainer`` are written."""
 OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
 MISSING_VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
 
@@ -73,12 +80,14 @@ class Recipe:
         values: Plain values, interpolations applied.
         texts: By place, each value that depends on the environment, as written: it may be a secret.
         swapped: Training method that an override names instead of the file's; ``None`` if it is the file's.
+        places: Folders of the files, in which paths and modules are found before the current folder.
     """
 
     command: Command
     values: dict[str, Any]
     texts: dict[Place, str]
     swapped: str | None
+    places: list[Path]
 
 
 def is_override(word: str) -> bool:
@@ -154,17 +163,23 @@ def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
 def read_recipe(command: Command) -> Recipe:
     """Read a recipe's files and apply its overrides and interpolations.
 
-    Another training method starts from that method's defaults, and keeps only ``rollout`` of the recipe's objective.
+    Paths and modules are found next to the file that names them, then in the current folder. Another training method
+    starts from that method's defaults, and keeps only ``rollout`` of the recipe's objective.
 
     Raises:
         UserError: A file is not YAML or not a mapping, or an interpolation names a missing key.
     """
     plain: dict[Any, Any] = {}
+    places: list[Path] = []
     for file in (command.recipe, *command.overlays):
         content = loaded(file)
+        near = [file.parent / place for place in content.pop(FOUND_IN, None) or ["."]]
+        near = [place.resolve() for place in near if shipped_root() not in (place, *place.parents)]
+        places += near
         if STAGES in content:
             raise UserError(f"{file} is a curriculum of several recipes. Use one of its stages, or the run of one.")
-        plain = merged(plain, expanded_recipe(content))
+        plain = merged(plain, expanded_recipe(with_found_paths(content, near)))
+    import_from_here(*places)
     swapped = None
     with _readable(command.recipe):
         # The method first: its settings may precede it on the command line.
@@ -176,7 +191,25 @@ def read_recipe(command: Command) -> Recipe:
                 kept = {} if rollout is None else {"rollout": rollout}
                 plain["model"]["objective"] = {"class_path": text, "init_args": kept}
                 swapped = text
-        return Recipe(command, resolved(plain, command.recipe), environment_texts(plain), swapped)
+        return Recipe(command, resolved(plain, command.recipe), environment_texts(plain), swapped, places)
+
+
+def with_found_paths(plain: Mapping[Any, Any], places: Sequence[Path]) -> dict[Any, Any]:
+    """Return a recipe's values with the path of each file or folder that is in one of some folders.
+
+    The path is relative if it is in the current folder. What is not found stays as written.
+    """
+    found: dict[Place, str] = {}
+    for place, value in leaves({key: plain[key] for key in ("model", "data", "trainer", "ckpt_path") if key in plain}):
+        option = next((step for step in reversed(place) if isinstance(step, str)), "")
+        is_output = place[0] == "trainer" and option not in CALLBACK_KEYS
+        is_path = isinstance(value, str) and ({"/", "."} & {*value} or (value and option in PATH_KEYS))
+        if is_path and not is_output and not os.path.isabs(value):
+            near = [path for folder in places if os.path.exists(path := os.path.abspath(folder / value))]
+            if near:
+                here = Path.cwd()
+                found[place] = str(Path(near[0]).relative_to(here)) if Path(near[0]).is_relative_to(here) else near[0]
+    return dict(replaced(plain, found))
 
 
 def _objective(plain: Mapping[Any, Any]) -> Any:

@@ -166,6 +166,10 @@ def set_value(recipe: dict[Any, Any], key: str, value: Any) -> None:
     """
     if key.startswith(tuple(f"model.{name}" for name in REWARD_KEYS)):
         value = expanded(value)
+        if key.endswith(f".{PYTHON}"):
+            reward = key.removesuffix(f".{PYTHON}")
+            set_value(recipe, reward, "PythonReward")  # options of another class are dropped
+            key = f"{reward}.function"
     appends, key = key.endswith("+"), key.rstrip("+").removesuffix(".class_path")
     steps: list[str | int] = []
     for part in key.split("."):

@@ -163,7 +163,7 @@ def build_reward(words: Sequence[str]) -> Weighted:
             raise UserError(f"{word} is not an option of a reward. Write options as key=value.")
         apply_override(tree, f"reward.{key}", text)
     reward: Reward = built_part(tree, "reward", Reward)
-    return as_weighted(reward.found_at(""))
+    return as_weighted(reward, "")
 
 
 def reward_of_recipe(recipe: dict[str, Any]) -> Weighted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from enum import Enum
 from functools import cache, cached_property
@@ -13,7 +14,7 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
@@ -21,7 +22,7 @@ from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  registers the short names of their classes
 from lit_vgrpo.config.environment import with_texts
 from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, recipe_error, with_full_key
-from lit_vgrpo.config.recipe import Recipe
+from lit_vgrpo.config.recipe import FOUND_IN, Recipe
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.checks import UnscorablePrompts, callback_errors, picture_errors
@@ -32,7 +33,7 @@ from lit_vgrpo.system.process import is_first_process, report_on_first
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.folder import CONFIG_NAME, FolderLock, RunFolder, release, reserve
-from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, rows_up_to
+from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, log_recipe, rows_up_to
 from lit_vgrpo.training.optimizer import OptimizerConfig
 from lit_vgrpo.training.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
@@ -267,14 +268,21 @@ class RecipeCLI(LightningCLI):
         return Path(self.config.run_dir or Path("runs") / self.config.name).expanduser()
 
     def save_recipe(self) -> None:
-        """Write ``config.yaml``, itself a recipe with ``${oc.env:NAME}`` as written; a resumed run keeps its file."""
-        if not self.make_folder or (self.resumption is not None and (self.folder / CONFIG_NAME).exists()):
+        """Write ``config.yaml``, itself a recipe with ``${oc.env:NAME}`` as written; a resumed run keeps its file.
+
+        The loggers get the same recipe.
+        """
+        if not self.make_folder:
             return
         header = f"# lightning run {self.folder / CONFIG_NAME}\n"
         text = self._dump
         if texts := self.recipe.texts:
             text = yaml.safe_dump(with_texts(yaml.safe_load(text), texts), sort_keys=False, allow_unicode=True)
-        write_atomically(self.folder / CONFIG_NAME, header + text)
+        log_recipe(self.trainer.loggers, yaml.safe_load(text))
+        if self.resumption is not None and (self.folder / CONFIG_NAME).exists():
+            return
+        places = [os.path.relpath(place, self.folder) for place in (*self.recipe.places, Path.cwd())]
+        write_atomically(self.folder / CONFIG_NAME, f"{header}{text}{FOUND_IN}: {[*dict.fromkeys(places)]}\n")
 
     @cached_property
     def _dump(self) -> str:
@@ -321,7 +329,7 @@ def refuse_finished(checkpoint: dict[str, Any], trainer: Trainer, what: str) -> 
 
 
 def run_loggers(setting: Any, folder: Path, resumption: Resumption | None) -> list[Logger]:
-    """Return the recipe's loggers, with ``metrics.csv`` and, unless it names a logger, TensorBoard in the run folder.
+    """Return the recipe's loggers, with ``metrics.csv`` and, unless it is false or has one, TensorBoard.
 
     Args:
         setting: The recipe's ``trainer.logger``.
@@ -332,7 +340,7 @@ def run_loggers(setting: Any, folder: Path, resumption: Resumption | None) -> li
     loggers = as_list(setting, Logger)
     if not any(isinstance(logger, CSVLogger) for logger in loggers):
         loggers.insert(0, MetricsTable(folder, rows_up_to(progress) if resumption is not None else None))
-    if setting in (None, True):
+    if setting is not False and not any(isinstance(logger, TensorBoardLogger) for logger in loggers):
         purge: Any = {"purge_step": progress.optimizer_steps} if progress is not None else {}
         loggers.append(TensorBoard(folder, name="", version="tensorboard", **purge))
     return loggers

@@ -68,6 +68,11 @@ class Reward(ABC):
         """
 
     @property
+    def loads_nothing(self) -> bool:
+        """True if a call needs neither weights nor a server, so that ``lightning check`` can try it."""
+        return type(self).load is Reward.load and not self.asks_people
+
+    @property
     def takes_references(self) -> bool:
         """True if it is called with the pictures that the prompts edit."""
         return "references" in signature(type(self).__call__).parameters

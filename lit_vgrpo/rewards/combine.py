@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.ranges import Finite, checked
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import error_in_user_code, one_line
 from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardError, RewardOutage, Scores
+from lit_vgrpo.rewards.function import RewardLike, as_reward
 
 # would collide with another metric's key, such as reward/mean or heldout/reward
 RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"})
@@ -49,7 +50,7 @@ class Weighted(Reward):
     names none of the weighted rewards, all of those apply; the same holds for the rewards of weight 0.
 
     Args:
-        rewards: The rewards, at least one.
+        rewards: The rewards or functions, at least one.
         weights: One per reward, not all zero; None for the mean. A reward of weight 0 is only logged.
         clips: For each reward the range ``[low, high]`` its scores are clipped to, or null; either end may be null.
         overlap: Score in threads while the next images are sampled, if a reward allows it; scores do not change.
@@ -62,12 +63,12 @@ class Weighted(Reward):
 
     def __init__(
         self,
-        rewards: list[Reward],
+        rewards: list[RewardLike],
         weights: list[Finite] | None = None,
         clips: list[tuple[Finite | None, Finite | None] | None] | None = None,
         overlap: bool = True,
     ) -> None:
-        size = len(rewards)
+        size, found = len(rewards), [as_reward(reward) for reward in rewards]
         weights = [1 / size] * size if weights is None else weights
         clips = [None] * size if clips is None else clips
         if not len(weights) == len(clips) == size:
@@ -78,7 +79,7 @@ class Weighted(Reward):
             if low is not None and high is not None and not low < high:
                 raise ValueError(f"clips=[{low}, {high}] is an empty range. Write [low, high] with low < high.")
         self.overlap = overlap
-        self.parts = [Part(*entry) for entry in zip(_unique_names(rewards), rewards, weights, clips, strict=True)]
+        self.parts = [Part(*entry) for entry in zip(_unique_names(found), found, weights, clips, strict=True)]
 
     @property
     def rewards(self) -> list[Reward]:
@@ -180,6 +181,24 @@ class Weighted(Reward):
         return self.summed({part.name: self.score_part(part, batch) for part in self.parts}, rows)
 
     @torch.no_grad()
+    def errors_on(self, images: Tensor, rows: Sequence[dict[str, Any]]) -> list[str]:
+        """Call every reward that loads nothing on images; return a line for each that raises.
+
+        Args:
+            images: Shape ``(B, 3, H, W)``, float32 in [0, 1]; each reward gets as many as it can score of the rows.
+        """
+        errors = []
+        for part in (part for part in self.parts if part.reward.loads_nothing):
+            chosen = [row for row in rows if self._applies(part, row)]
+            chosen = [row for row in chosen if part.reward.prompt_error(row["prompt"], row) is None][: len(images)]
+            try:
+                if chosen:
+                    _call(part.reward, images[: len(chosen)], [row["prompt"] for row in chosen], chosen)
+            except (Exception, SystemExit) as error:
+                errors.append(f'Reward "{part.name}" failed on random images: {_reason(error)}')
+        return errors
+
+    @torch.no_grad()
     def score_part(self, part: Part, batch: ImageBatch) -> Scores:
         """Return the scores of one reward, before shaping; NaN if it does not apply."""
         start = time.perf_counter()
@@ -243,28 +262,44 @@ class Weighted(Reward):
         return part.name in names or not any(name in rivals for name in names)
 
 
-def as_weighted(reward: Reward) -> Weighted:
-    """Wrap a reward in a :class:`Weighted`; return a ``Weighted`` unchanged."""
+def as_weighted(reward: RewardLike, key: str | None = None) -> Weighted:
+    """Wrap a reward or a function in a :class:`Weighted`; return a ``Weighted`` unchanged.
+
+    Args:
+        key: The reward's key in the recipe, for its messages.
+    """
+    reward = as_reward(reward)
+    if key is not None:
+        reward.found_at(key)
     return reward if isinstance(reward, Weighted) else Weighted([reward])
+
+
+def _call(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+    given = {"references": stacked_references(rows)} if reward.takes_references else {}
+    returned, shape = reward(images, prompts, rows, **given), (len(images),)
+    if not isinstance(returned, Tensor) or tuple(returned.shape) != shape or returned.dtype != torch.float32:
+        found = f"{returned.dtype} {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
+        raise RewardOutage(f'Reward "{reward.name}" returned {found}. Return a float32 tensor of shape {shape}.')
+    return returned
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, RewardError):
+        return str(error)
+    return error_in_user_code(error) or f"{type(error).__name__}: {one_line(error)}"
 
 
 def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> tuple[Tensor, str | None]:
     try:
-        given = {"references": stacked_references(rows)} if reward.takes_references else {}
-        returned = reward(images, prompts, rows, **given)
+        returned = _call(reward, images, prompts, rows)
     except (MemoryError, torch.cuda.OutOfMemoryError, RewardOutage):
         raise
     except (Exception, SystemExit) as error:  # sys.exit() would end the run silently
         if len(images) == 1 or reward.asks_people:
-            kind = "" if isinstance(error, RewardError) else f"{type(error).__name__}: "
-            return torch.full((len(images),), math.nan), kind + one_line(error)
+            return torch.full((len(images),), math.nan), _reason(error)
         singles = [_score(reward, images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(len(images))]
         messages = [message for _, message in singles if message is not None]
         return torch.cat([scores for scores, _ in singles]), messages[-1] if messages else None
-    shape = (len(images),)
-    if not isinstance(returned, Tensor) or tuple(returned.shape) != shape or returned.dtype != torch.float32:
-        found = f"{returned.dtype} {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
-        raise RewardError(f'Reward "{reward.name}" returned {found}. Return a float32 tensor of shape {shape}.')
     scores = returned.detach().cpu()
     bad = ~scores.isfinite()
     if not bad.any():

@@ -7,29 +7,35 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import checked
+from lit_vgrpo.errors import error_in_user_code
 from lit_vgrpo.rewards.base import Reward, RewardError
 from lit_vgrpo.system.paths import import_from_here
 
 Images = Literal["tensor", "pil", "numpy"]
+if TYPE_CHECKING:
+    RewardLike = Reward | Callable[..., Any]
+else:
+    RewardLike = Reward  # the type that the parser sees: a recipe names a function under "python"
 
 
 @checked
 class PythonReward(Reward):
     """Score from ``function(images, prompts, rows)``: one number per image, None or NaN for a failed one.
 
-    In a recipe: ``reward: {python: my_module:my_function}``. The module may be in the current folder. A function of two
-    arguments gets images and prompts; one with an argument ``references`` also gets the pictures that the prompts edit,
-    in the same format as the images, or None.
+    In a recipe: ``reward: {python: my_module:my_function}``. The module may be next to the recipe or in the current
+    folder. In Python, a function is accepted wherever a reward is. A function of two arguments gets images and prompts;
+    one with an argument ``references`` also gets the pictures that the prompts edit, in the same format as the images,
+    or None.
 
     Args:
-        function: ``my_module:my_function``.
+        function: ``my_module:my_function``, or the function.
         images: The format passed to the function: a float32 tensor ``(B, 3, H, W)`` in [0, 1], a list of RGB PIL
             images, or a uint8 array ``(B, H, W, 3)``.
         name: Key of its score; null for the function's name.
@@ -40,9 +46,11 @@ class PythonReward(Reward):
         ValueError: ``images`` is unknown.
     """
 
+    loads_nothing = True
+
     def __init__(
         self,
-        function: str,
+        function: str | Callable[..., Any],
         images: Images = "tensor",
         name: str | None = None,
         concurrent: bool = False,
@@ -50,9 +58,12 @@ class PythonReward(Reward):
     ) -> None:
         self.function = function
         self.images: Images = images
-        self.name = name or function.rpartition(":")[2].rpartition(".")[2]
+        self.name = name or str(self).rpartition(":")[2].rpartition(".")[2]
         self.concurrent = concurrent
         self.options = dict(options or {})
+
+    def __str__(self) -> str:
+        return self.function if isinstance(self.function, str) else getattr(self.function, "__name__", "function")
 
     def check(self) -> list[str]:
         """Report a module that cannot be imported, a missing name, or arguments the function does not accept."""
@@ -96,11 +107,11 @@ class PythonReward(Reward):
         """The function, if it takes the pictures to edit, and its number of positional arguments."""
         import_from_here()
         try:
-            function = resolve_name(self.function)
+            function = resolve_name(self.function) if isinstance(self.function, str) else self.function
             signature = inspect.signature(function)
         except (Exception, SystemExit) as error:  # importing the user's module may raise anything
-            key = f"{self.option('function')}={self.function}"
-            raise RewardError(f"{key} cannot be imported ({type(error).__name__}: {error}).") from error
+            reason = error_in_user_code(error) or f"{type(error).__name__}: {error}"
+            raise RewardError(f"{self.option('function')}={self} cannot be imported ({reason.rstrip('.')}).") from error
         takes_references = "references" in signature.parameters and "references" not in self.options
         given = {**self.options, **({"references": None} if takes_references else {})}
         for count in (3, 2):
@@ -108,5 +119,19 @@ class PythonReward(Reward):
                 signature.bind(*["images", "prompts", "rows"][:count], **given)
                 return function, takes_references, count
             except TypeError as error:
-                reason = error
-        raise RewardError(f"{self.function} cannot be called with (images, prompts, rows): {reason}")
+                reason = str(error)
+        raise RewardError(f"{self} cannot be called with (images, prompts, rows): {reason}")
+
+
+def as_reward(reward: RewardLike) -> Reward:
+    """Return a reward unchanged, and a function of images and prompts as a :class:`PythonReward`.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if isinstance(reward, Reward):
+        return reward
+    if isinstance(reward, type) or not callable(reward):
+        given = f"the class {reward.__name__}" if isinstance(reward, type) else repr(reward)
+        raise TypeError(f"{given} is not a reward. Pass an instance such as PickScore(), or a function.")
+    return PythonReward(reward)

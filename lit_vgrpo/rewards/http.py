@@ -187,6 +187,7 @@ class RemoteReward(Reward):
     """
 
     concurrent = True
+    loads_nothing = False
 
     def __init__(self, url: str, connection: Connection | None) -> None:
         self.connection = connection or Connection()

@@ -46,10 +46,15 @@ def resolve_path(text: str | Path) -> Path:
     return path
 
 
-def import_from_here() -> None:
-    """Make modules in the current folder importable, as they are not in a console script."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+def import_from_here(*folders: Path) -> None:
+    """Make modules in the current folder importable, as they are not in a console script, and those in other folders.
+
+    Args:
+        folders: Folders to search first, in this order.
+    """
+    for folder in (os.getcwd(), *(str(folder.absolute()) for folder in reversed(folders))):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
 
 
 def file_sha256(path: Path) -> str:

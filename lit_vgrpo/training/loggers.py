@@ -1,18 +1,25 @@
-"""Loggers of a run: ``metrics.csv``, which a resumed run continues, and TensorBoard. Neither ends a run."""
+"""Loggers of a run: ``metrics.csv``, which a resumed run continues, and TensorBoard, neither of which ends a run.
+
+Also what a run gives to loggers in addition to its metrics: the recipe and images.
+"""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import yaml
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
+from lit_vgrpo.errors import UserError, one_line
 from lit_vgrpo.system.paths import new_file
 from lit_vgrpo.training.resume import Progress
 
@@ -91,6 +98,17 @@ class TensorBoard(TensorBoardLogger):
         self._attempt(super().log_metrics, metrics, step)
 
     @override
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the recipe as text; the tab of hyperparameters would show each key as a column."""
+        text = yaml.safe_dump(params, sort_keys=False, allow_unicode=True)
+        self._attempt(lambda: self.experiment.add_text("recipe", f"```yaml\n{text}```"))
+
+    def log_image(self, key: str, images: list[Image.Image], step: int | None = None) -> None:
+        """Write images, as W&B's logger does."""
+        for image in images:
+            self._attempt(lambda image=image: _add_image(self, key, image, step))
+
+    @override
     def save(self) -> None:
         self._attempt(super().save)
 
@@ -109,6 +127,34 @@ class TensorBoard(TensorBoardLogger):
                 raise
             self._has_failed = True
             rank_zero_warn(f"TensorBoard logging has stopped: {cause.strerror}. metrics.csv continues.")
+
+
+def _add_image(logger: TensorBoardLogger, key: str, image: Image.Image, step: int | None) -> None:
+    logger.experiment.add_image(key, np.asarray(image), step, dataformats="HWC")
+
+
+def log_picture(loggers: Iterable[Logger], key: str, image: Image.Image, step: int) -> None:
+    """Give an image to TensorBoard, W&B and every other logger with their ``log_image``; call it on rank 0."""
+    for logger in loggers:
+        if hasattr(logger, "log_image"):
+            logger.log_image(key=key, images=[image], step=step)
+        elif isinstance(logger, TensorBoardLogger):
+            _add_image(logger, key, image, step)
+
+
+def log_recipe(loggers: Iterable[Logger], recipe: dict[str, Any]) -> None:
+    """Give the recipe to every logger, which opens the run of a tracker; call it on rank 0.
+
+    Raises:
+        UserError: A tracker cannot be opened, such as W&B without a login.
+    """
+    for logger in loggers:
+        try:
+            logger.log_hyperparams(recipe)
+        except Exception as error:  # each tracker has its exceptions
+            name = type(logger).__name__
+            advice = " Without an account: export WANDB_MODE=offline" if name == "WandbLogger" else ""
+            raise UserError(f"trainer.logger={name} cannot start: {one_line(error).rstrip('.')}.{advice}") from error
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -143,7 +144,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Pla
     lines = []
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
-        if not is_same_value(old, new):
+        if not is_same_value(old, new) and not _is_found_elsewhere(old, new):
             shown = key.replace(".init_args", "").removesuffix(".class_path")
             lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(shown_now.get(key, new))} now")
     return lines
@@ -164,6 +165,13 @@ def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_free(key: str) -> bool:
     return key.startswith(FREE) or ".connection." in key or key.rpartition(".")[2] in MEMORY_ONLY
+
+
+def _is_found_elsewhere(old: Any, new: Any) -> bool:
+    """Return True for the path of a file that the run, started from another folder, knew by another path."""
+    if not isinstance(old, str) or not isinstance(new, str) or Path(old).name != Path(new).name:
+        return False
+    return os.path.exists(new) and (not os.path.exists(old) or os.path.samefile(old, new))
 
 
 def _shown(value: Any) -> str:
@@ -211,7 +219,8 @@ def _source_of(reward: Reward) -> Path | None:
     name = type(reward).__module__
     if isinstance(reward, PythonReward):
         import_from_here()
-        name = import_module(reward.function.partition(":")[0]).__name__
+        function = reward.function
+        name = import_module(function.partition(":")[0]).__name__ if isinstance(function, str) else function.__module__
     file = getattr(sys.modules.get(name), "__file__", None)
     # A script changes for many reasons besides the class that it defines.
     return None if file is None or name == "__main__" or name.startswith("lit_vgrpo.") else Path(file)

@@ -67,6 +67,12 @@ def test_no_estimate_is_mentioned_where_an_error_prevents_it(tiny_recipe, capsys
     assert "memory" not in out
 
 
+def test_a_reward_that_always_fails(tiny_recipe, capsys):
+    (tiny_recipe.parent / "fails.py").write_text("def divide(images, prompts):\n    return [1 / 0 for _ in prompts]\n")
+    assert check([str(tiny_recipe), "model.reward={python: 'fails:divide', name: mine}"]) == 2
+    assert lines(capsys) == ['Reward "mine" failed on random images: fails.py:2: ZeroDivisionError: division by zero.']
+
+
 def test_too_little_disk(tiny_recipe, monkeypatch):
     cli = build([str(tiny_recipe)], make_folder=False)
     assert disk_errors(cli) == []

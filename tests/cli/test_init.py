@@ -12,7 +12,8 @@ from stand_ins import StandIns
 
 from lit_vgrpo.cli.init import FILES
 from lit_vgrpo.cli.main import main
-from lit_vgrpo.system.paths import shipped_root
+from lit_vgrpo.config.recipe import Command, read_recipe
+from lit_vgrpo.system.paths import resolve_path, shipped_root
 from lit_vgrpo.tiny.shapes import PALETTE, render
 
 MARKED = re.compile(r"^( *# CHANGE \d of 2:.*\n)( *)(\w+: .*)\n *# (\3|\w+: .*)\n", re.MULTILINE)
@@ -49,6 +50,25 @@ def test_two_marked_lines_make_it_a_real_recipe(written, tmp_path):
     assert main(["check", "recipe.yaml", with_weights, "trainer.accelerator=cpu"]) == 0
 
 
+@pytest.mark.parametrize("source", ["sd3_pickscore", "tiny_edit"])
+def test_a_shipped_recipe_is_copied_with_its_prompts(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine", "--from", source]) == 0
+    assert "cd mine && lightning check recipe.yaml --memory 80GiB" in capsys.readouterr().out
+    values, shipped = (read_recipe(Command.parse([name])).values for name in ("mine/recipe.yaml", source))
+    assert values.pop("name") == "mine"
+    found = values["data"].pop("train"), shipped["data"].pop("train")
+    values["data"].pop("heldout"), shipped["data"].pop("heldout")
+    assert values == shipped
+    assert found[0] == (
+        "mine/pickscore_train.txt" if source == "sd3_pickscore" else found[1]
+    )  # rows with pictures stay
+    assert resolve_path(found[0]).read_text() == resolve_path(found[1]).read_text()
+    assert f"lightning run {source}" not in Path("mine/recipe.yaml").read_text()
+    assert main(["init", "other", "--from", "sd35m_curriculum"]) == 2
+    assert "Copy one of them: --from sd35m_stage1\n" in capsys.readouterr().err
+
+
 def test_nothing_is_overwritten(written, capsys):
     (written / "runs").mkdir()
     for name, said in ((str(written), "is not empty"), ("recipe.yaml", "is a file")):
@@ -65,7 +85,7 @@ def test_nothing_is_overwritten(written, capsys):
         ([], "Missing argument 'folder'."),
         (["a", "b"], "Got unexpected extra argument"),
         (["two words"], "'two words' cannot name a run"),
-        (["a", "--force"], "No such option: --force."),
+        (["a", "--xyz"], "No such option: --xyz."),
     ],
 )
 def test_a_folder_that_cannot_be_written_is_one_line(words, said, tmp_path, monkeypatch, capsys):

@@ -52,12 +52,18 @@ def recipe(tiny_recipe):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model.reward=no_colon.X"], "no_colon.py line 1: SyntaxError: expected ':'."),
-        (["model.reward=raises.X"], "raises.py line 3: RuntimeError: out of luck."),
-        (["model.reward=leaves.X"], "leaves.py line 1: SystemExit: bye."),
-        (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py line 14: KeyError: 'no such key'."),
-        (["model.reward={python: 'no_colon:reward'}"], "no_colon:reward cannot be imported (SyntaxError: expected ':'"),
-        (["model.reward={python: 'leaves:reward'}"], "leaves:reward cannot be imported (SystemExit: bye)."),
+        (["model.reward=no_colon.X"], "no_colon.py:1: SyntaxError: expected ':'."),
+        (["model.reward=raises.X"], "raises.py:3: RuntimeError: out of luck."),
+        (["model.reward=leaves.X"], "leaves.py:1: SystemExit: bye."),
+        (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py:14: KeyError: 'no such key'."),
+        (
+            ["model.reward={python: 'no_colon:reward'}"],
+            "cannot be imported (no_colon.py:1: SyntaxError: expected ':').",
+        ),
+        (
+            ["model.reward={python: 'leaves:reward'}"],
+            "leaves:reward cannot be imported (leaves.py:1: SystemExit: bye).",
+        ),
         (
             ["trainer.callbacks={class_path: Export, init_args: {folder: /}}"],
             "folder=/ is not a separate folder. Use a",
@@ -95,7 +101,7 @@ def test_a_mistake_is_one_line_before_training(recipe, capsys, words, said):
 def test_a_reward_that_calls_exit_stops_the_run_and_says_so(recipe, capsys):
     assert run([recipe, "model.reward=rewards_of_mine.Leaves", "data.heldout=null"]) == 1
     err = capsys.readouterr().err
-    assert 'Reward "leaves": SystemExit: bye' in err
+    assert "rewards_of_mine.py:9: SystemExit: bye." in err
     assert "Training failed. " in err
 
 

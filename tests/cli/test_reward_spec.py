@@ -65,6 +65,19 @@ def test_overrides_of_a_recipe(recipe):
         assert build_reward(words).part_names == ["a", "shapes", "other"]
 
 
+def test_the_key_of_the_file_is_an_override(recipe):
+    for before, options in (("ShapesReward", {}), ("{python: 'a:b', images: pil}", {"images": "pil"})):
+        words = [str(recipe), f"model.reward={before}", "model.reward.python=own_rewards:third"]
+        init_args = {"function": "own_rewards:third", **options}
+        found = read_recipe(Command.parse(words)).values["model"]["reward"]
+        assert found == {"class_path": "PythonReward", "init_args": init_args}
+    words = [str(recipe), "model.reward={class_path: Weighted, init_args: {rewards: [ShapesReward, ShapesReward]}}"]
+    assert build_reward([*words, "model.reward.rewards[1].python=own_rewards:third"]).part_names[:2] == [
+        "shapes",
+        "third",
+    ]
+
+
 def test_the_short_form_is_expanded(recipe):
     command = Command.parse([str(recipe), "model.reward=python:own_rewards:third"])
     reward = read_recipe(command).values["model"]["reward"]

@@ -1,5 +1,7 @@
 """The command line of a recipe, and the file it names."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,3 +156,41 @@ def test_a_variable_that_is_not_set(tiny_recipe, monkeypatch):
     monkeypatch.delenv("PROMPTS", raising=False)
     with pytest.raises(UserError, match=r"data\.train: the variable PROMPTS is not set. Set it: export PROMPTS="):
         read_recipe(Command.parse([str(tiny_recipe), "data.train=${oc.env:PROMPTS}"]))
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A recipe in ``there/`` while the current folder is ``here/``."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder, names in ((there, ("train.txt", "both.txt", "logs.d", "model")), (here, ("both.txt", "only_here.txt"))):
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text("a cat\n")
+    (there / "module_of_there.py").write_text("def score(images, prompts):\n    return [0.0] * len(prompts)\n")
+    text = "data: {train: [train.txt, both.txt, {path: only_here.txt, split: model}]}\n"
+    text += "model: {policy: {class_path: SD3Policy, init_args: {checkpoint: model}}}\n"
+    text += "trainer: {logger: {class_path: CSVLogger, init_args: {save_dir: logs.d}}}\n"
+    (there / "recipe.yaml").write_text(text)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    return there
+
+
+def test_paths_are_found_next_to_the_recipe_then_here(elsewhere, monkeypatch):
+    values = read_recipe(Command.parse(["../there/recipe.yaml", "data.heldout=both.txt"])).values
+    in_there = [str(elsewhere / name) for name in ("train.txt", "both.txt")]
+    assert values["data"]["train"] == [*in_there, {"path": "only_here.txt", "split": "model"}]
+    assert values["data"]["heldout"] == "both.txt"  # typed here
+    assert values["model"]["policy"]["init_args"]["checkpoint"] == str(elsewhere / "model")
+    assert values["trainer"]["logger"]["init_args"]["save_dir"] == "logs.d"  # written, not read
+    assert importlib.import_module("module_of_there").__file__ == str(elsewhere / "module_of_there.py")
+    monkeypatch.chdir(elsewhere.parent)
+    values = read_recipe(Command.parse(["there/recipe.yaml"])).values
+    assert values["data"]["train"][:2] == ["there/train.txt", "there/both.txt"]
+
+
+def test_the_recipe_of_a_run_knows_where_it_found_them(elsewhere):
+    run = elsewhere / "runs" / "first"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("data: {train: train.txt}\nfound_in: ['../..']\n")
+    assert read_recipe(Command.parse([str(run)])).values == {"data": {"train": str(elsewhere / "train.txt")}}

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_vgrpo.rewards import PythonReward, RewardError
+from lit_vgrpo.rewards import JPEGCompressibility, PythonReward, RewardError, Weighted, as_weighted
 
 IMAGES = torch.tensor([0.0, 1.0, 0.2]).view(3, 1, 1, 1).expand(3, 3, 4, 4).contiguous()
 PROMPTS = ["a", "b", "c"]
@@ -84,3 +84,37 @@ def test_what_cannot_be_called_is_found_by_check(function, said):
 def test_words_are_no_scores():
     with pytest.raises(ValueError, match="could not convert string to float"):
         score("words")
+
+
+def redness(images, prompts):
+    return images[:, 0].mean((1, 2))
+
+
+def test_a_function_is_a_reward():
+    weighted = Weighted([redness, JPEGCompressibility()], weights=[1.0, 0.0])
+    assert weighted.part_names == ["redness", JPEGCompressibility.name]
+    torch.testing.assert_close(weighted(IMAGES, PROMPTS, ROWS), torch.tensor([0.0, 1.0, 0.2]))
+    assert as_weighted(redness, "model.reward").rewards[0].key == "model.reward"
+
+
+def test_a_class_or_a_text_is_no_reward():
+    with pytest.raises(TypeError, match="the class JPEGCompressibility is not a reward. Pass an instance"):
+        as_weighted(JPEGCompressibility)
+    with pytest.raises(TypeError, match="'PickScore' is not a reward"):
+        Weighted(["PickScore"])
+
+
+def test_rewards_that_load_nothing_are_tried():
+    def refuses(images, prompts):
+        raise KeyError("seed")
+
+    def one_number(images, prompts):
+        return images.mean()
+
+    reward = Weighted([redness, refuses, one_number])
+    first, second = reward.errors_on(IMAGES[:2], [{"prompt": "a"}, {"prompt": "b"}])
+    assert '"refuses" failed on random images: ' in first
+    assert ".py:" in first
+    assert first.endswith(": KeyError: 'seed'.")
+    assert second.endswith("returned torch.float32 (). Return a float32 tensor of shape (2,).")
+    assert reward.errors_on(IMAGES[:2], [{"prompt": "a", "rewards": "redness"}]) == []

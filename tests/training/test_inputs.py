@@ -11,6 +11,7 @@ from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.launch.build import build_recipe
+from lit_vgrpo.training.resume_guard import changes
 
 LAST = Path("run/checkpoints/last.ckpt")
 REWARD = """
@@ -123,3 +124,17 @@ def test_a_trainer_of_ones_own_warns(tiny_sd3, tmp_path):
     with pytest.warns(UserWarning, match="data.train: prompts changed since the checkpoint was written"):
         trainer = make_trainer(tmp_path, 2)
         trainer.fit(make_module(tiny_sd3), datamodule=make_data(**data), ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_a_file_known_by_another_path_is_no_change(tmp_path, monkeypatch):
+    for name in ("a/train.txt", "b/train.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("a cat\n")
+    monkeypatch.chdir(tmp_path)
+    for before, now, count in (
+        ("train.txt", "a/train.txt", 0),  # the run was started inside a
+        (str(tmp_path / "a/train.txt"), "a/train.txt", 0),
+        ("a/train.txt", "b/train.txt", 1),
+        ("gone.txt", "a/train.txt", 1),
+    ):
+        assert len(changes({"data": {"train": before}}, {"data": {"train": now}})) == count, before

@@ -1,8 +1,19 @@
 """The table of a run that goes on holds what came before, once; another file of its name is moved aside."""
 
-import pytest
+from types import SimpleNamespace
 
-from lit_vgrpo.training.loggers import MetricsTable, read_table, rows_up_to
+import numpy as np
+import pytest
+import yaml
+from commands import run
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.launch.recipe_cli import run_loggers
+from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, log_picture, log_recipe, read_table, rows_up_to
 from lit_vgrpo.training.resume import Progress
 
 
@@ -84,3 +95,58 @@ def test_an_empty_table_is_begun_anew(tmp_path):
     (tmp_path / "metrics.csv").write_text("")
     log(table(tmp_path, rows_up_to(Progress(1, 2, 4, 4, 1))), {"a": 1.0, "epoch": 1})
     assert read_table(tmp_path / "metrics.csv")[1] == [{"a": "1.0", "epoch": "1", "step": "2"}]
+
+
+class Tracker(DummyLogger):
+    """A tracker with the methods of W&B's logger."""
+
+    def log_image(self, key, images, step):
+        self.shown = key, [image.size for image in images], step
+
+
+def test_trackers_get_pictures(tmp_path):
+    tracker, board, plain = (
+        Tracker(),
+        TensorBoard(tmp_path / "ours", "", ""),
+        TensorBoardLogger(tmp_path / "plain", "", ""),
+    )
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    log_picture([tracker, board, plain, CSVLogger(tmp_path)], "samples", Image.fromarray(pixels), 3)
+    assert tracker.shown == ("samples", [(4, 2)], 3)
+    for logger in (board, plain):
+        logger.experiment.flush()
+        (image,) = EventAccumulator(logger.log_dir).Reload().Images("samples")
+        assert (image.step, image.width, image.height) == (3, 4, 2)
+
+
+def test_a_tracker_that_cannot_start_is_one_line():
+    def refuse(params):
+        raise RuntimeError("No API key configured.\nUse a key.")
+
+    with pytest.raises(
+        UserError, match="^trainer.logger=SimpleNamespace cannot start: No API key configured. Use a key.$"
+    ):
+        log_recipe([SimpleNamespace(log_hyperparams=refuse)], {})
+
+
+def test_another_logger_leaves_tensorboard(tmp_path):
+    def kinds(setting):
+        return [type(logger) for logger in run_loggers(setting, tmp_path, None)]
+
+    assert kinds(Tracker()) == [MetricsTable, Tracker, TensorBoard]
+    assert kinds([TensorBoardLogger(tmp_path)]) == [MetricsTable, TensorBoardLogger]
+    assert kinds(False) == [MetricsTable]
+
+
+def test_a_run_gives_tensorboard_its_recipe_and_grids(tiny_recipe, monkeypatch):
+    monkeypatch.setenv("SECRET", "first.txt")
+    (tiny_recipe.parent / "first.txt").write_text("a red circle\n")
+    grid = "trainer.callbacks=[{class_path: SampleGrid, init_args: {every_n_iterations: 1, num_prompts: 1}}]"
+    words = ["data.heldout=${oc.env:SECRET}", "trainer.max_epochs=2", "trainer.check_val_every_n_epoch=1", grid]
+    assert run([str(tiny_recipe), *words]) == 0
+    events = EventAccumulator("runs/tiny/tensorboard", size_guidance={"images": 0}).Reload()
+    assert [image.step for image in events.Images("samples")] == [0, 1, 2]
+    (text,) = events.Tensors("recipe/text_summary")
+    recipe = yaml.safe_load(text.tensor_proto.string_val[0].decode().removeprefix("```yaml\n").removesuffix("```"))
+    assert recipe["trainer"]["max_epochs"] == 2
+    assert recipe["data"]["heldout"] == "${oc.env:SECRET}"
