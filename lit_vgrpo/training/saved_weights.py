@@ -42,12 +42,14 @@ class SavedWeights:
         tensors: Trained weights and, if the run had an EMA callback, their average, by variant and by their names in
             the policy.
         policy_options: The policy's options in the checkpoint's recipe.
+        is_whole: False if it was saved within an iteration.
     """
 
     path: Path
     progress: Progress
     tensors: dict[str, dict[str, Tensor]]
     policy_options: dict[str, Any] = field(default_factory=dict)
+    is_whole: bool = True
 
     @classmethod
     def read(cls, path: Path) -> SavedWeights:
@@ -65,12 +67,11 @@ class SavedWeights:
             tensors[AVERAGE] = _of_policy(average)
         recipe = saved.get(RECIPE_KEY) or {}
         options = recipe.get("model", {}).get("policy", {}).get("init_args", {})
-        return cls(path, Progress.of(saved), tensors, options)
+        return cls(path, Progress.of(saved), tensors, options, saved["lit_vgrpo"]["iteration"] is None)
 
-    def require(self, variant: str) -> None:
-        """Raise UserError if the checkpoint has no such variant."""
-        if variant == AVERAGE and AVERAGE not in self.tensors:
-            raise UserError(f"{self.path} holds no average: the run had no EMA callback. Leave out --ema.")
+    def origin(self, variant: str) -> str:
+        """Return a description of a variant."""
+        return f"{variant} weights of {self.path} after {counted(self.progress.iterations, 'iteration')}"
 
     def refuse_misfit(self, variant: str, policy: Policy) -> None:
         """Raise UserError if the tensors of a variant are not those that a policy trains."""

@@ -10,8 +10,9 @@ from diffusers import DiffusionPipeline
 from lit_vgrpo.apps.report import verdict
 from lit_vgrpo.apps.report.model_card import base_licence, card
 from lit_vgrpo.apps.report.run_data import differences, read_run, without_secrets
+from lit_vgrpo.training.checkpoint_file import read, write
 
-CALLBACKS = "[Export, {class_path: SampleGrid, init_args: {num_prompts: 1, images_per_prompt: 1}}]"
+CALLBACKS = "[EMA, Export, {class_path: SampleGrid, init_args: {num_prompts: 1, images_per_prompt: 1}}]"
 
 
 def head_and_text(path):
@@ -20,7 +21,7 @@ def head_and_text(path):
 
 
 def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
-    assert run(["tiny.yaml", "trainer.max_epochs=1"]) == 0
+    assert run(["tiny.yaml", "trainer.max_epochs=1", "trainer.callbacks=[EMA]"]) == 0
     Path("first.ckpt").write_bytes(Path("runs/tiny/checkpoints/last.ckpt").read_bytes())
     first = json.loads(Path("runs/tiny/summary.json").read_text())
     assert run(["runs/tiny/config.yaml", "--resume", "trainer.max_epochs=2", f"trainer.callbacks={CALLBACKS}"]) == 0
@@ -31,7 +32,7 @@ def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
         head, text = head_and_text(folder / "README.md")
         assert head["tags"] == ["text-to-image", "reinforcement-learning", "lit-vgrpo"]
         assert "base_model" not in head  # a folder of this machine is no name on a hub
-        assert "trained weights after 2 iterations" in text
+        assert "EMA weights after 2 iterations" in text
         assert f"to {verdict.score(end['heldout_reward_end'])} [" in text
         assert "VGRPO" in text
         assert "run_dir" not in text
@@ -47,6 +48,17 @@ def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
     assert "after 1 iteration," in text
     assert verdict.score(first["heldout_reward_end"]) in text
     assert not Path("early/before_after.png").exists()
+
+    torn = read(Path("runs/tiny/checkpoints/last.ckpt"))
+    torn["lit_vgrpo"]["iteration"] = {}
+    write(torn, Path("torn.ckpt"))
+    for number, options in enumerate((["--no-ema"], ["--dtype=bfloat16"], ["--checkpoint=torn.ckpt"])):
+        assert export(["runs/tiny", f"--to=other{number}", *options]) == 0
+        _, text = head_and_text(f"other{number}/README.md")
+        assert "weights after 2 iterations" in text
+        assert "No score was measured on exactly these weights." in text
+        assert verdict.score(end["heldout_reward_end"]) not in text
+        assert Path(f"other{number}/before_after.png").exists() == (options == ["--dtype=bfloat16"])
 
     Path("runs/tiny/metrics.csv").write_text("a,b\n1,2\n")
     assert export(["runs/tiny", "--to=bare"]) == 0

@@ -36,6 +36,7 @@ def add_card(
     iterations: int,
     dtype: torch.dtype = torch.float32,
     merged: bool = False,
+    is_whole: bool = True,
 ) -> tuple[str, list[str]]:
     """Write the model card into an export; a failure is only reported, since only the weights matter.
 
@@ -47,6 +48,7 @@ def add_card(
         iterations: Iterations after which they were saved.
         dtype: Dtype of the written files.
         merged: True if an adapter was merged into the weights.
+        is_whole: False if the weights were saved within an iteration.
 
     Returns:
         The kind of weights, such as ``LoRA of rank 32, float32``, and the lines of Python that load them.
@@ -61,10 +63,14 @@ def add_card(
         lines = [from_pretrained(policy, str(written), dtype, folder)]
     lines.insert(0, "import diffusers, torch")
     try:
-        data = _until(read_run(run), iterations)
+        data = read_run(run)
+        is_evaluated, data = is_whole and variant == data.weights, _until(data, iterations)
+        # The last evaluation may be of an earlier iteration, and rounded weights were not measured.
+        if not is_evaluated or dtype != torch.float32 or [p.iteration for p in data.evaluations][-1:] != [iterations]:
+            data = replace(data, evaluations=[])
         picture = run / "samples" / "after.png"
         # The last grid shows the end of training, not an earlier checkpoint.
-        has_picture = picture.is_file() and iterations == data.summary.get("iterations")
+        has_picture = is_evaluated and picture.is_file() and iterations == data.summary.get("iterations")
         if has_picture:
             shutil.copyfile(picture, folder / PICTURE_NAME)
         base_card = file_at_hand(policy.checkpoint, CARD_NAME, policy.revision)
