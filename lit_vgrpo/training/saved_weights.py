@@ -17,7 +17,7 @@ from lit_vgrpo.core.sharding import shape_of, write
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.lora_file import KEY, lora_file_error, put_lora
+from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_FILE, lora_file_error, put_lora
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, resolve_path
 from lit_vgrpo.system.process import report_on_first
@@ -141,6 +141,8 @@ class LoraPlace:
 
         remedy = f"Set {KEY}={self.repository}/FILE{SUFFIX}, or {KEY}=/a/local/file{SUFFIX}."
         with loading(self.repository, remedy):
+            if Path(self.filename).name == PEFT_FILE:
+                hf_hub_download(self.repository, str(Path(self.filename).with_name(PEFT_CONFIG)))
             return Path(hf_hub_download(self.repository, self.filename))
 
     def error(self, policy: Policy) -> str | None:
