@@ -111,7 +111,7 @@ def _scale_of(config: Mapping[str, Any], layer: str, rank: int) -> float:
     from peft.utils.other import get_pattern_key
 
     patterns = config.get("alpha_pattern") or {}
-    alpha = patterns.get(get_pattern_key(patterns, layer), config.get("lora_alpha", rank))
+    alpha: float = patterns.get(get_pattern_key(list(patterns), layer), config.get("lora_alpha", rank))
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -139,9 +139,9 @@ def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[s
 def _unused(tensors: Mapping[str, Tensor], layers: Mapping[str, Tensor]) -> list[str]:
     """Return the tensors of a file that no converted one depends on: converters drop those that they do not know."""
     matrices = [name for name in tensors if not name.endswith(ALPHA)]  # an alpha becomes a number
-    total = sum(tensor.sum() for tensor in layers.values())
     if not layers or not matrices:
         return list(tensors) or ["none"]
+    total = torch.stack([tensor.sum() for tensor in layers.values()]).sum()
     gradients = torch.autograd.grad(total, [tensors[name] for name in matrices], allow_unused=True)
     return [name for name, gradient in zip(matrices, gradients, strict=True) if gradient is None]
 
