@@ -183,6 +183,8 @@ def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path, family):
     assert_same_updates(found, policy, lambda name: f"{policy.network_name}.{name}")
     with safe_open(file, "pt") as opened:
         header = json.loads(opened.metadata()["lora_adapter_metadata"])
+    base = Path(policy.checkpoint).name  # of the folder, whose path is of no use to others
+    assert header[f"{policy.network_name}.base_model_name_or_path"] == base
     assert header[f"{policy.network_name}.lora_alpha"] == header[f"{policy.network_name}.r"] == 2
 
 
@@ -200,6 +202,7 @@ def test_the_names_of_kohya(inside, tmp_path, family, base):
     with safe_open(tmp_path / "a.safetensors", "pt") as opened:
         header = opened.metadata()
     assert (header["ss_base_model_version"], header["ss_v2"]) == (base, "False")
+    assert header["ss_sd_model_name"] == Path(policy.checkpoint).name
 
 
 def updates(tensors, down, up):
