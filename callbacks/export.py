@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_vgrpo.callbacks.ema import EMA, averaged_weights
+from lit_vgrpo.callbacks.ema import averaged_weights, evaluated_weights
 from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.system.paths import WRITE_ERRORS, write_error, write_folder_atomically
-from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED
-from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -65,5 +63,4 @@ class Export(L.Callback):
         if completed and folder.is_dir():
             from lit_vgrpo.apps.report.model_card import add_card  # imports matplotlib
 
-            variant = AVERAGE if callbacks_of(trainer, EMA) else TRAINED
-            add_card(folder, run, module.policy, folder, variant, trainer.current_epoch)
+            add_card(folder, run, module.policy, folder, evaluated_weights(trainer), trainer.current_epoch)

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
-from lit_vgrpo.callbacks.ema import averaged_weights
+from lit_vgrpo.callbacks.ema import averaged_weights, evaluated_weights
 from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
@@ -77,7 +77,8 @@ class RunSummary(L.Callback):
         """Print the held-out reward before and after training; called on the first rank."""
         start, end = self.heldout_start.get(TRAINED), module.evaluator.latest.get(TRAINED)
         if completed and start is not None and end is not None:
-            say(f"Held-out reward {start:.3f} before, {end:.3f} after {counted(trainer.current_epoch, 'iteration')}.")
+            done, weights = counted(trainer.current_epoch, "iteration"), evaluated_weights(trainer)
+            say(f"Held-out reward {start:.3f} before, {end:.3f} after {done} ({weights} weights).")
         if self.reason is not None:
             say(self.reason, error=True)
 
@@ -98,6 +99,7 @@ class RunSummary(L.Callback):
             "heldout_reward_end": _plain(end.pop("reward", None)),
             "reward_parts_end": {name: _plain(end.pop(name)) for name in module.reward.part_names if name in end},
             "heldout_metrics_end": {name: _plain(value) for name, value in end.items()},
+            "weights": evaluated_weights(trainer),
             "iterations": trainer.current_epoch,
             "optimizer_steps": trainer.global_step,
             "images": module.ledger.images,

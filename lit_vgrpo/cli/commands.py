@@ -66,7 +66,7 @@ Run = Annotated[str, Argument(help="Run folder, such as runs/tiny_shapes.")]
 Settings = Annotated[list[str] | None, Argument(metavar="[key=value]", help="Overrides of the run's recipe.")]
 RewardArg = Annotated[str, Argument(metavar="REWARD", help="Class, python:my_module:my_function, or recipe.")]
 Resume = Annotated[bool, Option("--resume", help="Continue in the run folder.")]
-Ema = Annotated[bool, Option("--ema", help="Use the averaged weights.")]
+NoEma = Annotated[bool, Option("--no-ema", help="Use the trained weights themselves, not their average.")]
 Checkpoint = Annotated[str | None, Option(help="Checkpoint to read; by default the last good one.")]
 Host = Annotated[str, Option(help="Address to listen on.")]
 Port = Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
@@ -217,7 +217,7 @@ def report_runs(
 def evaluate(
     run: Run,
     words: Settings = None,
-    ema: Ema = False,
+    no_ema: NoEma = False,
     reference: Annotated[bool, Option("--reference", help="Evaluate the reference too.")] = False,
     checkpoint: Checkpoint = None,
     fid_reference: Annotated[str | None, Option(help="Real images, or a file of their statistics.")] = None,
@@ -230,7 +230,7 @@ def evaluate(
         from lit_vgrpo.cli.eval import evaluate as body
     options = EvaluateOptions(
         words=[run, *(words or [])],
-        ema=ema,
+        no_ema=no_ema,
         named=checkpoint,
         reference=reference,
         features=features,
@@ -250,7 +250,7 @@ def sample(
     seed: Annotated[int, Option(min=0, help="Seed of the first image of each prompt.")] = 0,
     count: Annotated[int, Option(min=1, help="Images per prompt, each with the next seed.")] = 1,
     reference: Annotated[bool, Option("--reference", help="Use the reference's weights.")] = False,
-    ema: Ema = False,
+    no_ema: NoEma = False,
     checkpoint: Checkpoint = None,
     steps: Annotated[int | None, Option(min=1, help="Sampling steps; by default the recipe's.")] = None,
     guidance: Annotated[float | None, Option(min=1, max=1000, help="Guidance scale; 1 disables it.")] = None,
@@ -261,7 +261,7 @@ def sample(
         from lit_vgrpo.cli.sample import SampleOptions, sample_images
     options = SampleOptions(
         words=[run, *(words or [])],
-        ema=ema,
+        no_ema=no_ema,
         named=checkpoint,
         reference=reference,
         typed_prompts=prompt or [],
@@ -315,7 +315,7 @@ def export(
     to: Annotated[str, Option(help="New or empty folder, or hub:OWNER/NAME.")],
     words: Settings = None,
     format: Annotated[Literal["diffusers", "kohya"], Option(help="File format of a LoRA.")] = "diffusers",
-    ema: Ema = False,
+    no_ema: NoEma = False,
     merge: Annotated[bool, Option("--merge", help="Merge the LoRA into the base weights.")] = False,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Option(help="Dtype of the files.")] = "float32",
     checkpoint: Checkpoint = None,
@@ -331,7 +331,7 @@ def export(
         words=[run, *(words or [])],
         to=read_target(to),
         format=format,
-        ema=ema,
+        no_ema=no_ema,
         merge=merge,
         dtype=DTYPES[dtype],
         named=checkpoint,

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.cli.eval_scores import HeldOutEvaluation, ImageScores
-from lit_vgrpo.cli.saved_policy import RunOptions, saved_weights
+from lit_vgrpo.cli.saved_policy import RunOptions
 from lit_vgrpo.config.recipe import refuse_overrides
 from lit_vgrpo.data.datasets import Rows, held_out_error
 from lit_vgrpo.errors import UserError, counted, say
@@ -29,7 +29,7 @@ from lit_vgrpo.metrics.statistics import bootstrap_interval
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.folder import CONFIG_NAME, candidates
-from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED
+from lit_vgrpo.training.saved_weights import REFERENCE
 from lit_vgrpo.training.settings import module_errors
 from lit_vgrpo.training.trainer_internals import callbacks_of
 
@@ -54,25 +54,21 @@ class EvaluateOptions(RunOptions):
         if self.out.suffix != ".json":
             raise UserError(f"--out {self.out} is not a JSON file. Use --out {self.out.with_suffix('.json')}.")
 
-    @property
-    def variants(self) -> list[str]:
-        """Sets of weights to evaluate."""
-        return [TRAINED, *([AVERAGE] if self.ema else []), *([REFERENCE] if self.reference else [])]
-
 
 def evaluate(options: EvaluateOptions) -> int:
-    """Score a run's weights on held-out prompts: ``RUN [--ema] [--reference] [key=value ...]``.
+    """Score a run's weights on held-out prompts: ``RUN [--no-ema] [--reference] [key=value ...]``.
 
     Returns:
         0; 1 if no image could be scored; 2 for an error in the command line; 130 after Ctrl-C.
     """
-    saved = saved_weights(options.run, options.checkpoint, *options.variants)
+    saved, variant = options.read_weights()
     cli = build([str(options.run / CONFIG_NAME), *options.words, *OVERRIDES], make_folder=False)
-    if REFERENCE not in options.variants:
+    if not options.reference:
         cli.model.policy.ignore_start()
     rows, data = heldout_rows(cli), cli.datamodule
     fids, network = image_metrics(cli, options)
-    module = HeldOutEvaluation(cli.model, rows, data, saved, options.variants, fids, network)
+    variants = [variant, *([REFERENCE] if options.reference else [])]
+    module = HeldOutEvaluation(cli.model, rows, data, saved, variants, fids, network)
     # The recipe's callbacks and loggers train, save and log into the run directory.
     cli.trainer.callbacks, cli.trainer.loggers = [], []  # type: ignore[attr-defined]
     try:

@@ -11,8 +11,8 @@ import torch
 from tqdm import tqdm
 
 from lit_vgrpo.apps.report.model_card import add_card
-from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
-from lit_vgrpo.errors import UserError, counted, one_line, say
+from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
+from lit_vgrpo.errors import UserError, one_line, say
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import save_kohya, save_merged
 from lit_vgrpo.system.paths import vacant_folder, write_new_folder
@@ -62,11 +62,11 @@ def export(options: ExportOptions) -> int:
     policy = build_policy(recipe)
     refuse_misfit(policy, options)
     policy.ignore_quantisation()  # no frozen weight is written, and a merge must not round them
-    saved = saved_weights(options.run, options.checkpoint, options.variant)
+    saved, variant = options.read_weights()
     folder, repository = options.to
     if repository is not None:
         check_login(options)
-    load_saved_policy(policy, saved, options.variant)
+    load_saved_policy(policy, saved, variant)
     written = options.kohya_file if options.format == KOHYA else folder
     loaded_from = written if repository is None else Path(repository)
     iterations = saved.progress.iterations
@@ -78,10 +78,9 @@ def export(options: ExportOptions) -> int:
         else:
             policy.save(draft, dtype=options.dtype)
         what, lines = add_card(
-            draft, options.run, policy, loaded_from, options.variant, iterations, options.dtype, options.merge
+            draft, options.run, policy, loaded_from, variant, iterations, options.dtype, options.merge, saved.is_whole
         )
-    origin = f"{options.variant} weights of {saved.path} after {counted(iterations, 'iteration')}"
-    say(f"Written: {written} ({what}): {origin}")
+    say(f"Written: {written} ({what}): {saved.origin(variant)}")
     if repository is not None and not upload(folder, repository, options):
         say(f"Nothing was uploaded. The export is in {folder}.", error=True)
         return 130

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
+from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.pictures import PICTURE, references_of
 from lit_vgrpo.core.pixels import to_uint8
@@ -21,7 +21,7 @@ from lit_vgrpo.core.snapshots import all_finite
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.data.prompts import Row, Rows
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
@@ -53,8 +53,8 @@ class SampleOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ema and self.reference:
-            raise UserError("--ema and --reference are both given. Sample once with each, with the same --seed.")
+        if self.no_ema and self.reference:
+            raise UserError("--no-ema and --reference are both given. Sample once with each, with the same --seed.")
         if self.prompt_file is None and not self.typed_prompts:
             raise UserError('No prompt given. Add --prompt "a red circle", or --prompts FILE.')
         try:
@@ -69,25 +69,20 @@ class SampleOptions(RunOptions):
         else:
             self.out = next(folder for folder in candidates(self.run / "sample") if not folder.exists())
 
-    @property
-    def variant(self) -> str:
-        return REFERENCE if self.reference else super().variant
-
 
 def sample_images(options: SampleOptions) -> int:
-    """Draw prompts: ``RUN --prompt TEXT [--seed 0] [--count 1] [--reference] [--ema] ... [key=value ...]``.
+    """Draw prompts: ``RUN --prompt TEXT [--seed 0] [--count 1] [--reference | --no-ema] ... [key=value ...]``.
 
     Returns:
         0; 2 for an error in the arguments, or a folder that cannot be written; 130 after Ctrl-C.
     """
     recipe = recipe_of(options.run, options.words, USED, "sampling")
     policy, spec = build_policy(recipe), spec_of(recipe, options)
-    is_trained = options.variant != REFERENCE
     try:
         if errors := picture_errors(policy, options.rows, fix="Add --image FILE"):
             raise UserError(*errors)
-        saved = saved_weights(options.run, options.checkpoint, options.variant) if is_trained else None
-        load_saved_policy(policy, saved, options.variant)
+        saved, variant = (None, REFERENCE) if options.reference else options.read_weights()
+        load_saved_policy(policy, saved, variant)
         policy.to("cuda" if torch.cuda.is_available() else "cpu")
         with tqdm(total=len(options.rows) * options.count, leave=False, disable=not sys.stderr.isatty()) as bar:
             for number, row in enumerate(options.rows, start=1):
@@ -96,6 +91,7 @@ def sample_images(options: SampleOptions) -> int:
                     write_png(image_of(policy, spec, row, seed), path)
                     bar.update()
                     bar.write(str(path))
+        say(f"Sampled with the {saved.origin(variant) if saved else 'reference weights'}.", error=True)
     except ValueError as error:
         raise UserError(str(error)) from error
     return 0

@@ -32,7 +32,7 @@ class RunOptions:
     """
 
     words: list[str]
-    ema: bool
+    no_ema: bool
     named: str | None
     run: Path = field(init=False)
     checkpoint: Path | None = field(init=False)
@@ -42,10 +42,14 @@ class RunOptions:
         if self.named is not None:
             self.checkpoint = find_checkpoint(self.named, self.run)
 
-    @property
-    def variant(self) -> str:
-        """Set of weights to read."""
-        return AVERAGE if self.ema else TRAINED
+    def read_weights(self) -> tuple[SavedWeights, str]:
+        """Read the checkpoint, and return the variant to use: the average if it has one and ``--no-ema`` is not given.
+
+        Raises:
+            UserError: There is no valid checkpoint.
+        """
+        saved = SavedWeights.read(self.checkpoint or last_good(self.run, report_on_first))
+        return saved, AVERAGE if AVERAGE in saved.tensors and not self.no_ema else TRAINED
 
 
 def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], what: str) -> dict[str, Any]:
@@ -59,18 +63,6 @@ def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], what: str) -
             raise UserError(f"{word} has no effect on {what}, which uses only settings of {', '.join(used)}.")
     import_from_here()
     return read_recipe(Command.parse([str(run / CONFIG_NAME), *words])).values
-
-
-def saved_weights(run: Path, checkpoint: Path | None, *variants: str) -> SavedWeights:
-    """Read a checkpoint of a run, by default the last good one.
-
-    Raises:
-        UserError: There is no checkpoint, or it does not hold the variants.
-    """
-    saved = SavedWeights.read(checkpoint or last_good(run, report_on_first))
-    for variant in variants:
-        saved.require(variant)
-    return saved
 
 
 def build_policy(recipe: dict[str, Any]) -> Policy:

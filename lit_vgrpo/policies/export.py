@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.placement import written_in
-from lit_vgrpo.system.hub import quiet_libraries
+from lit_vgrpo.system.hub import base_name, quiet_libraries
 
 SD2_TEXT_WIDTH = 1024  # of the text encoder of Stable Diffusion 2.x
 
@@ -22,7 +22,11 @@ def save_policy(policy: PipelinePolicy, folder: Path, weights: Mapping[str, Tens
         _save_pipeline(policy, folder, weights, dtype)
         return
     layers = _layers_of_adapter(policy, weights, dtype)
-    config = {**policy.network.peft_config["default"].to_dict(), "lora_alpha": policy.lora_rank}
+    config = {
+        **policy.network.peft_config["default"].to_dict(),
+        "lora_alpha": policy.lora_rank,
+        "base_model_name_or_path": base_name(policy.checkpoint),
+    }
     name = f"{policy.network_name}_lora"
     policy.pipeline.save_lora_weights(folder, **{f"{name}_layers": layers, f"{name}_adapter_metadata": config})
 
@@ -54,6 +58,7 @@ def save_kohya(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.fl
     is_xl, is_second = config.addition_embed_type == "text_time", config.cross_attention_dim == SD2_TEXT_WIDTH
     header = {
         "ss_base_model_version": "sdxl_base_v1-0" if is_xl else "sd_v2" if is_second else "sd_v1",
+        "ss_sd_model_name": base_name(policy.checkpoint),
         "ss_v2": str(is_second),
         "ss_network_module": "networks.lora",
         "ss_network_dim": rank,

@@ -17,6 +17,8 @@ from lit_vgrpo.policies.base import Policy
 
 FLOW_SOLVERS = ("euler", "dpm++", "unipc")
 LONGEST_PROMPT = 1024  # tokens
+SIGMA_KINDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+"""Options of a scheduler that change its grid of times."""
 PATCH = 2  # latents per side of a token
 
 
@@ -53,11 +55,12 @@ class FlowPolicy(Policy, ABC):
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         scheduler, config = pipeline.scheduler, pipeline.scheduler.config
-        if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not config.get("stochastic_sampling"):
+        odd = [name for name in ("stochastic_sampling", "invert_sigmas") if config.get(name)]
+        if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not odd:
             return None
         return (
-            f"comes with {type(scheduler).__name__}: a rectified flow needs FlowMatchEulerDiscreteScheduler, without "
-            "stochastic_sampling."
+            f"comes with {' and '.join([type(scheduler).__name__, *odd])}: a rectified flow needs "
+            "FlowMatchEulerDiscreteScheduler, without stochastic_sampling and invert_sigmas."
         )
 
     def find_latent_shape(self) -> tuple[int, int, int]:
@@ -104,7 +107,7 @@ def flow_scheduler(
         mu: Logarithm of the dynamic shift, if it depends on more than the tokens; ``None`` computes it from them.
 
     Raises:
-        ValueError: The path has no such solver.
+        ValueError: The path has no such solver, or the solver cannot follow the pipeline's grid of times.
     """
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
@@ -117,6 +120,9 @@ def flow_scheduler(
             given["sigmas"] = list(euler_sigmas)
         scheduler.set_timesteps(steps, **given)
         return scheduler
+    for name in SIGMA_KINDS:
+        if base.config.get(name):
+            raise ValueError(f"solver={solver!r} cannot follow {name} of the pipeline's scheduler. Use euler.")
     # Every setting that matters is given: from_config of another class silently falls back to epsilon prediction and
     # unshifted sigmas. Timesteps stay on the CPU, since some schedulers branch on them at every step.
     shared = {

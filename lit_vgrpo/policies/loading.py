@@ -98,6 +98,21 @@ def config_folder(checkpoint: str, revision: str | None = None) -> Path | None:
     return None if index is None else index.parent
 
 
+def bare_network(policy: PipelinePolicy) -> Any:
+    """Return a policy's network without weights, from its configuration on this machine; ``None`` if it is absent."""
+    import diffusers
+
+    folder = config_folder(policy.checkpoint, policy.revision)
+    try:
+        if folder is None:
+            return None
+        kind = getattr(diffusers, json.loads((folder / INDEX).read_text())[policy.network_name][1])
+        with torch.device("meta"):
+            return kind.from_config(kind.load_config(folder / policy.network_name, local_files_only=True))
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):  # loading tells the reason
+        return None
+
+
 def config_value(policy: PipelinePolicy, file: str, key: str) -> Any:
     """Return a value in one of a pipeline's JSON files on this machine, or ``None``."""
     folder = config_folder(policy.checkpoint, policy.revision)

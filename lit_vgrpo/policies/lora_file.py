@@ -6,6 +6,7 @@ diffusers' converters and peft's scales were read in diffusers 0.42.1 and peft 0
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,12 +17,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.policies.acceleration import lora_layers
+from lit_vgrpo.policies.loading import bare_network
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 KEY = "model.policy.start_from"
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The files that peft's ``save_pretrained`` writes."""
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 Updates = dict[str, tuple[Tensor, Tensor]]
 """Each layer's update ``up @ down`` by name: ``down (r, ...)`` and ``up (out, r, ...)`` with its scale, float32."""
@@ -31,14 +34,15 @@ SPELLINGS = {
 }
 """Endings of the matrices' names in other programs."""
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.", "unet.", "lora_unet_", "lora_transformer_", "")
-OTHER_ADAPTERS = ("lokr_", "hada_", "dora_scale", "lora_magnitude_vector", "lora_te", "text_encoder")
-"""Marks that a plain LoRA of the network does not have: LoKr, LoHa, DoRA, text encoders."""
+ALPHA = ".alpha"
 
 
 def lora_file_error(policy: PipelinePolicy, file: Path) -> str | None:
-    """Return why a file is not a LoRA, in one line, or ``None``; loading checks that it fits the network."""
+    """Return why a policy cannot start from a file, in one line, or ``None``; the policy need not be loaded."""
     try:
-        _read(policy, file)
+        network = bare_network(policy)
+        if network is not None:
+            _refuse_untrained(policy, read_lora(policy, file, network))
     except LoadError as error:
         return str(error)
     return None
@@ -70,64 +74,83 @@ def put_lora(policy: PipelinePolicy, file: Path) -> None:
         layer.lora_B["default"].weight[:, : len(down)] = up / layer.scaling["default"]
 
 
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
 def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
     """Return a LoRA file's updates by the names of the network's layers.
 
     Args:
         policy: The policy; need not be loaded.
-        file: Safetensors, under the names of diffusers, kohya's trainer or ai-toolkit.
-        network: A diffusers model without weights to compare with, to which an adapter is added.
+        file: Safetensors, under the names of any program that diffusers can convert, or of the network's layers.
+        network: A diffusers model without weights to compare with.
+
+    Raises:
+        LoadError: The file cannot be read, or a tensor of it has no place in the network.
     """
-    tensors, header = _read(policy, file)
-    layers = _converted(policy, tensors, network)
-    if not layers or _unmatched(layers, network):
-        layers = _renamed(tensors, network)
-    if odd := _unmatched(layers, network):
+    tensors, config = _read(policy, file)
+    attempts: list[list[str]] = []
+    for convert in (_converted, _renamed):
+        layers = convert(policy, tensors, network)
+        attempts.append(_unmatched(layers, network) or _unused(tensors, layers))
+        if not attempts[-1]:
+            break
+    else:
+        odd = min(attempts, key=len)
         raise LoadError(
-            f"{KEY}={policy.start_from} does not fit {type(network).__name__}: {len(odd)} of its {len(tensors)} "
-            f"tensors match no layer, the first is {odd[0]}. Is it a LoRA of another model?"
+            f"{KEY}={policy.start_from} is not a LoRA of {type(network).__name__} alone, which has no place for "
+            f"{len(odd)} of its {len(tensors)} tensors, such as {odd[0]}. Use a plain LoRA of this model, or merge it "
+            "with its trainer's tools and set model.policy.checkpoint to the result."
         )
-    scales = dict.fromkeys((name.removesuffix(DOWN) for name in layers if name.endswith(DOWN)), 1.0)
-    if header is not None:
-        scales = _scales_of(header, layers, policy.network_name, network)
-    return {name: (layers[name + DOWN], layers[name + UP] * scale) for name, scale in scales.items()}
+    names = [name.removesuffix(DOWN) for name in layers if name.endswith(DOWN)]
+    pairs = {name: (layers[name + DOWN].detach(), layers[name + UP].detach()) for name in names}
+    return {name: (down, up * _scale_of(config, name, len(down))) for name, (down, up) in pairs.items()}
 
 
-def _scales_of(header: Mapping[str, Any], layers: Mapping[str, Tensor], prefix: str, network: Any) -> dict[str, float]:
-    """Return the scale of each layer by the adapter's options in a file's header, as peft computes it."""
-    with quiet_libraries():
-        network.load_lora_adapter(
-            {f"{prefix}.{name}": tensor for name, tensor in layers.items()},
-            prefix=prefix,
-            metadata=dict(header),
-            adapter_name="file",
-            low_cpu_mem_usage=True,
-        )
-    return {name: layer.scaling["file"] for name, layer in lora_layers(network).items()}
+def _scale_of(config: Mapping[str, Any], layer: str, rank: int) -> float:
+    """Return a layer's scale by an adapter's options, as peft computes it; 1 if they have none."""
+    from peft.utils.other import get_pattern_key
+
+    patterns = config.get("alpha_pattern") or {}
+    alpha: float = patterns.get(get_pattern_key(list(patterns), layer), config.get("lora_alpha", rank))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Return a file's tensors in float32, and the options of the adapter in its header."""
-    what = f"{KEY}={policy.start_from}"
+def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a file's tensors in float32, and the adapter's options in its header or in peft's file next to it."""
+    what, prefix = f"{KEY}={policy.start_from}", f"{policy.network_name}."
     try:
         with safe_open(file, framework="pt") as content:
             tensors = {name: content.get_tensor(name).float() for name in content.keys()}  # noqa: SIM118  not a mapping
-            header = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "null"))
-    except (OSError, ValueError, SafetensorError) as error:
+            header = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        if file.name == PEFT_FILE:
+            header = json.loads((file.parent / PEFT_CONFIG).read_text(encoding="utf-8"))
+        config = {name.removeprefix(prefix): value for name, value in header.items()}
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
         raise LoadError(f"{what} cannot be read: {one_line(error)[:200]}. Download or save it again.") from error
-    others = [name for name in tensors if any(mark in name for mark in OTHER_ADAPTERS)]
-    if others or not any(name.endswith((*SPELLINGS, ".lora.down.weight")) for name in tensors):
-        reason = f"it has {others[0]}" if others else "none of its tensors is named lora_A or lora_down"
+    if config and (alphas := [name for name in tensors if name.endswith(ALPHA)]):
         raise LoadError(
-            f"{what} is not a LoRA of the network alone: {reason}. Merge it into a pipeline by diffusers' fuse_lora."
+            f"{what} has two scales, in its adapter's options and in {alphas[0]}. Save it with one of them."
         )
     if any(not tensor.isfinite().all() for tensor in tensors.values()):
         raise LoadError(f"{what} holds weights that are not finite. Download or save it again.")
-    return tensors, header
+    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}, config
+
+
+def _unused(tensors: Mapping[str, Tensor], layers: Mapping[str, Tensor]) -> list[str]:
+    """Return the tensors of a file that no converted one depends on: converters drop those that they do not know."""
+    matrices = [name for name in tensors if not name.endswith(ALPHA)]  # an alpha becomes a number
+    if not layers or not matrices:
+        return list(tensors) or ["none"]
+    total = torch.stack([tensor.sum() for tensor in layers.values()]).sum()
+    gradients = torch.autograd.grad(total, [tensors[name] for name in matrices], allow_unused=True)
+    return [name for name, gradient in zip(matrices, gradients, strict=True) if gradient is None]
 
 
 def _converted(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: Any) -> dict[str, Tensor]:
-    """Return a LoRA's matrices by peft's names, as the family's pipeline reads them; empty if it cannot."""
+    """Return a LoRA's matrices by peft's names, as the family's pipeline reads them; empty if it cannot.
+
+    Tensors that the pipeline would pass to other networks keep their names.
+    """
     import diffusers
     from diffusers.utils import convert_unet_state_dict_to_peft
 
@@ -139,19 +162,19 @@ def _converted(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: A
             )
     except (ValueError, KeyError, IndexError, AssertionError, NotImplementedError, RuntimeError):
         return {}
-    ours = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+    ours = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
     renames = {name: name for name in ours}
     if not any("lora_A" in name for name in ours):
         renames = {name: next(iter(convert_unet_state_dict_to_peft({name: tensor}))) for name, tensor in ours.items()}
     layers = {renames[name]: tensor for name, tensor in ours.items()}
     for name, alpha in (next(iter(alphas), None) or {}).items():
         # diffusers 0.42 names those of a UNet's attention after its old processors, and then ignores them
-        old = name.removeprefix(prefix).removesuffix(".alpha")
+        old = name.removeprefix(prefix).removesuffix(ALPHA)
         _scale(layers, renames.get(old, old).removesuffix(DOWN), float(alpha))
     return layers
 
 
-def _renamed(tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+def _renamed(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
     """Return a LoRA whose layers have the network's names, up to the prefix and underscores for dots.
 
     diffusers has no converter for SD 3.5, and others support only the original publisher's names.
@@ -159,13 +182,13 @@ def _renamed(tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Ten
     names = {name.replace(".", "_"): name for name, _ in network.named_modules()}
     layers, alphas = {}, {}
     for name, tensor in tensors.items():
-        ending = next((ending for ending in (*SPELLINGS, ".alpha") if name.endswith(ending)), "")
+        ending = next((ending for ending in (*SPELLINGS, ALPHA) if name.endswith(ending)), "")
         flat = name.removesuffix(ending).replace(".", "_")
         stripped = (flat.removeprefix(prefix.replace(".", "_")) for prefix in PREFIXES)
         layer = next((names[one] for one in stripped if one in names), None)
-        if layer is not None and ending == ".alpha":
-            alphas[layer] = tensor.item()
-        elif ending != ".alpha":
+        if ending == ALPHA:
+            alphas[layer or name] = tensor.item()
+        else:
             layers[name if layer is None else layer + SPELLINGS.get(ending, "")] = tensor
     for layer, alpha in alphas.items():
         _scale(layers, layer, alpha)
@@ -173,9 +196,11 @@ def _renamed(tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Ten
 
 
 def _scale(layers: dict[str, Tensor], name: str, alpha: float) -> None:
-    """Multiply a layer's scale, alpha / rank, into its second matrix."""
+    """Multiply a layer's scale, alpha / rank, into its second matrix; keep an alpha without matrices, as unmatched."""
     if name + DOWN in layers and name + UP in layers:
         layers[name + UP] = layers[name + UP] * (alpha / len(layers[name + DOWN]))
+    else:
+        layers[name + ALPHA] = torch.tensor(alpha)
 
 
 def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:

@@ -12,6 +12,7 @@ from lit_vgrpo.core.probability_paths import Space, VariancePreserving
 from lit_vgrpo.core.solvers import VP_SDES
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy, PutStart
+from lit_vgrpo.policies.flow import SIGMA_KINDS
 
 VP_SOLVERS = ("ddim", "dpm++")
 PREDICTIONS: dict[str, Space] = {"epsilon": "eps", "v_prediction": "v"}
@@ -118,7 +119,8 @@ def vp_scheduler(solver: str, base: Any) -> Any:
     if solver == "ddim":
         return DDIMScheduler(**shared, clip_sample=False, set_alpha_to_one=True)
     if solver == "dpm++":
+        grid = {name: config.get(name, False) for name in SIGMA_KINDS}
         return DPMSolverMultistepScheduler(
-            **shared, algorithm_type="dpmsolver++", solver_order=2, final_sigmas_type="zero"
+            **shared, **grid, algorithm_type="dpmsolver++", solver_order=2, final_sigmas_type="zero"
         )
     raise ValueError(f"solver={solver!r} does not exist on this path. Use {' or '.join(VP_SOLVERS)}.")

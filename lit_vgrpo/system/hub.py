@@ -78,6 +78,11 @@ def source_of(checkpoint: str) -> str:
     return str(local_folder(checkpoint) or checkpoint)
 
 
+def base_name(checkpoint: str) -> str:
+    """Return a checkpoint's name for others: its hub name, or the last part of its folder's path."""
+    return checkpoint if local_folder(checkpoint) is None else Path(source_of(checkpoint)).name
+
+
 def cached_file(checkpoint: str, filename: str, revision: str | None = None) -> Path | None:
     """Return a hub repository's file in the hub's cache, or None."""
     from huggingface_hub import try_to_load_from_cache

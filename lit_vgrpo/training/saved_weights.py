@@ -17,7 +17,7 @@ from lit_vgrpo.core.sharding import shape_of, write
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.lora_file import KEY, lora_file_error, put_lora
+from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_FILE, lora_file_error, put_lora
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, resolve_path
 from lit_vgrpo.system.process import report_on_first
@@ -42,12 +42,14 @@ class SavedWeights:
         tensors: Trained weights and, if the run had an EMA callback, their average, by variant and by their names in
             the policy.
         policy_options: The policy's options in the checkpoint's recipe.
+        is_whole: False if it was saved within an iteration.
     """
 
     path: Path
     progress: Progress
     tensors: dict[str, dict[str, Tensor]]
     policy_options: dict[str, Any] = field(default_factory=dict)
+    is_whole: bool = True
 
     @classmethod
     def read(cls, path: Path) -> SavedWeights:
@@ -65,12 +67,11 @@ class SavedWeights:
             tensors[AVERAGE] = _of_policy(average)
         recipe = saved.get(RECIPE_KEY) or {}
         options = recipe.get("model", {}).get("policy", {}).get("init_args", {})
-        return cls(path, Progress.of(saved), tensors, options)
+        return cls(path, Progress.of(saved), tensors, options, saved["lit_vgrpo"]["iteration"] is None)
 
-    def require(self, variant: str) -> None:
-        """Raise UserError if the checkpoint has no such variant."""
-        if variant == AVERAGE and AVERAGE not in self.tensors:
-            raise UserError(f"{self.path} holds no average: the run had no EMA callback. Leave out --ema.")
+    def origin(self, variant: str) -> str:
+        """Return a description of a variant."""
+        return f"{variant} weights of {self.path} after {counted(self.progress.iterations, 'iteration')}"
 
     def refuse_misfit(self, variant: str, policy: Policy) -> None:
         """Raise UserError if the tensors of a variant are not those that a policy trains."""
@@ -140,6 +141,8 @@ class LoraPlace:
 
         remedy = f"Set {KEY}={self.repository}/FILE{SUFFIX}, or {KEY}=/a/local/file{SUFFIX}."
         with loading(self.repository, remedy):
+            if Path(self.filename).name == PEFT_FILE:
+                hf_hub_download(self.repository, str(Path(self.filename).with_name(PEFT_CONFIG)))
             return Path(hf_hub_download(self.repository, self.filename))
 
     def error(self, policy: Policy) -> str | None:

@@ -8,10 +8,15 @@ from commands import export, run
 from diffusers import DiffusionPipeline
 
 from lit_vgrpo.apps.report import verdict
-from lit_vgrpo.apps.report.model_card import base_licence, card
+from lit_vgrpo.apps.report.model_card import base_licence, card, edit_call
 from lit_vgrpo.apps.report.run_data import differences, read_run, without_secrets
+from lit_vgrpo.policies import KontextPolicy
+from lit_vgrpo.training.checkpoint_file import read, write
 
-CALLBACKS = "[Export, {class_path: SampleGrid, init_args: {num_prompts: 1, images_per_prompt: 1}}]"
+CALLBACKS = "[EMA, Export, {class_path: SampleGrid, init_args: {num_prompts: 1, images_per_prompt: 1}}]"
+
+
+SHOWN = {"what": "LoRA of rank 4", "variant": "EMA", "iterations": 3, "lines": ["pipe"], "has_picture": False}
 
 
 def head_and_text(path):
@@ -20,7 +25,7 @@ def head_and_text(path):
 
 
 def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
-    assert run(["tiny.yaml", "trainer.max_epochs=1"]) == 0
+    assert run(["tiny.yaml", "trainer.max_epochs=1", "trainer.callbacks=[EMA]"]) == 0
     Path("first.ckpt").write_bytes(Path("runs/tiny/checkpoints/last.ckpt").read_bytes())
     first = json.loads(Path("runs/tiny/summary.json").read_text())
     assert run(["runs/tiny/config.yaml", "--resume", "trainer.max_epochs=2", f"trainer.callbacks={CALLBACKS}"]) == 0
@@ -31,7 +36,7 @@ def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
         head, text = head_and_text(folder / "README.md")
         assert head["tags"] == ["text-to-image", "reinforcement-learning", "lit-vgrpo"]
         assert "base_model" not in head  # a folder of this machine is no name on a hub
-        assert "trained weights after 2 iterations" in text
+        assert "EMA weights after 2 iterations" in text
         assert f"to {verdict.score(end['heldout_reward_end'])} [" in text
         assert "VGRPO" in text
         assert "run_dir" not in text
@@ -48,6 +53,17 @@ def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
     assert verdict.score(first["heldout_reward_end"]) in text
     assert not Path("early/before_after.png").exists()
 
+    torn = read(Path("runs/tiny/checkpoints/last.ckpt"))
+    torn["lit_vgrpo"]["iteration"] = {}
+    write(torn, Path("torn.ckpt"))
+    for number, options in enumerate((["--no-ema"], ["--dtype=bfloat16"], ["--checkpoint=torn.ckpt"])):
+        assert export(["runs/tiny", f"--to=other{number}", *options]) == 0
+        _, text = head_and_text(f"other{number}/README.md")
+        assert "weights after 2 iterations" in text
+        assert "No score was measured on exactly these weights." in text
+        assert verdict.score(end["heldout_reward_end"]) not in text
+        assert Path(f"other{number}/before_after.png").exists() == (options == ["--dtype=bfloat16"])
+
     Path("runs/tiny/metrics.csv").write_text("a,b\n1,2\n")
     assert export(["runs/tiny", "--to=bare"]) == 0
     assert "No model card in bare: Cannot read runs/tiny/metrics.csv" in capsys.readouterr().err
@@ -58,9 +74,9 @@ def test_the_licence_is_that_of_the_base_models_card(tmp_path):
     base = tmp_path / "base.md"
     base.write_text("---\nlicense: mit\nlicense_link: LICENSE.md\ntags: [a]\n---\n# Base\n")
     assert base_licence(base) == {"license": "mit", "license_link": "LICENSE.md"}
-    shown = {"what": "LoRA of rank 4", "variant": "EMA", "iterations": 3, "lines": ["pipe"], "has_picture": False}
+    shown = {**SHOWN, "base": "some/model", "edit": ""}
     (tmp_path / "config.yaml").write_text("model: {objective: VGRPO, reward: JPEGCompressibility}\nname: '````'\n")
-    text = card(read_run(tmp_path), "some/model", base, is_adapter=True, **shown)
+    text = card(read_run(tmp_path), base, is_adapter=True, **shown)
     head = yaml.safe_load(text.split("---\n")[1])
     assert head["license"] == "mit"
     assert (head["base_model"], head["base_model_relation"]) == ("some/model", "adapter")
@@ -69,6 +85,17 @@ def test_the_licence_is_that_of_the_base_models_card(tmp_path):
     for damaged in ("# no head", "---\n[\n---\n", "---\n- a\n---\n", ""):
         base.write_text(damaged)
         assert base_licence(base) == {}
+
+
+def test_a_model_that_edits_pictures_says_how_to_call_it(tmp_path):
+    options = {"max_sequence_length": 4, "height": 32, "width": 48}
+    line = edit_call(KontextPolicy("shipped:assets/tiny_edit", **options).load())
+    assert line == "pipe(prompt, image=picture, max_area=1536, _auto_resize=False, height=32, width=48)"
+    text = card(read_run(tmp_path), None, is_adapter=True, base="tiny_edit", edit=line, **SHOWN)
+    head = yaml.safe_load(text.split("---\n")[1])
+    assert (head["pipeline_tag"], head["tags"][0]) == ("image-to-image", "image-to-image")
+    assert line in text
+    assert "base_model" not in head  # the name of a folder
 
 
 def test_what_looks_secret_is_hidden():

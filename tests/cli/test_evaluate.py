@@ -22,7 +22,7 @@ from lit_vgrpo.cli.eval import results, table, write
 from lit_vgrpo.cli.eval_scores import ImageScores
 from lit_vgrpo.training.folder import CONFIG_NAME
 
-VARIANTS = ["trained", "EMA", "reference"]
+VARIANTS = ["EMA", "reference"]
 SAME = 4 * grey_level()  # a grey level in one of the quarters whose means are the features
 IMAGES = 9  # an odd number, so that two ranks have unequal shares
 RECIPE = """
@@ -91,10 +91,10 @@ def inside(trained, monkeypatch):
 
 @pytest.fixture(scope="module")
 def evaluated(trained):
-    """The report and the rows of one evaluation of all sets of weights."""
+    """The report and the rows of one evaluation of the average and the reference."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(trained)
-        assert evaluate(["runs/tiny", "--ema", "--reference", "--out=whole.json"]) == 0
+        assert evaluate(["runs/tiny", "--reference", "--out=whole.json"]) == 0
     return json.loads((trained / "whole.json").read_text()), rows(trained / "whole.csv")
 
 
@@ -122,8 +122,12 @@ def test_the_numbers_are_those_of_the_run(inside, evaluated):
     assert list(report["variants"]) == VARIANTS
     assert means(report, "EMA")["reward"] == pytest.approx(end["heldout_reward_end"], abs=SAME)
     assert means(report, "reference")["reward"] == pytest.approx(end["heldout_reward_start"], abs=SAME)
-    assert means(report, "trained")["reward"] == pytest.approx(summary("plain")["heldout_reward_end"], abs=SAME)
-    assert len({means(report, variant)["reward"] for variant in VARIANTS}) == 3
+    assert evaluate(["runs/tiny", "--no-ema"]) == 0
+    raw = json.loads(Path("runs/tiny/eval.json").read_text())
+    assert list(raw["variants"]) == ["trained"]
+    assert means(raw, "trained")["reward"] == pytest.approx(summary("plain")["heldout_reward_end"], abs=SAME)
+    rewards = {means(found, variant)["reward"] for found in (report, raw) for variant in found["variants"]}
+    assert len(rewards) == 3
     found = {**means(report, "EMA"), **report["variants"]["EMA"]["distances"]}
     assert end["heldout_metrics_end"].pop("failed") == 3  # the last prompt names no colour
     for name, value in {**end["reward_parts_end"], **end["heldout_metrics_end"]}.items():
@@ -150,11 +154,11 @@ def test_the_json_says_what_was_evaluated(inside, evaluated):
 
 def test_failed_images_are_counted_and_left_out(evaluated):
     report, scores = evaluated
-    colour = report["variants"]["trained"]["means"]["colour"]
+    colour = report["variants"]["EMA"]["means"]["colour"]
     assert (colour["count"], colour["failed"]) == (6, 3)
-    assert report["variants"]["trained"]["means"]["reward"]["failed"] == 0
-    assert [row["colour"] for row in scores if row["prompt"] == "something else"] == [""] * 9
-    assert any(line.split() == ["failed:", "colour", "3", "3", "3"] for line in table(report).splitlines())
+    assert report["variants"]["EMA"]["means"]["reward"]["failed"] == 0
+    assert [row["colour"] for row in scores if row["prompt"] == "something else"] == [""] * 6
+    assert any(line.split() == ["failed:", "colour", "3", "3"] for line in table(report).splitlines())
 
 
 def test_the_csv_has_a_line_for_every_image(evaluated):
@@ -173,7 +177,7 @@ def test_the_csv_has_a_line_for_every_image(evaluated):
 def test_two_ranks_find_the_same(inside, evaluated):
     """Under ZeRO-3, which shards the weights too."""
     report, scores = evaluated
-    words = ["runs/tiny", "--ema", "--reference", "--out=two.json", "trainer.devices=2", "trainer.strategy=zero3"]
+    words = ["runs/tiny", "--reference", "--out=two.json", "trainer.devices=2", "trainer.strategy=zero3"]
     support = str(Path(__file__).parents[1] / "support")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([support, os.environ.get("PYTHONPATH", "")])}
     try:
@@ -239,7 +243,7 @@ def test_shares_of_ranks_are_put_in_order():
 def test_nothing_of_the_run_changes_and_no_evaluation_is_overwritten(inside, capsys):
     before = files("runs/tiny")
     assert evaluate(["runs/tiny"]) == 0
-    assert list(json.loads(Path("runs/tiny/eval.json").read_text())["variants"]) == ["trained"]
+    assert list(json.loads(Path("runs/tiny/eval.json").read_text())["variants"]) == ["EMA"]
     first = files("runs/tiny")
     assert first.keys() - before.keys() == {"runs/tiny/eval.json", "runs/tiny/eval.csv"}
     Path("train.txt").rename("away.txt")  # the training prompts are not needed
@@ -253,7 +257,7 @@ def test_nothing_of_the_run_changes_and_no_evaluation_is_overwritten(inside, cap
     assert "Written: runs/tiny/eval-2.json and runs/tiny/eval-2.csv" in capsys.readouterr().out
     report = json.loads(Path("runs/tiny/eval-2.json").read_text())
     assert report["overrides"] == ["data.heldout_images_per_prompt=1"]
-    assert "diversity" not in means(report, "trained")  # of a single image per prompt
+    assert "diversity" not in means(report, "EMA")  # of a single image per prompt
     assert sorted(path.name for path in inside.iterdir() if path.name.startswith("runs")) == ["runs"]
 
 
@@ -267,11 +271,14 @@ def test_a_file_that_is_there_is_kept(tmp_path, name):
 
 def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
     report, _ = evaluated
-    base = ["runs/plain", "--out=runs/plain/eval-x.json"]
+    base = ["runs/plain", "--reference", "--out=runs/plain/eval-x.json"]
     assert evaluate([*base, "--fid-reference", "real", "--features", "net.pt"]) == 0
-    found = json.loads(Path("runs/plain/eval-x.json").read_text())["variants"]["trained"]
-    assert found["distances"] == pytest.approx(report["variants"]["trained"]["distances"], abs=SAME)
-    assert found["means"]["diversity"]["mean"] == pytest.approx(means(report, "trained")["diversity"], abs=SAME)
+    found = json.loads(Path("runs/plain/eval-x.json").read_text())["variants"]
+    assert list(found) == ["trained", "reference"]  # the run has no average
+    distances = report["variants"]["reference"]["distances"]
+    assert found["reference"]["distances"] == pytest.approx(distances, abs=SAME)
+    diversity = found["reference"]["means"]["diversity"]["mean"]
+    assert diversity == pytest.approx(means(report, "reference")["diversity"], abs=SAME)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +291,6 @@ def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
         (["runs/tiny", "ckpt_path=x"], "ckpt_path has no effect on an evaluation. Use --checkpoint FILE."),
         (["runs/tiny", "data.heldout=null"], "The run's recipe has no held-out prompts. Set data.heldout=prompts.txt."),
         (["runs/tiny", "data.heldout=none.txt"], "none.txt does not exist."),
-        (["runs/plain", "--ema"], "last.ckpt holds no average: the run had no EMA callback. Leave out --ema."),
         (["runs/tiny", "--features=none.pt"], "none.pt does not exist."),
         (["runs/tiny", "--fid-reference=none"], "reference=none is neither a folder nor"),
         (["runs/tiny", "model.policy.lora_rank=2"], "is a checkpoint of another policy: "),
@@ -305,6 +311,6 @@ def test_a_checkpoint_names_its_run(inside):
     path = Path("runs/tiny/checkpoints/last.ckpt")
     options = evaluate_options([str(path), "strategy/zero2", "data.eval_batch_size=4", "--reference"])
     assert (options.run, options.checkpoint) == (Path("runs/tiny"), path)
-    assert options.variants == ["trained", "reference"]
+    assert (options.reference, options.no_ema) == (True, False)
     assert options.words == ["strategy/zero2", "data.eval_batch_size=4"]
     assert evaluate_options(["runs/tiny", "--checkpoint", "last.ckpt"]).checkpoint == path

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from saved_runs import assert_one_line
 
 from lit_vgrpo.cli.sample import image_of
-from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of, saved_weights
+from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
@@ -45,8 +45,8 @@ FAMILIES = {
 }
 CASES = {  # name of the folder -> family, kind of the run, options of the verb
     **{f"{family}_{kind}": (family, kind, []) for family in FAMILIES for kind in ("lora", "full")},
-    "sd3_ema": ("sd3", "lora", ["--ema"]),
-    "sd3_merged": ("sd3", "lora", ["--ema", "--merge"]),
+    "sd3_trained": ("sd3", "lora", ["--no-ema"]),
+    "sd3_merged": ("sd3", "lora", ["--merge"]),
     "flux_merged": ("flux", "lora", ["--merge"]),
     "unet_kohya": ("unet", "lora", ["--format", "kohya"]),
     "sdxl_kohya": ("sdxl", "lora", ["--format=kohya"]),
@@ -108,7 +108,7 @@ def inside(place, monkeypatch):
 def loaded(run_folder, variant):
     run_folder = Path(run_folder)
     policy = build_policy(recipe_of(run_folder, [], ["model.policy"], "a test"))
-    saved = saved_weights(run_folder, None, variant) if variant != "reference" else None
+    saved = SavedWeights.read(run_folder / "checkpoints" / "last.ckpt") if variant != "reference" else None
     return load_saved_policy(policy, saved, variant)
 
 
@@ -128,7 +128,9 @@ def drawn(place, tmp_path_factory):
         patch.chdir(place)
         for name, (family, kind, options) in CASES.items():
             source, to = f"runs/{family}_{kind}", folder / name
-            policy = loaded(source, "EMA" if "--ema" in options else "trained")
+            policy = loaded(
+                source, "EMA" if (family, kind) == ("sd3", "lora") and "--no-ema" not in options else "trained"
+            )
             if family not in starts:
                 starts[family] = own_image(loaded(source, "reference"), family)
             images[name] = own_image(policy, family), starts[family]
@@ -166,8 +168,8 @@ def test_plain_diffusers_draws_what_our_sampler_draws(drawn, name):
 
 @pytest.mark.slow
 def test_the_average_is_another_adapter(drawn):
-    assert (drawn["sd3_ema"][0] - drawn["sd3_lora"][0]).abs().max() > 0.01
-    torch.testing.assert_close(drawn["sd3_merged"][0], drawn["sd3_ema"][0], rtol=1e-3, atol=2e-4)
+    assert (drawn["sd3_trained"][0] - drawn["sd3_lora"][0]).abs().max() > 0.01
+    torch.testing.assert_close(drawn["sd3_merged"][0], drawn["sd3_lora"][0], rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -181,6 +183,8 @@ def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path, family):
     assert_same_updates(found, policy, lambda name: f"{policy.network_name}.{name}")
     with safe_open(file, "pt") as opened:
         header = json.loads(opened.metadata()["lora_adapter_metadata"])
+    base = Path(policy.checkpoint).name  # of the folder, whose path is of no use to others
+    assert header[f"{policy.network_name}.base_model_name_or_path"] == base
     assert header[f"{policy.network_name}.lora_alpha"] == header[f"{policy.network_name}.r"] == 2
 
 
@@ -198,6 +202,7 @@ def test_the_names_of_kohya(inside, tmp_path, family, base):
     with safe_open(tmp_path / "a.safetensors", "pt") as opened:
         header = opened.metadata()
     assert (header["ss_base_model_version"], header["ss_v2"]) == (base, "False")
+    assert header["ss_sd_model_name"] == Path(policy.checkpoint).name
 
 
 def updates(tensors, down, up):

@@ -14,12 +14,13 @@ from processes import draw_with_diffusers
 
 from lit_vgrpo import policies
 from lit_vgrpo.cli.sample import image_of
-from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of, saved_weights
+from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.policies.checks import call_of
 from lit_vgrpo.training.checkpoint_file import read
+from lit_vgrpo.training.saved_weights import SavedWeights
 
 FAMILIES = {
     "kontext": ("KontextPolicy", 16),
@@ -89,8 +90,8 @@ def drawn(runs, tmp_path_factory):
             recipe = recipe_of(Path("whole"), [], ["model.policy"], "a test")
             row, spec = read_prompts(recipe["data"]["train"])[0], RolloutSpec("euler", STEPS, GUIDANCE)
             start = image_of(load_saved_policy(build_policy(recipe), None, "reference"), spec, row, SEED)
-            weights = saved_weights(Path("whole"), None, "trained")
-            policy = load_saved_policy(build_policy(recipe), weights, "trained")
+            weights = SavedWeights.read(Path("whole/checkpoints/last.ckpt"))
+            policy = load_saved_policy(build_policy(recipe), weights, "EMA")
             images.append((image_of(policy, spec, row, SEED), start))
             edited = references_of([row])
             pictures = None if edited is None else torch.stack(edited).float() / 255

@@ -91,16 +91,20 @@ def test_it_is_drawn_as_the_run_evaluates(inside, capsys, tiny_sd3):
     asked = ["--prompt", PROMPTS[0], "--seed", "5"]
     (found,) = drawn(capsys, *asked).values()
     # the objective's rollout, without its noise
-    assert np.array_equal(found, by_hand(tiny_sd3, RolloutSpec("euler", 3, 2.0), PROMPTS[0], 5, "trained"))
+    assert np.array_equal(found, by_hand(tiny_sd3, RolloutSpec("euler", 3, 2.0), PROMPTS[0], 5, "EMA"))
     (found,) = drawn(capsys, *asked, "--steps=4", "--guidance", "1").values()
-    assert np.array_equal(found, by_hand(tiny_sd3, RolloutSpec("euler", 4, 1.0), PROMPTS[0], 5, "trained"))
+    assert np.array_equal(found, by_hand(tiny_sd3, RolloutSpec("euler", 4, 1.0), PROMPTS[0], 5, "EMA"))
     (found,) = drawn(capsys, *asked, "--steps=2", "model.evaluation={solver: dpm++, steps: 4, guidance: 3.0}").values()
-    assert np.array_equal(found, by_hand(tiny_sd3, RolloutSpec("dpm++", 2, 3.0), PROMPTS[0], 5, "trained"))
+    assert np.array_equal(found, by_hand(tiny_sd3, RolloutSpec("dpm++", 2, 3.0), PROMPTS[0], 5, "EMA"))
 
 
 def test_which_weights(inside, capsys, tiny_sd3):
     spec, asked = RolloutSpec("euler", 3, 2.0), ["--prompt", PROMPTS[0]]
-    images = [drawn(capsys, *asked, *flag) for flag in ([], ["--ema"], ["--reference"])]
+    images = []
+    for flag, weights in ((["--no-ema"], "trained"), ([], "EMA"), (["--reference"], "reference")):
+        assert sample_images(["runs/tiny", *asked, *flag, f"--out=out/{weights}"]) == 0
+        assert f"Sampled with the {weights} weights" in capsys.readouterr().err
+        images.append({"001_seed0.png": pixels(f"out/{weights}/001_seed0.png")})
     for (found,), variant in zip((own.values() for own in images), ("trained", "EMA", None), strict=True):
         assert np.array_equal(found, by_hand(tiny_sd3, spec, PROMPTS[0], 0, variant)), variant
     assert len({own["001_seed0.png"].tobytes() for own in images}) == 3
@@ -147,7 +151,7 @@ def test_a_picture_is_edited(tmp_path, monkeypatch, capsys):
     [
         ([], 'No prompt given. Add --prompt "a red circle", or --prompts FILE.'),
         (["--prompts=none.txt"], "none.txt does not exist."),
-        (["--prompt=x", "--ema", "--reference"], "--ema and --reference are both given. Sample once "),
+        (["--prompt=x", "--no-ema", "--reference"], "--no-ema and --reference are both given. Sample once "),
         (["--prompt=x", "--guidance=nan"], "Invalid value for '--guidance': Input should be"),
         (["--prompt=x", "--out=train.txt"], "train.txt is a file, and nothing is overwritten."),
         (["--prompt=x", "--steps=1", "--out=train.txt/y"], "Cannot write train.txt/y/001_seed0.png: "),

@@ -91,6 +91,7 @@ MISFITS = {
     "eps": ("sdxl", {"rescale_betas_zero_snr": True}, "ends in pure noise"),
     "sample": ("sdxl", {"prediction_type": "sample"}, "predicts 'sample', not epsilon or v_prediction"),
     "noisy": ("flux", {"stochastic_sampling": True}, "without stochastic_sampling"),
+    "inverted": ("flux", {"invert_sigmas": True}, "comes with FlowMatchEulerDiscreteScheduler and invert_sigmas: "),
 }
 
 

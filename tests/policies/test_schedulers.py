@@ -6,6 +6,7 @@ import torch
 from policies.contract import HEIGHT, PROMPTS, WIDTH, inputs
 
 from lit_vgrpo.policies.flow import dynamic_mu, flow_scheduler, static_shift
+from lit_vgrpo.policies.unet import vp_scheduler
 
 STEPS, TOKENS = 8, 1024
 
@@ -49,6 +50,25 @@ def test_other_solvers_get_the_same_shift_as_the_pipelines_own(solver, kind):
 def test_a_fixed_shift_reaches_every_solver():
     for solver in ("dpm++", "unipc"):
         assert flow_scheduler(solver, base(), STEPS, TOKENS).config.flow_shift == 3.0
+
+
+@pytest.mark.parametrize("kind", ["use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"])
+def test_another_grid_of_times_is_followed_or_refused(kind):
+    of_pipeline = diffusers.DDIMScheduler(beta_schedule="scaled_linear")
+    of_pipeline.register_to_config(**{kind: True})
+    ours = vp_scheduler("dpm++", of_pipeline)
+    theirs = diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear", **{kind: True})
+    for scheduler in (ours, theirs):
+        scheduler.set_timesteps(STEPS)
+    torch.testing.assert_close(ours.sigmas, theirs.sigmas, rtol=0, atol=0)
+    of_pipeline = base(**{kind: True})
+    expected = diffusers.FlowMatchEulerDiscreteScheduler.from_config(of_pipeline.config)
+    expected.set_timesteps(STEPS)
+    found = flow_scheduler("euler", of_pipeline, STEPS, TOKENS)
+    torch.testing.assert_close(found.sigmas, expected.sigmas, rtol=0, atol=0)
+    for solver in ("dpm++", "unipc"):
+        with pytest.raises(ValueError, match=f"cannot follow {kind} of the pipeline's scheduler. Use euler."):
+            flow_scheduler(solver, of_pipeline, STEPS, TOKENS)
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])

@@ -1,6 +1,7 @@
 """A run that starts from a LoRA file: each program's naming gives the same picture, and what does not fit is said."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -48,10 +49,15 @@ OF_BFL = {
     "single_transformer_blocks.0.proj_out": "lora_unet_single_blocks_0_linear2",
 }
 NAMINGS = {
-    "sd3": ("ours", "diffusers", "kohya", "ai_toolkit"),
-    "flux": ("diffusers", "kohya", "ai_toolkit"),
-    "sdxl": ("diffusers", "kohya"),
+    "sd3": ("ours", "diffusers", "kohya", "ai_toolkit", "peft"),
+    "flux": ("diffusers", "kohya", "ai_toolkit", "xlabs"),
+    "sdxl": ("diffusers", "kohya", "processors"),
     "qwen_image": ("diffusers", "kohya", "ai_toolkit"),
+}
+OF_XLABS = {
+    "lora_unet_double_blocks_0_img_attn_qkv": "double_blocks.0.processor.qkv_lora1",
+    "lora_unet_double_blocks_0_img_attn_proj": "double_blocks.0.processor.proj_lora1",
+    "lora_unet_single_blocks_0_linear2": "single_blocks.0.processor.proj_lora",
 }
 RANK = {"lora_rank": 4, "lora_alpha": 6}
 
@@ -106,6 +112,25 @@ class Loras:
                     up = torch.cat([tensors[f"{key}.lora_up.weight"], up])
                 tensors |= {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
                 tensors[f"{key}.alpha"] = torch.tensor(alpha)
+        elif naming == "xlabs":
+            for layer, (down, up, alpha) in layers.items():
+                key, up = OF_XLABS[OF_BFL[layer]], alpha / len(down) * up
+                up = torch.cat([tensors[f"{key}.up.weight"], up]) if f"{key}.up.weight" in tensors else up
+                tensors |= {f"{key}.down.weight": down, f"{key}.up.weight": up}
+        elif naming == "processors":
+            for layer, (down, up, alpha) in layers.items():
+                key = re.sub(r"(attn\d)\.(to_\w)$", r"\1.processor.\2_lora", layer)
+                key = key if key != layer else f"{layer}.lora"
+                tensors |= {f"unet.{key}.down.weight": down, f"unet.{key}.up.weight": alpha / len(down) * up}
+        elif naming == "peft":
+            path = self.folder / "peft" / "adapter_model.safetensors"
+            path.parent.mkdir(exist_ok=True)
+            for layer, (down, up, _) in layers.items():
+                key = f"base_model.model.{layer}"
+                tensors |= {f"{key}.lora_A.weight": down.clone(), f"{key}.lora_B.weight": up}
+            alphas = {layer.removeprefix("transformer_blocks."): alpha for layer, (_, _, alpha) in layers.items()}
+            config = {"peft_type": "LORA", "r": 4, "lora_alpha": alphas.pop("0.attn.to_q"), "alpha_pattern": alphas}
+            (path.parent / "adapter_config.json").write_text(json.dumps(config))
         elif naming == "ai_toolkit":
             for layer, (down, up, alpha) in layers.items():
                 key, scale = f"diffusion_model.{layer}", alpha / len(down)
@@ -189,12 +214,25 @@ def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, ti
         (
             "other",
             {},
-            "6 of its 6 tensors match no layer, the first is transformer.x0.",
+            "alone, which has no place for 6 of its 6 tensors, such as x0.",
         ),
         (
-            "text",
+            "lora_te_a.lora_down.weight",
             {},
-            "is not a LoRA of the network alone: it has lora_te_a.lora_down.weight. Merge it",
+            "no place for 1 of its 7 tensors, such as lora_te_a.lora_down.weight. Use a plain LoRA of this model, or",
+        ),
+        ("clip_l.q.lora_A.weight", {}, "has no place for 1 of its 7 tensors, such as clip_l.q.lora_A.weight."),
+        (
+            "transformer_2.proj_out.lora_B.weight",
+            {},
+            "1 of its 7 tensors, such as transformer_2.proj_out.lora_B.weight.",
+        ),
+        ("transformer.proj_out.dora_scale", {}, "1 of its 7 tensors, such as transformer.proj_out.dora_scale."),
+        ("transformer.proj_in.alpha", {}, "1 of its 7 tensors, such as proj_in.alpha."),
+        (
+            "header",
+            {},
+            "has two scales, in its adapter's options and in transformer.a.alpha. Save it with one of them.",
         ),
         ("nan", {}, "holds weights that are not finite."),
         ("", {"lora_rank": 3}, "with rank 4, more than this run would train. Set model.policy.lora_rank=4 "),
@@ -216,11 +254,13 @@ def test_what_does_not_fit_is_one_line(loras, tmp_path, change, options, words):
     elif change == "nan":
         tensors[first][0, 0] = torch.nan
     elif change:
-        tensors["lora_te_a.lora_down.weight"] = torch.zeros(1)
-    save_file(tensors, tmp_path / "a.safetensors")
-    with pytest.raises(LoadError) as caught:
-        load_policy(loras.started("sd3", tmp_path / "a.safetensors", **options))
-    error = str(caught.value)
+        tensors["transformer.a.alpha" if change == "header" else change] = torch.ones(1)
+    header = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 2})} if change == "header" else None
+    save_file(tensors, tmp_path / "a.safetensors", header)
+    policy = loras.started("sd3", tmp_path / "a.safetensors", **options)
+    (error,) = policy_errors(policy)  # before any weight is loaded
+    with pytest.raises(LoadError, match=re.escape(error)):
+        load_policy(policy)
     assert words in error
     assert "\n" not in error
 

@@ -18,7 +18,7 @@ from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import config_folder
-from lit_vgrpo.system.hub import file_at_hand, source_of
+from lit_vgrpo.system.hub import base_name, file_at_hand, source_of
 from lit_vgrpo.system.paths import copy_file, write_atomically
 
 CARD_NAME, PICTURE_NAME = "README.md", "before_after.png"
@@ -36,6 +36,7 @@ def add_card(
     iterations: int,
     dtype: torch.dtype = torch.float32,
     merged: bool = False,
+    is_whole: bool = True,
 ) -> tuple[str, list[str]]:
     """Write the model card into an export; a failure is only reported, since only the weights matter.
 
@@ -47,6 +48,7 @@ def add_card(
         iterations: Iterations after which they were saved.
         dtype: Dtype of the written files.
         merged: True if an adapter was merged into the weights.
+        is_whole: False if the weights were saved within an iteration.
 
     Returns:
         The kind of weights, such as ``LoRA of rank 32, float32``, and the lines of Python that load them.
@@ -61,38 +63,50 @@ def add_card(
         lines = [from_pretrained(policy, str(written), dtype, folder)]
     lines.insert(0, "import diffusers, torch")
     try:
-        data = _until(read_run(run), iterations)
+        data = read_run(run)
+        is_evaluated, data = is_whole and variant == data.weights, _until(data, iterations)
+        # The last evaluation may be of an earlier iteration, and rounded weights were not measured.
+        if not is_evaluated or dtype != torch.float32 or [p.iteration for p in data.evaluations][-1:] != [iterations]:
+            data = replace(data, evaluations=[])
         picture = run / "samples" / "after.png"
         # The last grid shows the end of training, not an earlier checkpoint.
-        has_picture = picture.is_file() and iterations == data.summary.get("iterations")
+        has_picture = is_evaluated and picture.is_file() and iterations == data.summary.get("iterations")
         if has_picture:
             copy_file(picture, folder / PICTURE_NAME)
         base_card = file_at_hand(policy.checkpoint, CARD_NAME, policy.revision)
-        shown = {"what": what, "lines": lines, "variant": variant, "iterations": iterations, "has_picture": has_picture}
-        write_atomically(folder / CARD_NAME, card(data, base, base_card, is_adapter, **shown))
+        shown: dict[str, Any] = {
+            "what": what,
+            "lines": lines,
+            "variant": variant,
+            "iterations": iterations,
+            "has_picture": has_picture,
+        }
+        shown |= {"base": base_name(policy.checkpoint), "edit": edit_call(policy) if policy.edits else ""}
+        write_atomically(folder / CARD_NAME, card(data, base_card, is_adapter, **shown))
     except (OSError, UserError) as error:
         report([f"No model card in {written}: {error}"])
     return what, lines
 
 
-def card(run: RunData, base: str, base_card: Path | None, is_adapter: bool, **shown: Any) -> str:
+def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, edit: str, **shown: Any) -> str:
     """Return the card's text, with the metadata that hubs read in front.
 
     Args:
-        base: Hub name or folder of the model that training started from.
-        base_card: Its model card, if it is on this machine.
+        base_card: The base model's card, if it is on this machine.
         is_adapter: The export is loaded on top of the base model.
+        base: Name of the model that training started from.
+        edit: The call that edits a picture; empty if the model takes none.
         shown: Additional values for the template.
     """
     licence = base_licence(base_card)
-    is_on_hub = not Path(base).exists() and base.count("/") == 1
+    task = "image-to-image" if edit else "text-to-image"
     relation = "adapter" if is_adapter else "finetune"
     head: dict[str, Any] = {
         "library_name": "diffusers",
-        "pipeline_tag": "text-to-image",
-        **({"base_model": base, "base_model_relation": relation} if is_on_hub else {}),
+        "pipeline_tag": task,
+        **({"base_model": base, "base_model_relation": relation} if "/" in base else {}),
         **licence,
-        "tags": ["text-to-image", "reinforcement-learning", "lit-vgrpo", *(["lora"] if is_adapter else [])],
+        "tags": [task, "reinforcement-learning", "lit-vgrpo", *(["lora"] if is_adapter else [])],
     }
     model = run.recipe.get("model") or {}
     recipe = [line for line in run.config.splitlines() if not line.startswith(OF_THIS_MACHINE)]
@@ -103,7 +117,8 @@ def card(run: RunData, base: str, base_card: Path | None, is_adapter: bool, **sh
             head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
             run=run,
             verdict=Verdict(run),
-            base=base if is_on_hub else Path(base).name,
+            base=base,
+            edit=edit,
             licence=licence,
             method=class_name(model.get("objective")) or "not known",
             rewards=run.reward_names or [class_name(model.get("reward"))],
@@ -148,6 +163,15 @@ def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path
     given = [f"{name}={_quoted(value)}" for name, value in which.items() if value is not None]
     arguments = ", ".join([_quoted(source), *given, *nulls, f"torch_dtype={dtype}"])
     return f"pipe = diffusers.DiffusionPipeline.from_pretrained({arguments})"
+
+
+def edit_call(policy: Policy) -> str:
+    """Return the line of Python that edits a picture at the size of training, without resizing it."""
+    height, width = policy.image_size or (1, 1)
+    references = policy.pipeline_references(torch.zeros(1, 3, height, width))
+    options = {**references, "height": height, "width": width, **policy.pipeline_options}
+    given = [f"{name}={value!r}" for name, value in options.items() if name != "image"]
+    return f"pipe(prompt, image=picture, {', '.join(given)})"
 
 
 def _quoted(path: object) -> str:

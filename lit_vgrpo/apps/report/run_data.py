@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lit_vgrpo.config.recipe import loaded
+from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, UserError
 from lit_vgrpo.metrics import bootstrap_interval
 from lit_vgrpo.system.paths import CONFIG_NAME
 from lit_vgrpo.training.loggers import read_table
 from lit_vgrpo.training.resume import read_summary
+from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED
 
 REPORT_NAME = "report.html"
 KEPT = "report"
@@ -114,6 +116,13 @@ class RunData:
         scored = [name for of_run in self.scores.values() for name in of_run]
         names = dict.fromkeys([*self.summary.get("reward_parts_end", {}), *trained, *scored])
         return [name for name in names if name not in ("reward", "untrained_reward")]
+
+    @property
+    def weights(self) -> str:
+        """Variant that the held-out evaluations used: the average if the run has one."""
+        callbacks = (self.recipe.get("trainer") or {}).get("callbacks") or []
+        known = AVERAGE if AVERAGE in map(class_name, callbacks) else TRAINED
+        return str(self.summary.get("weights", known))
 
     def total(self, cost: str) -> float | None:
         """Return a cost of the whole run; ``None`` if it is unknown."""
