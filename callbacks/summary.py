@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import math
 import platform
+from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 
+from lit_vgrpo.apps.report.run_data import Point, RunData, read_scores
+from lit_vgrpo.apps.report.verdict import Cheating, Verdict
 from lit_vgrpo.callbacks.collapse import StopsRun
 from lit_vgrpo.callbacks.ema import averaged_weights
-from lit_vgrpo.errors import UserError, counted, say
+from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
+from lit_vgrpo.errors import UserError, counted, one_line, say
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
-from lit_vgrpo.system.process import versions
+from lit_vgrpo.system.process import commit, versions
 from lit_vgrpo.training.checkpoint import TRAINED
 from lit_vgrpo.training.resume import SUMMARY_NAME
 from lit_vgrpo.training.trainer_internals import callbacks_of
@@ -36,6 +41,7 @@ class RunSummary(L.Callback):
         self.unwritten: str | None = None
         self.heldout_start: dict[str, float] = {}
         self._outcome = "finished"
+        self._reason: str | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if not self.heldout_start:
@@ -43,6 +49,7 @@ class RunSummary(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
         self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
+        self._reason = f"{type(exception).__name__}: {one_line(exception)}" if self._outcome == "failed" else None
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 
@@ -62,6 +69,7 @@ class RunSummary(L.Callback):
         start, end = self.heldout_start.get(TRAINED), module.evaluator.latest.get(TRAINED)
         if completed and start is not None and end is not None:
             say(f"Held-out reward {start:.3f} before, {end:.3f} after {counted(trainer.current_epoch, 'iteration')}.")
+            say(f"Did it cheat? {self._cheating(trainer, module).words}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"heldout_start": self.heldout_start}
@@ -69,12 +77,26 @@ class RunSummary(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.heldout_start = state_dict["heldout_start"]
 
+    def _cheating(self, trainer: L.Trainer, module: VGRPOModule) -> Cheating:
+        """Return the report's answer for the start and the newest evaluation."""
+        ends = {0: self.heldout_start} if self.heldout_start else {}
+        ends |= {one.iteration: module.evaluator.latest for one in module.evaluator.history[-1:]}
+        points = [
+            Point({"iterations": done}, {n.removeprefix("heldout/"): x for n, x in found.items() if math.isfinite(x)})
+            for done, found in ends.items()
+        ]
+        folder = Path(trainer.default_root_dir)
+        return Verdict(RunData(folder, {}, {}, [], points, read_scores(folder))).cheating
+
     def _write(self, trainer: L.Trainer, module: VGRPOModule) -> None:
         end = {name.removeprefix("heldout/"): value for name, value in module.evaluator.latest.items()}
         stopped = [callback for callback in callbacks_of(trainer, StopsRun) if callback.outcome]
+        reason = stopped[0].reason if stopped else self._reason
         summary = {
             "outcome": stopped[0].outcome if stopped else self._outcome,
-            **({"reason": stopped[0].reason} if stopped else {}),
+            **({"reason": reason} if reason else {}),
+            "did_it_cheat": asdict(self._cheating(trainer, module)),
+            "alarms": [line for alarm in callbacks_of(trainer, RewardHackAlarm) for line in alarm.warnings],
             "heldout_reward_start": _plain(self.heldout_start.get(TRAINED)),
             "heldout_reward_end": _plain(end.pop("reward", None)),
             "reward_parts_end": {name: _plain(end.pop(name)) for name in module.reward.part_names if name in end},
@@ -89,6 +111,8 @@ class RunSummary(L.Callback):
             "device": device_name(trainer.strategy.root_device),
             "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in module.evaluator.history],
             "seed": module.seed,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "commit": commit(),
             "world_size": trainer.world_size,
             "versions": {"python": platform.python_version(), **versions()},
         }
