@@ -127,7 +127,7 @@ class RewardHackAlarm(StopsRun):
             warnings.append(
                 f"Reward hacking? Since iteration {before.iteration} {TRAINED} rose from "
                 f"{before.trained.nanmean():.4g} to {now.trained.nanmean():.4g}, and "
-                f"{listed(found) if name == IMAGES else fell}: {self.patience} evaluations in a row."
+                f"{listed(found) if name == IMAGES else fell}, for {self.patience} evaluations in a row."
             )
         warnings = trainer.strategy.broadcast(warnings)  # rank 0 decides for all
         self.warnings += warnings
