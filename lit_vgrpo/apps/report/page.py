@@ -6,7 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from shlex import quote
@@ -70,19 +70,17 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt's images before training and at a later time, from the same noise.
+    """A prompt's images from the same noise, before training and after it, possibly of several runs.
 
     Attributes:
+        images: By their labels, such as "before" and "after".
         edited: The picture that the prompt edits, if any.
-        time: Label of the later time, such as "after".
         change: Root mean square difference of the two.
     """
 
     prompt: str
-    before: Picture
-    after: Picture
+    images: dict[str, Picture]
     edited: Picture | None
-    time: str
     change: float
 
 
@@ -102,11 +100,24 @@ def read_pairs(run: Path) -> list[Pair]:
         except UNREADABLE:
             continue
         pairs = [
-            Pair(prompt, picture(a), picture(b), c and picture(c, EDITED_SIDE), time, _difference(a, b))
+            Pair(prompt, {"before": picture(a), time: picture(b)}, c and picture(c, EDITED_SIDE), _difference(a, b))
             for prompt, a, b, c in zip(layout["prompts"], before, after, edited, strict=False)
         ]
         return sorted(pairs, key=lambda pair: -pair.change)
     return []
+
+
+def side_by_side(runs: Sequence[RunPage]) -> list[Pair]:
+    """Return the images of several runs by prompt; those that are the same before training once."""
+    found: dict[tuple[str, Picture | None], Pair] = {}
+    for run in runs:
+        for pair in run.pairs:
+            shown = found.setdefault((pair.prompt, pair.edited), replace(pair, images={})).images
+            (before, start), (time, end) = pair.images.items()
+            if start not in shown.values():
+                shown[f"{run.name}, {before}" if shown else before] = start
+            shown[f"{run.name}, {time}"] = end
+    return list(found.values())
 
 
 def _difference(image: Image.Image, other: Image.Image) -> float:
@@ -169,7 +180,7 @@ class RunPage:
         self.name = run.name
         self.verdict = Verdict(run)
         self.pairs = read_pairs(run.folder)
-        shown = {picture.source for pair in self.pairs for picture in (pair.before, pair.after)}
+        shown = {picture.source for pair in self.pairs for picture in pair.images.values()}
         self.galleries = read_kept(run.folder, shown)
 
     @cached_property
@@ -180,6 +191,11 @@ class RunPage:
         found["Updates"] = max(sum(row["time/iteration_s"] for row in rows) - sum(found.values()), 0.0)
         whole = sum(found.values())
         return [(title, part, part / whole) for title, part in found.items() if part >= 0.0005 * whole > 0]
+
+    @property
+    def most_changed(self) -> list[Pair]:
+        """Images shown as evidence."""
+        return self.pairs[:MOST_CHANGED]
 
     @property
     def figures(self) -> list[tuple[str, str]]:
@@ -235,12 +251,12 @@ class RunPage:
 
 def render(runs: Sequence[RunData], live: bool = False) -> str:
     """Return the report of one or several runs as HTML; with ``live``, the page reloads when a run has new rows."""
-    drawn = plots(runs)
+    drawn, pages = plots(runs), [RunPage(run) for run in runs]
     page = {
-        "runs": [RunPage(run) for run in runs],
+        "runs": pages,
+        "pairs": side_by_side(pages) if len(pages) > 1 else pages[0].pairs[MOST_CHANGED:],
         "title": ", ".join(run.name for run in runs),
         "live": live,
-        "most_changed": MOST_CHANGED,
         "plots": drawn,
         "axes": {axis: title for axis, title in AXES.items() if any(axis in plot.drawings for plot in drawn)},
         "recipe_rows": differences([run.recipe for run in runs]),
