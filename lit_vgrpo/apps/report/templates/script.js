@@ -16,6 +16,7 @@ for (const image of document.querySelectorAll(".cards img")) {
   const enlarge = () => {
     const group = image.closest(".pair") ?? image;
     enlarged.replaceChildren(group.cloneNode(true), image.closest("li").querySelector(".prompt").cloneNode(true));
+    for (const copy of enlarged.querySelectorAll("img")) copy.removeAttribute("tabindex");
     enlarged.showModal();
   };
   image.tabIndex = 0;
