@@ -11,8 +11,10 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from tqdm import tqdm
 
+from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.errors import say
+from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -73,6 +75,9 @@ class ProgressBar(LightningProgressBar):
         done, total = trainer.current_epoch + 1, trainer.max_epochs or 0
         if "heldout/reward" in pl_module.evaluator.latest:
             self._shown["held-out"] = f"{pl_module.evaluator.latest['heldout/reward']:.3f}"
+        self._shown.pop("alarm", None)
+        if any(alarm.is_on for alarm in callbacks_of(trainer, RewardHackAlarm)):
+            self._shown["alarm"] = "reward hacking?"
         if self._bar is not None:
             self._bar.set_postfix(self._shown, refresh=False)
             self._bar.update()

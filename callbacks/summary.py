@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import platform
+from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +14,15 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_vgrpo.apps.report.run_data import Point, RunData, read_scores
+from lit_vgrpo.apps.report.verdict import Cheating, Verdict
 from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
 from lit_vgrpo.callbacks.ema import averaged_weights, evaluated_weights
-from lit_vgrpo.errors import UserError, counted, say
+from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
+from lit_vgrpo.errors import UserError, counted, one_line, say
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
-from lit_vgrpo.system.process import versions
+from lit_vgrpo.system.process import commit, versions
 from lit_vgrpo.system.signals import is_stop_requested
 from lit_vgrpo.training.checkpoint import TRAINED
 from lit_vgrpo.training.resume import SUMMARY_NAME
@@ -35,7 +40,7 @@ class RunSummary(L.Callback):
 
     Attributes:
         unwritten: Reason that it could not be written; ``None`` if it was.
-        reason: Reason that the run counts as diverged; ``None`` if it does not.
+        reason: Reason that the run failed or counts as diverged; ``None`` otherwise.
     """
 
     def __init__(self) -> None:
@@ -53,6 +58,7 @@ class RunSummary(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
         kinds = KeyboardInterrupt | (SystemExit if is_stop_requested() else SIGTERMException)  # callbacks may exit too
         self._outcome = "interrupted" if isinstance(exception, kinds) else "failed"
+        self.reason = f"{type(exception).__name__}: {one_line(exception)}" if self._outcome == "failed" else None
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 
@@ -79,7 +85,8 @@ class RunSummary(L.Callback):
         if completed and start is not None and end is not None:
             done, weights = counted(trainer.current_epoch, "iteration"), evaluated_weights(trainer)
             say(f"Held-out reward {start:.3f} before, {end:.3f} after {done} ({weights} weights).")
-        if self.reason is not None:
+            say(f"Did it cheat? {self._cheating(trainer, module).words}")
+        if completed and self.reason is not None:
             say(self.reason, error=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,6 +95,17 @@ class RunSummary(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.heldout_start = state_dict["heldout_start"]
 
+    def _cheating(self, trainer: L.Trainer, module: VGRPOModule) -> Cheating:
+        """Return the report's answer for the start and the newest evaluation."""
+        ends = {0: self.heldout_start} if self.heldout_start else {}
+        ends |= {one.iteration: module.evaluator.latest for one in module.evaluator.history[-1:]}
+        points = [
+            Point({"iterations": done}, {n.removeprefix("heldout/"): x for n, x in found.items() if math.isfinite(x)})
+            for done, found in ends.items()
+        ]
+        folder = Path(trainer.default_root_dir)
+        return Verdict(RunData(folder, {}, {}, [], points, read_scores(folder))).cheating
+
     def _write(self, trainer: L.Trainer, module: VGRPOModule) -> None:
         end = {name.removeprefix("heldout/"): value for name, value in module.evaluator.latest.items()}
         ends = [(callback.outcome, callback.reason) for callback in _stopped(trainer)]
@@ -95,6 +113,8 @@ class RunSummary(L.Callback):
         summary = {
             "outcome": outcome,
             **({"reason": reason} if reason is not None else {}),
+            "did_it_cheat": asdict(self._cheating(trainer, module)),
+            "alarms": [line for alarm in callbacks_of(trainer, RewardHackAlarm) for line in alarm.warnings],
             "heldout_reward_start": _plain(self.heldout_start.get(TRAINED)),
             "heldout_reward_end": _plain(end.pop("reward", None)),
             "reward_parts_end": {name: _plain(end.pop(name)) for name in module.reward.part_names if name in end},
@@ -110,6 +130,8 @@ class RunSummary(L.Callback):
             "device": device_name(trainer.strategy.root_device),
             "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in module.evaluator.history],
             "seed": module.seed,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "commit": commit(),
             "world_size": trainer.world_size,
             "versions": {"python": platform.python_version(), **versions()},
         }

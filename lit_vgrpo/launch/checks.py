@@ -32,7 +32,7 @@ def callback_errors(callbacks: Sequence[Callback], model: VGRPOModule, data: Pro
     for number, callback in enumerate(callbacks):
         found = callback.check() if isinstance(callback, FID) else []
         if isinstance(callback, RewardHackAlarm):
-            found = callback.check(model, data)
+            found = callback.check(data)
         errors += [f"trainer.callbacks[{number}].{error}" if "=" in error.split()[0] else error for error in found]
         metric = getattr(callback, "monitor", None)
         # Lightning reports it only after the first evaluation or checkpoint.

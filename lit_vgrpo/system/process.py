@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import subprocess
 import sys
 from contextlib import suppress
 from functools import partial
@@ -47,6 +48,15 @@ def report_on_first(line: str) -> None:
 def versions() -> dict[str, str]:
     """Return the installed versions of packages that affect a run's numbers."""
     return {name: metadata.version(name) for name in PACKAGES}
+
+
+def commit() -> str | None:
+    """Return the git commit of the current folder, with ``-dirty`` if files were changed; ``None`` outside of one."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 class Output(io.FileIO):

@@ -166,6 +166,14 @@ class ShapesImages:
         return Attributes(**said)
 
 
+def redness(images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
+    """Score images ``(B, 3, H, W)`` by how much red exceeds green and blue, ``(B,)``; hacked on purpose.
+
+    It ignores the prompts, so training draws the same red picture for each of them; see the recipe ``tiny_hacked``.
+    """
+    return (images[:, 0] - images[:, 1:].amax(1)).clamp(min=0).mean((1, 2))
+
+
 def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Return all 72 prompts, 60 to train on and 12 held out; the split is fixed and balanced in every attribute."""
     train: list[dict[str, str]] = []

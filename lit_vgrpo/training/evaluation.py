@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
@@ -13,10 +15,12 @@ from torch import Tensor
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import objects_of_all_ranks, rows_of_all_ranks
 from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.records import Evaluation, PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.metrics.looks import DISTANCE, LOOKS, distances, diversities, reduced, saturation, sharpness
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import Reward, ScoreQueue, as_weighted
@@ -30,6 +34,50 @@ class HeldOutObserver(Protocol):
 
     def compute(self, module: Any) -> dict[str, float]:
         """Return the metrics over all ranks' images since the last call, the same on every rank."""
+
+
+class Looks:
+    """Measures the held-out images of every evaluation; see ``lit_vgrpo.metrics.looks``.
+
+    Attributes:
+        start: The first evaluation's reduced images, ``(N, 768)``, float16; ``None`` before it.
+        newest: Likewise of the newest evaluation.
+    """
+
+    def __init__(self) -> None:
+        self.start: Tensor | None = None
+        self.newest: Tensor | None = None
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Discard the images of an interrupted evaluation."""
+        self._measured: list[Tensor] = []
+        self._numbers: list[tuple[int, int]] = []
+
+    def update(self, images: Tensor, batch: PromptBatch) -> None:
+        """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
+        parts = [reduced(images), sharpness(images)[:, None], saturation(images)[:, None]]
+        self._measured.append(torch.cat(parts, dim=1).float().cpu())
+        asked = [f"{row['prompt']}\n{row.get(PICTURE)}" for row in batch.rows]
+        self._numbers += [(slot, zlib.crc32(one.encode())) for slot, one in zip(batch.slots, asked, strict=True)]
+
+    def compute(self, module: Any) -> dict[str, float]:
+        """Return the metrics of all ranks' images, the same on every rank, and discard the images.
+
+        Images that are not finite are left out, and metrics that cannot be measured.
+        """
+        numbers = rows_of_all_ranks(torch.tensor(self._numbers, dtype=torch.int64))
+        order = numbers[:, 0].argsort()
+        measured, prompts = rows_of_all_ranks(torch.cat(self._measured))[order], numbers[order, 1]
+        self.start_over()
+        small, of_images = measured[:, :-2], measured[:, -2:].double()
+        is_finite = measured.isfinite().all(1)
+        self.newest = small.half()
+        values = [*diversities(small[is_finite], prompts[is_finite]), *of_images[is_finite].mean(0).tolist()]
+        if self.start is not None and self.start.shape == small.shape:  # other prompts after a resume do not compare
+            values.append(float(distances(small, self.start.float()).nanmean()))
+        found = dict(zip(LOOKS, values, strict=False))
+        return {f"heldout/{name}": value for name, value in found.items() if math.isfinite(value)}
 
 
 class Evaluator:
@@ -49,6 +97,7 @@ class Evaluator:
 
     Attributes:
         observed: Both rewards together.
+        looks: Diversity, sharpness and saturation of the images, and their distance from those at the start.
         observers: Other metrics of the images.
         latest: Metrics of the last evaluation, ``heldout/...``.
         step: Optimizer steps at the last evaluation; -1 before the first.
@@ -71,7 +120,8 @@ class Evaluator:
         self.untrained = None if untrained is None else as_weighted(untrained)
         self.observed = self.reward.observing(self.untrained)
         self.ledger = ledger or PassLedger()
-        self.observers: list[HeldOutObserver] = []
+        self.looks = Looks()
+        self.observers: list[HeldOutObserver] = [self.looks]
         self.latest: dict[str, float] = {}
         self.step = -1
         self.history: list[Evaluation] = []
@@ -119,6 +169,8 @@ class Evaluator:
     @in_own_precision
     def add(self, batch: PromptBatch) -> None:
         """Sample a held-out batch's images, show them to the observers and queue them for scoring."""
+        if not self.is_pending:
+            self.looks.start_over()
         with torch.inference_mode(mode=False), torch.no_grad(), self._queue.closed_on_error():
             with self.ledger.phase("evaluation"):
                 images = self.generate_batch(batch)
@@ -179,6 +231,9 @@ class Evaluator:
             step: Optimizer steps done.
         """
         self.latest, self.step = self.means(module), step
+        if self.looks.start is None:
+            self.looks.start = self.looks.newest
+            self.latest[f"heldout/{DISTANCE}"] = 0.0
         self.history.append(
             Evaluation(
                 iteration=iteration,

@@ -38,6 +38,7 @@ def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
         assert "base_model" not in head  # a folder of this machine is no name on a hub
         assert "EMA weights after 2 iterations" in text
         assert f"to {verdict.score(end['heldout_reward_end'])} [" in text
+        assert f"**Did it cheat?** {end['did_it_cheat']['words']}" in text
         assert "VGRPO" in text
         assert "run_dir" not in text
         assert (folder / "before_after.png").read_bytes() == Path("runs/tiny/samples/after.png").read_bytes()

@@ -14,7 +14,8 @@ from PIL import Image
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.apps.report import verdict
-from lit_vgrpo.apps.report.run_data import read_run, read_scores
+from lit_vgrpo.apps.report.page import read_pairs
+from lit_vgrpo.apps.report.run_data import Point, RunData, read_run, read_scores
 from lit_vgrpo.apps.report.verdict import Verdict
 
 EVIL = 'a red circle <script>alert(1)</script> & "quotes" on the left'
@@ -107,12 +108,15 @@ def test_a_page_needs_nothing_else_and_is_accessible(inside, names, capsys):
     assert "<script>alert" not in raw  # the prompt is text
     assert EVIL in page.text
     drawings = [tag for tag in page.all("div") if tag.get("class") == "drawing"]
-    assert len(drawings) >= 4 * 6
+    assert len(drawings) >= 4 * 5
     assert {tag["data-axis"] for tag in drawings} == {"iterations", "images", "seconds", "passes"}
     assert all(tag["role"] == "img" and tag["aria-label"] for tag in drawings)
-    for title in ("Held-out reward", "Training reward", "Probability ratio", "Grad norm"):
+    for title in ("Held-out reward", "Training reward", "Grad norm"):
         assert f"<h3>{title}" in raw
-    assert "<h3>Clip fraction</h3>" not in raw  # nothing was: its curve is 0 throughout
+    for title in ("Clip fraction", "Probability ratio"):  # one update per iteration: their curves are 0 throughout
+        assert f"<h3>{title}" not in raw
+    images = [image["src"] for image in page.all("img")]
+    assert len(images) == len(set(images))
     for name in names:
         assert verdict.score(summary(name)["heldout_reward_end"]) in page.text
     if len(names) > 1:
@@ -124,8 +128,14 @@ def test_the_numbers_are_those_of_the_summary(inside):
     assert report(["runs/tiny"]) == 0
     text, found = Parsed("runs/tiny/report.html").text, summary()
     start, end = (verdict.score(found[f"heldout_reward_{when}"]) for when in ("start", "end"))
-    assert f"{start} [" in text
-    assert f"to {end} [" in text
+    assert f"{start} \u2192 {end}" in text
+    change = Verdict(read_run(Path("runs/tiny"))).reward
+    brackets = [verdict.brackets(own) for own in (*change.intervals, change.difference)]
+    assert f"{brackets[0]} to {brackets[1]}, change {verdict.score(change.change, '+')} " in text
+    assert f"[{verdict.score(change.difference.low, '+')}, " in text
+    assert found["date"][:10] in text
+    assert f"{found['cpu_seconds'] / 3600:.3g}" in text
+    assert f"Did it cheat? {found['did_it_cheat']['words']}" in text
     for value in found["reward_parts_end"].values():
         assert verdict.score(value) in text
     for number in (found["images"], found["evaluations"][-1]["passes"]):
@@ -138,7 +148,9 @@ def test_the_numbers_are_those_of_the_summary(inside):
     assert [point.metrics["reward"] for point in run.evaluations] == [e["reward"] for e in found["evaluations"]]
     assert list(run.scores) == [0, 2, 4]
     assert [count for _, count in run.scores[4]["reward"]] == [3, 3]
-    for change in Verdict(run).changes:
+    scored = [change for change in Verdict(run).changes if change.difference]
+    assert [change.name for change in scored] == ["reward", "brightness", "jpeg"]
+    for change in scored:
         for mean, own in zip((change.start, change.end), change.intervals, strict=True):
             assert own.mean == pytest.approx(mean, rel=1e-4)
             assert own.low <= own.mean <= own.high
@@ -148,16 +160,15 @@ def test_the_numbers_are_those_of_the_summary(inside):
 def test_images_are_the_cells_of_the_sample_grids_and_the_best_and_worst(inside):
     assert report(["runs/tiny"]) == 0
     page = Parsed("runs/tiny/report.html")
-    pictures = [image["alt"] for image in page.all("img") if "data-stage" in image]
-    stages = ["reference", "start", "iteration 2", "end"]
-    assert sorted(pictures) == sorted(
-        f"{s}: {prompt}" for s in stages for prompt in ("a green circle on the right", EVIL)
-    )
-    assert page.all("input")[0]["aria-valuetext"] == "end"
+    pictures = [image["alt"] for image in page.all("img") if image["alt"].startswith(("before: ", "after: "))]
+    assert sorted(pictures) == sorted(f"{time}: {prompt}" for time in ("before", "after") for prompt in HELDOUT)
+    changes = [pair.change for pair in read_pairs(Path("runs/tiny"))]
+    assert changes == sorted(changes, reverse=True)
+    assert changes[-1] > 0
     with Image.open("runs/tiny/samples/after.png") as sheet:
         layout = json.loads(sheet.info["layout"])
         expected = sheet.convert("RGB").getpixel((layout["left"][1] + 1, layout["top"][0] + 1))
-    source = next(image["src"] for image in page.all("img") if image["alt"].startswith("end: a green"))
+    source = next(image["src"] for image in page.all("img") if image["alt"].startswith("after: a green"))
     with Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))) as cell:
         assert cell.size == (layout["size"][0] // layout["zoom"], layout["size"][1] // layout["zoom"])
         assert cell.convert("RGB").getpixel((0, 0)) == expected
@@ -181,7 +192,9 @@ def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux
     train("name=edits", policy, *data, "trainer.max_epochs=2", "trainer.callbacks+=Report")
     page = Parsed("runs/edits/report.html")
     shown = [image["src"] for image in page.all("img") if image["alt"] == "Picture to edit: make it green"]
-    assert len(shown) == len(rows) + len(json.loads(Path("runs/edits/report/images.json").read_text())["images"])
+    assert len(shown) == len(
+        [image for image in page.all("img") if image["alt"].startswith(("before", "Best", "Worst"))]
+    )
     assert len(set(shown)) == 2
     # one prompt with two pictures is two prompts for the intervals too
     assert [count for _, count in read_scores(Path("runs/edits"))[2]["reward"]] == [2, 2]
@@ -201,8 +214,58 @@ def test_a_killed_run_has_a_report(inside):
     assert report(["runs/tiny"]) == 0
     page = Parsed("runs/tiny/report.html")
     assert "still running, or was killed" in page.text
-    assert "after 4 iterations" in page.text  # the row of the evaluation says so; that of the training is cut off
-    assert "start" not in [image.get("data-stage") for image in page.all("img")]
+    assert "Iterations 4 " in page.text  # the row of the evaluation says so; that of the training is cut off
+    assert f"iteration 2: {HELDOUT[0]}" in [image["alt"] for image in page.all("img")]
+    assert "lightning run runs/tiny/config.yaml --resume" in page.text
+
+
+def test_a_failed_run_shows_its_reason_and_only_commands_that_work(inside):
+    path = Path("runs/tiny/summary.json")
+    reason = "RewardError: the judge does not answer"
+    path.write_text(json.dumps({**summary(), "outcome": "failed", "reason": reason}))
+    assert report(["runs/tiny"]) == 0
+    page = Parsed("runs/tiny/report.html")
+    assert "The run failed after 4 iterations" in page.text
+    assert page.text.count(reason) == 1
+    assert "lightning eval runs/tiny" in page.text
+    shutil.rmtree("runs/tiny/checkpoints")
+    assert report(["runs/tiny"]) == 0
+    assert "lightning eval" not in Parsed("runs/tiny/report.html").text
+
+
+ALIKE = {"diversity_across_prompts": 0.01}
+HONEST = {"diversity_across_prompts": 0.1, "sharpness": 0.05, "saturation": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "likely", "words"),
+    [
+        ({}, ALIKE, True, "Probably: the reward rose, and images of different prompts became alike. Not checked with"),
+        (
+            {},
+            {"sharpness": 0.02, "saturation": 0.3},
+            True,
+            "and images became blurred and colours became oversaturated",
+        ),
+        ({}, {"sharpness": 0.2, "saturation": 0.03}, True, "and images became noisy or hard-edged and colours faded"),
+        # an honest run changes its images too
+        ({}, {"diversity_across_prompts": 0.07, "saturation": 0.15}, False, "No sign of it in the images"),
+        ({"sharpness": 0.002}, {"sharpness": 0.006}, False, "add model.heldout_reward"),
+        ({"untrained_reward": 0.4}, {"untrained_reward": 0.2}, True, "and a reward that was not trained on fell."),
+        ({"untrained_reward": 0.4}, {"untrained_reward": 0.6}, False, "rose too, 0.400 before, 0.600 after."),
+        ({}, {"reward": 0.1, **ALIKE}, False, "The reward did not rise, but images of different prompts became alike."),
+        ({}, {"reward": 0.1}, False, "The reward did not rise, so there is nothing to check."),
+    ],
+)
+def test_did_it_cheat(start, end, likely, words):
+    points = [Point({"iterations": 0}, {"reward": 0.2, **HONEST, **start})]
+    points.append(Point({"iterations": 9}, {"reward": 0.5, **HONEST, **start, **end}))
+    found = Verdict(RunData(Path("run"), {}, {}, [], points))
+    assert found.cheating.is_likely == likely
+    assert words in found.cheating.words
+    if likely:
+        assert found.headline == f"Reward rose, and {found.cheating.signs[0]}"
+        assert f"and {found.cheating.signs[0]}: +0.300" in found.sentence
 
 
 def test_files_of_an_earlier_part_of_a_resumed_run_do_not_count(inside):
@@ -220,7 +283,8 @@ def test_files_of_an_earlier_part_of_a_resumed_run_do_not_count(inside):
 
 def test_a_run_without_evaluations_has_a_page(inside):
     before = Path("runs/blind/report.html").read_text()
-    assert "No held-out evaluation yet after 1 iteration" in before
+    assert '<h1 id="verdict-title">No held-out evaluation yet</h1>' in before
+    assert 'Did it cheat?</h2>\n  <p class="answer">Not checked' in before
     assert report(["runs/blind"]) == 0
     assert Path("runs/blind/report.html").read_text() == before
 

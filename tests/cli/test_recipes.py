@@ -39,6 +39,7 @@ PASSES = {
     "sd3_pickscore_nft": {"rollout": (0, 10), "old": (0, 9), "reference": (0, 9), "update": (9, 0)},
     "sdxl_preference": {"rollout": (0, 8), "update": (4, 0)},
     "tiny_edit": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
+    "tiny_hacked": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
     "tiny_ocr": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
     "tiny_ocr_pretrain": {"update": (2, 0)},
     "tiny_shapes": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},

@@ -9,10 +9,24 @@ import torch
 import torch.distributed as dist
 
 from lit_vgrpo.core.gather import raise_together
+from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.metrics import FeatureMoments, KeptFeatures, feature_network, reference_statistics
+from lit_vgrpo.training.evaluation import Looks
+
+
+def looks(world_size, rank):
+    """Return the measures of nine images of three prompts, this rank's share of them in batches of two."""
+    images = torch.rand(9, 3, 20, 20, generator=torch.Generator().manual_seed(0))
+    dataset = HeldOutDataset([{"prompt": name} for name in "abc"], 3, 2, world_size, rank)
+    found = Looks()
+    found.start = torch.zeros(9, 768).half()
+    for number in range(len(dataset)):
+        found.update(images[dataset[number].slots], dataset[number])
+    return found.compute(None)
 
 
 def main(spec, rank):
+    alone = looks(1, 0)
     rendezvous = f"file://{spec['out']}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     features = torch.tensor(spec["features"], dtype=torch.float64)
@@ -24,6 +38,7 @@ def main(spec, rank):
     sums.add_up_ranks()
     mean, cov = sums.mean_and_cov()
     found = {"count": sums.count, "mean": mean.tolist(), "cov": cov.tolist(), "kept": kept.gathered().tolist()}
+    found["looks"] = [alone, looks(2, rank)]
     # a rank without any image takes part like the others
     some, none = KeptFeatures(2), FeatureMoments(2)
     if rank == 0:

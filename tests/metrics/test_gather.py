@@ -44,6 +44,12 @@ def test_features_of_unequal_shares_in_the_images_order(spec, found):
     assert found["one"] == [[[1, 1]], 1]
 
 
+def test_looks_of_images_are_those_of_one_rank(found):
+    alone, together = found["looks"]
+    assert len(alone) == 5
+    assert together == pytest.approx(alone)
+
+
 def test_each_rank_has_the_whole_reference(spec, found, network):
     alone = reference_statistics(spec["real"], network, keep_features=True)
     for rank in range(2):

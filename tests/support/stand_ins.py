@@ -112,7 +112,7 @@ class StandIns:
 
     def _filled(self, reward):
         node = {"class_path": reward} if isinstance(reward, str) else dict(reward)
-        options = {**node.get("init_args", {}), **self.reward(node["class_path"])}
+        options = {**node.get("init_args", {}), **self.reward(node.get("class_path"))}
         if "rewards" in options:
             options["rewards"] = [self._filled(part) for part in options["rewards"]]
         return reward if options == node.get("init_args", {}) else {**node, "init_args": options}

@@ -44,6 +44,7 @@ PANELS = {
     "iteration": "iterations",
     "passes": "network passes (images)",
 }
+ONE_SEED = "**One seed: no conclusion.** Methods differ by chance too. Use --seeds 3 or more."
 NOTE = (
     "A cost is that of training alone, interpolated between two evaluations and averaged over the seeds if all reached "
     "the target. A pass is one image through the network once, forward; guidance counts twice, a backward is not "
@@ -185,7 +186,8 @@ def write_race(options: CompareOptions, found: Sequence[Entrant], curves: Sequen
     searches = [f"- {one.method}: {one.found or 'unknown'}" for one in found if one.settings == "tuned"]
     if searches:
         parts += ["## Search for the tuned settings", "\n".join(searches)]
-    text = "\n\n".join([*parts, *_failed(curves), NOTE])
+    warning = [ONE_SEED] if len(options.seeds) == 1 else []
+    text = "\n\n".join([*warning, *parts, *_failed(curves), NOTE])
     evaluations = evaluation_table(curves)
     _write_csv(options.out / "compare.csv", evaluations)
     _write_csv(options.out / "targets.csv", pd.concat([each, mean.assign(seed="mean")]))

@@ -65,7 +65,9 @@ def report(options: ReportOptions) -> int:
         raise UserError(f"{out} exists and is not a report. Give another --out FILE.html.")
     write_atomically(out, render(runs))
     for run in runs:
-        say(f"{run.folder}: {Verdict(run).sentence}")
+        verdict = Verdict(run)
+        say(f"{run.folder}: {verdict.sentence}")
+        say(f"{run.folder}: Did it cheat? {verdict.cheating.words}")
     say(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB)")
     return 0
 

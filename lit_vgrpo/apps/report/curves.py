@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,13 @@ FEWEST_ITERATIONS = 3
 """Shorter runs have no curves."""
 MOST_POINTS = 400
 """Longer curves show means of neighbouring iterations."""
-RATIO = "Probability ratio: deviation from 1"
 PANELS: dict[str, dict[str, str]] = {
     "Training reward": {"reward/mean": "reward"},
     "Spread of rewards": {"reward/std": "standard deviation", "reward/no_spread": "groups without spread"},
-    RATIO: {"policy/ratio_deviation": "all updates", "policy/ratio_deviation_before_update": "before the first"},
+    "Probability ratio: deviation from 1": {
+        "policy/ratio_deviation": "all updates",
+        "policy/ratio_deviation_before_update": "before the first",
+    },
     "KL": {"policy/kl": "KL", "policy/anchor_distance": "to the anchor"},
     "Variation of the surrogate": {"surrogate/cv": "all images", "surrogate/cv_within": "within groups"},
     "Images per second": {"cost/images_per_second": "images/s"},
@@ -47,6 +50,7 @@ STYLE: Any = {
     "axes.edgecolor": GRID,
     "xtick.color": INK,
     "ytick.color": INK,
+    "path.simplify": False,  # every point has a value to show
 }
 
 
@@ -65,6 +69,10 @@ class Series:
     ys: Numbers
     band: tuple[Numbers, Numbers] | None = None
 
+    def is_like(self, other: Series) -> bool:
+        """Return ``True`` if both curves cannot be told apart."""
+        return len(self.ys) == len(other.ys) and bool(np.allclose(self.ys, other.ys, rtol=1e-3))
+
 
 @dataclass
 class Plot:
@@ -77,6 +85,11 @@ class Plot:
     title: str
     series: list[Series]
     drawings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_result(self) -> bool:
+        """``True`` for rewards, ``False`` for what diagnoses the training."""
+        return self.title.startswith(("Held-out", "Training reward"))
 
     @property
     def description(self) -> str:
@@ -117,11 +130,14 @@ def _plots(title: str, runs: Sequence[RunData], metrics: dict[str, str]) -> list
             (run, metric, label if len(runs) == 1 else run.name) for run in runs for metric, label in group.items()
         ]
         found_series = [_series(*curve, n, title.startswith("Held-out")) for n, curve in enumerate(curves)]
-        series = [one for one in found_series if one is not None]
+        series: list[Series] = []
+        for one in found_series:
+            # A sum of one reward is that reward.
+            if one is not None and (len(runs) > 1 or not any(one.is_like(other) for other in series)):
+                series.append(one)
         name = title if len(groups) == 1 else f"{title}: {next(iter(group.values()))}"
-        # A ratio of 0 is information; other curves, such as that of a clip that is off, are not.
-        is_known = title == RATIO or any(one.ys.any() for one in series)
-        found += [Plot(name, series)] if is_known and any(len(one.ys) > 1 for one in series) else []
+        # A curve that is 0 throughout, such as that of a clip that is off, shows nothing.
+        found += [Plot(name, series)] if any(one.ys.any() and len(one.ys) > 1 for one in series) else []
     return found
 
 
@@ -153,14 +169,16 @@ def _svg(known: list[Series], axis: str) -> str:
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     most = max(float(np.nanmax(series.xs[axis])) for series in known)
     scale = 60 if axis == "seconds" else 1
-    for series in known:
+    for number, series in enumerate(known):
         xs, colour = series.xs[axis] / scale, SERIES[series.colour % NUM_COLOURS]
         style = DASHES[(series.colour // NUM_COLOURS + series.colour) % len(DASHES)]
         marker: Any = {}
         if series.band is not None:
             axes.fill_between(xs, *series.band, color=colour, alpha=0.14, linewidth=0)
             marker = {"marker": "o", "markersize": 4, "markeredgewidth": 0}
-        axes.plot(xs, series.ys, color=colour, linewidth=1.8, linestyle=style, clip_on=False, **marker)
+        axes.plot(
+            xs, series.ys, color=colour, linewidth=1.8, linestyle=style, clip_on=False, gid=f"curve-{number}", **marker
+        )
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
     for side in (axes.xaxis, axes.yaxis):
@@ -169,14 +187,19 @@ def _svg(known: list[Series], axis: str) -> str:
     axes.margins(y=0.08)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
-    return _for_page(text.getvalue())
+    # The page's script finds a point's values from its place: where 0 and 1 of both axes are.
+    (left, bottom), (right, top) = axes.transData.transform([(0, 0), (1, 1)]) * 72 / figure.dpi
+    head = f'data-x="{left:.4f} {right - left:.6g}" data-y="{HEIGHT - bottom:.4f} {bottom - top:.6g}"'
+    return _for_page(text.getvalue(), head, [series.label for series in known])
 
 
-def _for_page(svg: str) -> str:
+def _for_page(svg: str, attributes: str, labels: list[str]) -> str:
     """Return matplotlib's SVG without document-level parts, in the page's colours and font."""
     body = re.sub(r"<style.*?</style>|<metadata.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" aria-hidden="true" focusable="false">'
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {attributes} aria-hidden="true" focusable="false">'
     body = re.sub(r"<svg[^>]*>", head, body, count=1).replace("xlink:href", "href")
+    for number, label in enumerate(labels):
+        body = body.replace(f'<g id="curve-{number}"', f'<g data-curve="{escape(label)}"')
     body = re.sub(r'<g id="[^"]+"', "<g", body)  # such as axes_1, in every plot
     body = re.sub(r"font(-\w+)?: [^;\"]*;? ?", "", body)
     for colour, variable in VARIABLES.items():

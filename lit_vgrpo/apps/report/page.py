@@ -6,19 +6,32 @@ import base64
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from lit_vgrpo.apps.report import verdict
 from lit_vgrpo.apps.report.curves import plots
-from lit_vgrpo.apps.report.run_data import AXES, IMAGES_NAME, KEPT, LAYOUT, TO_EDIT, RunData, differences, read_run
+from lit_vgrpo.apps.report.run_data import (
+    AXES,
+    IMAGES_NAME,
+    KEPT,
+    LAYOUT,
+    TO_EDIT,
+    UNFINISHED,
+    RunData,
+    differences,
+    read_run,
+)
 from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.training.resume import how_to_resume, newest_checkpoint
 
 PHASES = {
     "time/rollout_s": "Sampling",
@@ -26,13 +39,16 @@ PHASES = {
     "time/reward_s": "Scoring",
     "time/prepare_s": "Preparing",
 }
-MOST_STAGES = 5
 MOST_PROMPTS = 12
+MOST_CHANGED = 4
+"""Pairs of images shown as evidence."""
 SIDE, EDITED_SIDE = 384, 128
 """Maximum longer sides of an image, and of a picture that a prompt edits, in pixels."""
 PIXEL_ART = 128
 """Images up to this size are stored without loss, and enlarged without smoothing."""
 REASONS = {"best": "Best", "worst": "Worst", "disagreement": "Rewards disagree most"}
+UNDONE = ("failed", "interrupted", UNFINISHED)
+"""Outcomes after which a run may continue."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, SyntaxError, Image.DecompressionBombError)
 """Errors of files that are damaged or being replaced."""
 MARK = "<!-- lightning report -->"
@@ -52,51 +68,72 @@ class Picture:
         return max(self.width, self.height) <= PIXEL_ART
 
 
-@dataclass
-class Samples:
-    """Images of the same prompts and noise, by time in training."""
+@dataclass(frozen=True)
+class Pair:
+    """A prompt's images from the same noise, before training and after it, possibly of several runs.
 
-    prompts: list[str] = field(default_factory=list)
-    stages: dict[str, list[Picture]] = field(default_factory=dict)
-    edited: list[Picture] = field(default_factory=list)
-    """The pictures that the prompts edit; empty if they edit none."""
+    Attributes:
+        images: By their labels, such as "before" and "after".
+        edited: The picture that the prompt edits, if any.
+        change: Root mean square difference of the two.
+    """
+
+    prompt: str
+    images: dict[str, Picture]
+    edited: Picture | None
+    change: float
 
 
-def read_samples(run: Path) -> Samples:
-    """Return the samples of a run: the reference, and up to four grids from the first to the last."""
+def read_pairs(run: Path) -> list[Pair]:
+    """Return the pairs of a run's newest readable sample grid, those that changed most first."""
     order = {"before": 0, "after": 2}
     files = sorted((run / "samples").glob("*.png"), key=lambda file: (order.get(file.stem, 1), file.stem))
-    most = MOST_STAGES - 1
-    if len(files) > most:
-        files = [files[round(place * (len(files) - 1) / (most - 1))] for place in range(most)]
-    found = Samples()
-    for file in files:
+    for file in reversed(files):
         try:
             with Image.open(file) as image:
                 sheet, layout = image.convert("RGB"), json.loads(image.info[LAYOUT])
-            name = {"before": "start", "after": "end"}.get(file.stem) or f"iteration {int(file.stem.split('_')[1])}"
-            pictures = _column(sheet, layout, 1)
-            if not found.stages:
-                found.stages["reference"] = _column(sheet, layout, 0)
-                found.prompts = layout["prompts"][:MOST_PROMPTS]
-                if TO_EDIT in layout["labels"]:
-                    found.edited = _column(sheet, layout, layout["labels"].index(TO_EDIT), EDITED_SIDE)
-            found.stages[name] = pictures
+            before, after = (_column(sheet, layout, column) for column in (0, 1))
+            edited: list[Any] = [None] * len(before)
+            if TO_EDIT in layout["labels"]:
+                edited = _column(sheet, layout, layout["labels"].index(TO_EDIT))
+            time = file.stem if file.stem in order else f"iteration {int(file.stem.split('_')[1])}"
         except UNREADABLE:
             continue
-    return found
+        pairs = [
+            Pair(prompt, {"before": picture(a), time: picture(b)}, c and picture(c, EDITED_SIDE), _difference(a, b))
+            for prompt, a, b, c in zip(layout["prompts"], before, after, edited, strict=False)
+        ]
+        return sorted(pairs, key=lambda pair: -pair.change)
+    return []
 
 
-def _column(sheet: Image.Image, layout: dict[str, Any], column: int, side: int = SIDE) -> list[Picture]:
+def side_by_side(runs: Sequence[RunPage]) -> list[Pair]:
+    """Return the images of several runs by prompt; those that are the same before training once."""
+    found: dict[tuple[str, Picture | None], Pair] = {}
+    for run in runs:
+        for pair in run.pairs:
+            shown = found.setdefault((pair.prompt, pair.edited), replace(pair, images={})).images
+            (before, start), (time, end) = pair.images.items()
+            if start not in shown.values():
+                shown[f"{run.name}, {before}" if shown else before] = start
+            shown[f"{run.name}, {time}"] = end
+    return list(found.values())
+
+
+def _difference(image: Image.Image, other: Image.Image) -> float:
+    return float(np.mean((np.asarray(image, dtype=np.float64) - np.asarray(other)) ** 2) ** 0.5)
+
+
+def _column(sheet: Image.Image, layout: dict[str, Any], column: int) -> list[Image.Image]:
     """Return a grid's images in a column: 0 is the reference, 1 the policy on the same noise."""
     (width, height), left, zoom = layout["size"], layout["left"][column], layout["zoom"]
     cells = [sheet.crop((left, top, left + width, top + height)) for top in layout["top"][:MOST_PROMPTS]]
     small = (width // zoom, height // zoom)
-    return [picture(cell.resize(small, Image.Resampling.NEAREST), side) for cell in cells]
+    return [cell.resize(small, Image.Resampling.NEAREST) for cell in cells]
 
 
-def read_kept(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the images that the run kept at its newest evaluation, by the reason.
+def read_kept(run: Path, known: set[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return the images that the run kept at its newest evaluation, by the reason, without those known already.
 
     Each has its ``picture``, ``prompt``, ``image`` (its number), ``scores`` as text, the ``pair`` of rewards that
     disagree, and the picture that is ``edited``, if any.
@@ -106,12 +143,15 @@ def read_kept(run: Path) -> dict[str, list[dict[str, Any]]]:
         for entry in json.loads((run / KEPT / IMAGES_NAME).read_text(encoding="utf-8"))["images"]:
             scores = {name: verdict.score(score) for name, score in entry["scores"].items()}
             edited = Path(entry["edited"] or run / "none")
+            image = _read_picture(run / KEPT / entry["file"])
             shown = {
-                "picture": _read_picture(run / KEPT / entry["file"]),
+                "picture": image,
                 "edited": _read_picture(edited, EDITED_SIDE) if edited.is_file() else None,
                 "scores": scores if len(scores) > 2 else {"reward": scores["reward"]},  # a single reward is the sum
             }
-            found.setdefault(REASONS[entry["reason"]], []).append({**entry, **shown})
+            if image.source not in known:
+                known.add(image.source)
+                found.setdefault(REASONS[entry["reason"]], []).append({**entry, **shown})
     except UNREADABLE:
         pass
     return found
@@ -139,8 +179,9 @@ class RunPage:
         self.run = run
         self.name = run.name
         self.verdict = Verdict(run)
-        self.samples = read_samples(run.folder)
-        self.galleries = read_kept(run.folder)
+        self.pairs = read_pairs(run.folder)
+        shown = {picture.source for pair in self.pairs for picture in pair.images.values()}
+        self.galleries = read_kept(run.folder, shown)
 
     @cached_property
     def seconds(self) -> list[tuple[str, float, float]]:
@@ -150,6 +191,45 @@ class RunPage:
         found["Updates"] = max(sum(row["time/iteration_s"] for row in rows) - sum(found.values()), 0.0)
         whole = sum(found.values())
         return [(title, part, part / whole) for title, part in found.items() if part >= 0.0005 * whole > 0]
+
+    @property
+    def most_changed(self) -> list[Pair]:
+        """Images shown as evidence."""
+        return self.pairs[:MOST_CHANGED]
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        """The cost, the date and the commit, as the result shows them."""
+        run, summary = self.run, self.run.summary
+        cpu = summary.get("cpu_seconds")
+        is_gpu = "cpu" not in str(summary.get("device", "cpu")).lower()
+        seconds = run.total("seconds")
+        hours = seconds and seconds * summary.get("world_size", 1) if is_gpu else cpu
+        found = {
+            "Iterations": verdict.amount(run.num_iterations),
+            "Images": verdict.amount(run.total("images")),
+            "Training time": verdict.duration(seconds),
+            "GPU hours" if is_gpu else "CPU hours": hours and f"{hours / 3600:.3g}",
+            "Network passes": verdict.amount(run.total("passes")),
+            "Date": str(summary.get("date") or "")[:10],
+            "Commit": summary.get("commit"),
+        }
+        return [(name, value) for name, value in found.items() if value]
+
+    @property
+    def commands(self) -> list[tuple[str, str]]:
+        """Next steps that work in the run's state, and their commands."""
+        folder, run = self.run.folder, self.run
+        if not run.recipe or newest_checkpoint(folder) is None:
+            return []
+        found = {"Continue the run": how_to_resume(folder).partition(": ")[2]} if run.outcome in UNDONE else {}
+        found["Score it again, with confidence intervals"] = f"lightning eval {quote(str(folder))}"
+        if self.pairs and self.pairs[0].edited is None:
+            found["Draw a prompt"] = f"lightning sample {quote(str(folder))} --prompt {quote(self.pairs[0].prompt)}"
+        found["Write the weights for diffusers"] = (
+            f"lightning export {quote(str(folder))} --to {quote(self.name)}_export"
+        )
+        return list(found.items())
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -171,9 +251,10 @@ class RunPage:
 
 def render(runs: Sequence[RunData], live: bool = False) -> str:
     """Return the report of one or several runs as HTML; with ``live``, the page reloads when a run has new rows."""
-    drawn = plots(runs)
+    drawn, pages = plots(runs), [RunPage(run) for run in runs]
     page = {
-        "runs": [RunPage(run) for run in runs],
+        "runs": pages,
+        "pairs": side_by_side(pages) if len(pages) > 1 else pages[0].pairs[MOST_CHANGED:],
         "title": ", ".join(run.name for run in runs),
         "live": live,
         "plots": drawn,

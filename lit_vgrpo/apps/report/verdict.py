@@ -1,18 +1,65 @@
-"""Result of a run: the held-out reward before and after, its cost and problems; numbers as text."""
+"""Result of a run: the held-out reward before and after, signs of cheating, cost and problems; numbers as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from lit_vgrpo.apps.report.run_data import RUNNING, UNFINISHED, Interval, RunData, difference, interval
 from lit_vgrpo.errors import counted
+from lit_vgrpo.metrics.looks import ACROSS, DISTANCE, SATURATION, SHARPNESS, WITHIN
 
 UNTRAINED = "untrained_reward"
 NONE, MINUS = "\u2013", "\u2212"
 FLAT = 0.9
 """Share of groups without reward spread above which there is little left to learn from."""
+SIGNS = {
+    ACROSS: (0.6, float("inf"), "images of different prompts became alike", ""),
+    SHARPNESS: (0.5, 2.0, "images became blurred", "images became noisy or hard-edged"),
+    SATURATION: (0.5, 2.0, "colours faded", "colours became oversaturated"),
+}
+"""Smallest and largest ratio to the start that an honest run has, and the sign of cheating below and above it."""
+MEANING = {
+    UNTRAINED: "Reward that was not trained on",
+    ACROSS: "Difference between prompts",
+    WITHIN: "Difference between a prompt's images",
+    SHARPNESS: "Sharpness",
+    SATURATION: "Saturation",
+    DISTANCE: "Difference from the start, same noise",
+}
+LEAST_CHANGE = 0.01
+"""Smaller changes of these metrics, which are in [0, 1], are never a sign."""
+ADVICE = "add model.heldout_reward, a reward that is not trained on"
+
+
+def signs(start: Mapping[str, float], end: Mapping[str, float]) -> list[str]:
+    """Return signs of reward hacking in how the held-out images changed, given metrics without ``heldout/``.
+
+    >>> signs({"saturation": 0.1}, {"saturation": 0.3})
+    ['colours became oversaturated']
+    """
+    found = []
+    for name, (least, most, below, above) in SIGNS.items():
+        before, after = start.get(name), end.get(name)
+        if before is not None and after is not None and abs(after - before) >= LEAST_CHANGE:
+            found += [below] if after < least * before else [above] if after > most * before else []
+    return found
+
+
+@dataclass(frozen=True)
+class Cheating:
+    """Answer to "Did it cheat?": is the rise of the reward due to reward hacking?
+
+    Attributes:
+        is_likely: True if the reward rose and there are signs of it.
+        words: The answer in one or two sentences.
+        signs: What changed, such as "images became blurred".
+    """
+
+    is_likely: bool
+    words: str
+    signs: list[str]
 
 
 @dataclass(frozen=True)
@@ -55,22 +102,79 @@ class Verdict:
             return []
         start, end = self.run.evaluations[0], self.run.evaluations[-1]
         rewards = self.run.reward_names
-        hidden = ["failed", *(rewards if len(rewards) == 1 else [])]
         names = dict.fromkeys([*("reward", UNTRAINED, *rewards), *sorted(end.metrics)])
-        found = []
+        found: list[Change] = []
         for name in names:
-            if name not in end.metrics or name in hidden:
+            if name not in end.metrics or name == "failed":
                 continue
             before, after = (self.run.scores.get(point.iteration, {}).get(name) for point in (start, end))
             is_first = start is end
             first, paired = (None, None) if is_first else (start.metrics.get(name), difference(before, after))
-            found.append(Change(name, first, end.metrics[name], (interval(before), interval(after)), paired))
+            change = Change(name, first, end.metrics[name], (interval(before), interval(after)), paired)
+            is_sum = [score(one.start) + score(one.end) == score(first) + score(change.end) for one in found[:2]]
+            if name not in rewards or not any(is_sum):  # a sum of one reward is that reward
+                found.append(change)
         return found
 
     @cached_property
     def reward(self) -> Change | None:
         """The weighted sum that is trained on; ``None`` without an evaluation."""
         return next((change for change in self.changes if change.name == "reward"), None)
+
+    @cached_property
+    def cheating(self) -> Cheating:
+        """The answer to "Did it cheat?", which the page, the headline, the summary and the model card repeat."""
+        if self.reward is None or self.reward.start is None:
+            return Cheating(False, "Not checked: that needs an evaluation at the start and a later one.", [])
+        start, end = self.run.evaluations[0].metrics, self.run.evaluations[-1].metrics
+        found = signs(start, end)
+        other = next((change for change in self.changes if change.name == UNTRAINED and change.start is not None), None)
+        if other is not None and other.direction < 0:
+            found.append("a reward that was not trained on fell")
+        unchecked = "" if other is not None else f" Not checked with another reward: {ADVICE}."
+        if self.reward.direction <= 0:
+            after = f", but {listed(found)}" if found else ", so there is nothing to check"
+            return Cheating(False, f"The reward did not rise{after}.", found)
+        if found:
+            return Cheating(True, f"Probably: the reward rose, and {listed(found)}.{unchecked}", found)
+        if ACROSS not in start or ACROSS not in end:
+            return Cheating(False, "Not checked: the images were not measured.", found)
+        if other is None:
+            words = "No sign of it in the images: those of different prompts still differ."
+            return Cheating(False, f"{words}{unchecked}", found)
+        course = "rose too," if other.direction > 0 else "did not fall measurably:"
+        values = f"{score(other.start)} before, {score(other.end)} after"
+        words = f"images of different prompts still differ, and the reward that was not trained on {course} {values}."
+        return Cheating(False, f"No sign of it: {words}", found)
+
+    @property
+    def evidence(self) -> list[Change]:
+        """The metrics behind :attr:`cheating`."""
+        found = {change.name: change for change in self.changes}
+        return [found[name] for name in MEANING if name in found]
+
+    @property
+    def other_changes(self) -> list[Change]:
+        """The rewards and metrics that :attr:`evidence` lacks."""
+        return [change for change in self.changes if change not in self.evidence]
+
+    @property
+    def headline(self) -> str:
+        """The result without numbers."""
+        outcome = {"interrupted": "was interrupted"}.get(self.run.outcome, self.run.outcome)
+        if outcome in ("failed", "was interrupted"):
+            return f"The run {outcome} after {counted(self.run.num_iterations, 'iteration')}"
+        if self.reward is None:
+            return "No held-out evaluation yet"
+        if self.reward.start is None:
+            return "Held-out reward, evaluated once"
+        course = {1: "rose", -1: "fell", 0: "did not change measurably"}[self.reward.direction]
+        so_far = " so far" if outcome == RUNNING else ""
+        return f"Reward {course}{so_far}{self._and_signs}"
+
+    @property
+    def _and_signs(self) -> str:
+        return f", and {self.cheating.signs[0]}" if self.cheating.is_likely else ""
 
     @property
     def sentence(self) -> str:
@@ -93,7 +197,7 @@ class Verdict:
         verb = {1: "rose from", -1: "fell from", 0: "did not change measurably:"}[reward.direction]
         change = f"{score(reward.change, '+')} {brackets(reward.difference, '+')}".rstrip()
         so_far = " so far" if run.outcome == RUNNING else ""
-        return f"Held-out reward {verb} {start} to {end}{so_far}: {change} after {cost}."
+        return f"Held-out reward {verb} {start} to {end}{so_far}{self._and_signs}: {change} after {cost}."
 
     @cached_property
     def alarms(self) -> list[str]:
@@ -108,7 +212,8 @@ class Verdict:
             yield "The held-out reward fell."
         for change in self.changes:
             is_reward = change.name in (UNTRAINED, *self.run.reward_names)
-            if is_reward and change.difference and change.direction < 0 < self.reward.direction:
+            is_new = is_reward and not self.cheating.is_likely
+            if is_new and change.difference and change.direction < 0 < self.reward.direction:
                 yield (
                     f"{change.name} fell from {score(change.start)} to {score(change.end)} while the reward rose. Look "
                     "at the images for reward hacking."
@@ -138,6 +243,15 @@ class Verdict:
 
 
 # --- numbers as text --------------------------------------------------------------------------------------------------
+
+
+def listed(parts: list[str]) -> str:
+    """Return parts as a list in words.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def score(value: float | None, sign: str = "") -> str:

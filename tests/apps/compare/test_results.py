@@ -115,6 +115,13 @@ def test_a_failed_seed_is_listed_and_leaves_no_mean_cost(tmp_path, monkeypatch):
     assert write_race(options, [], all_failed)
 
 
+def test_one_seed_is_no_conclusion(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = compare_options(["tiny_shapes", "--methods", "nft", "--seeds", "1", "--out", "."])
+    assert write_race(options, [], [curve("nft", 0, [0.2, 0.9])]).startswith("**One seed: no conclusion.**")
+    assert "One seed: no conclusion." in (tmp_path / "compare.md").read_text()
+
+
 def test_the_plot_shows_the_methods(tmp_path):
     curves = [curve("vgrpo", s, [0.2, 0.9 - s / 10]) for s in range(2)]
     curves += [curve("nft", 0, [0.2, 0.4]), curve("nft", 0, [0.2, 0.4], settings="tuned")]
@@ -140,6 +147,7 @@ def test_the_files_of_a_race(tmp_path, monkeypatch):
     found = [Entrant("vgrpo", "published", {}), Entrant("vgrpo", "tuned", {}, found=Budget(8, 2, 30))]
     text = write_race(options, found, [curve("vgrpo", s, [0.2, 0.9]) for s in range(2)])
     assert "- vgrpo: 8 points x 2 seeds x 30 iterations" in text
+    assert "One seed" not in text
     saved = json.loads((tmp_path / "compare.json").read_text())
     assert saved["seeds"] == [0, 1]
     assert saved["versions"]["torch"]
