@@ -113,10 +113,12 @@ class RecipeCLI(LightningCLI):
             suffix = "" if swapped is None else f"_{swapped.rpartition('.')[2]}"
             self.config.name = f"{command.recipe.stem}{suffix}"
         if command.resume:
-            typed = dict(command.overrides).get("run_dir")
+            typed = dict(command.overrides)
             # A config.yaml may have moved, with its folder, away from the run_dir that it names.
             named = None if command.recipe.name == CONFIG_NAME else self.config.run_dir
-            self.resumption = last_good_checkpoint(resumed_folder(command.recipe, typed or named), report_on_first)
+            folder = resumed_folder(command.recipe, typed.get("run_dir") or named)
+            self.resumption = last_good_checkpoint(folder, report_on_first)
+            self.resumption.check(typed.get("ckpt_path"))
 
     @property
     def ckpt_path(self) -> str | None:
