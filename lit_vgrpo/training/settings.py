@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.training.micro_batch import accumulate
 from lit_vgrpo.training.saved_weights import policy_errors
-from lit_vgrpo.training.strategies import strategy_errors
+from lit_vgrpo.training.strategies import launcher_error, strategy_errors
 from lit_vgrpo.training.trainer_internals import count_iterations
 
 EXPECTED_WARNINGS = (
@@ -68,6 +68,7 @@ def errors_under(module: Any, strategy: Any, sizes: Sizes, ranks: int, has_heldo
     """Return these errors and those that depend on the trainer's strategy, the number of ranks or held-out prompts."""
     optimizer, spec = module.optimization.optimizer, module.objective.rollout_spec(0)
     return [
+        *filter(None, [launcher_error(ranks)]),
         *strategy_errors(strategy, module.policy, optimizer, sizes, spec),
         *module_errors(module, sizes),
         *_people_errors(module, sizes, ranks, has_heldout),
