@@ -214,7 +214,7 @@ class RecipeCLI(LightningCLI):
             self.unscorable = self.find_unscorable()
             errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
         if not data.sizes.errors(ranks):
-            errors += [error for error in [limit_error(self.trainer, data.sizes)] if error]
+            errors += [error for error in [limit_error(self.trainer, data.sizes, data.has_heldout)] if error]
         errors += [*of_data, *callback_errors(chosen, model, data)]
         return [with_full_key(error, self.recipe.values) for error in errors]
 

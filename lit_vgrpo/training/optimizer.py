@@ -120,11 +120,14 @@ def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> Optim
 
 
 def direct(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a factory without the parser's wrappers, which cannot be pickled.
+    """Return a factory without the parser's wrappers, which cannot be pickled; raise TypeError if it is none.
 
     >>> direct(partial(lambda call, cls, *args, **options: call(cls, *args, **options), map, dict, a=1))
     functools.partial(<class 'dict'>, a=1)
     """
+    if not callable(make):
+        name = type(make).__name__
+        raise TypeError(f"{name}(...) is already built. Pass a function that builds it, such as partial({name}, ...).")
     if isinstance(make, partial) and not isinstance(make.func, type) and make.args and isinstance(make.args[-1], type):
         return partial(make.args[-1], **make.keywords)
     return make
