@@ -106,6 +106,13 @@ def error_in_user_code(error: BaseException) -> str | None:
     return f"{frames[-1].filename} line {frames[-1].lineno}: {type(error).__name__}: {message}."
 
 
+def is_deliberate(error: Exception) -> bool:
+    """Return True if a statement of this package raised an error for a wrong value, so that its message is enough."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    is_ours = Path(last.filename).is_relative_to(Path(__file__).parent)
+    return isinstance(error, ValueError) and is_ours and str(last.line).startswith("raise ")
+
+
 def report(errors: Sequence[str]) -> None:
     """Write each error as a line on stderr."""
     for error in errors:

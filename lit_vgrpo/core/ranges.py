@@ -100,7 +100,7 @@ def _validate(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
 
 def _refuse_unused(cls: type, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
-    values = defaults | given
+    values = {**defaults, **given}
     for name, need in _needs(cls):
         if values[name] != defaults[name] and not need.is_met(values[need.option]):
             needed = "" if need.value is None else f"={need.value}"

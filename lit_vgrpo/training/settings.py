@@ -46,6 +46,8 @@ def set_up(module: Any) -> None:
     has_heldout = trainer.datamodule.has_heldout
     for error in errors_under(module, trainer.strategy, sizes, trainer.world_size, has_heldout):
         raise ValueError(error)
+    if (schedule := schedule_error(module, trainer, sizes)) is not None:
+        raise ValueError(schedule)
     _keep_iterations_whole(trainer, sizes, has_heldout)
     accumulate(trainer, sizes)
 
@@ -187,6 +189,13 @@ def _keep_iterations_whole(trainer: Any, sizes: Sizes, has_heldout: bool) -> Non
         count_iterations(trainer, iterations)
         images = sizes.plan(trainer.world_size).images_per_iteration
         rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
+
+
+def schedule_error(module: Any, trainer: Any, sizes: Sizes) -> str | None:
+    """Return why the schedule cannot be stepped with every update until the trainer's limit, or ``None``."""
+    limits = trainer.max_steps, (trainer.max_epochs or 0) * sizes.updates_per_iteration
+    error: str | None = module.optimization.schedule_error(min((limit for limit in limits if limit > 0), default=1))
+    return error
 
 
 def limit_error(trainer: Any, sizes: Sizes, has_heldout: bool) -> str | None:
