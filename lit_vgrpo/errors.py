@@ -115,6 +115,13 @@ def _shown(file: str) -> str:
     return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
 
 
+def is_deliberate(error: Exception) -> bool:
+    """Return True if a statement of this package raised an error for a wrong value, so that its message is enough."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    is_ours = Path(last.filename).is_relative_to(Path(__file__).parent)
+    return isinstance(error, ValueError) and is_ours and str(last.line).startswith("raise ")
+
+
 def report(errors: Sequence[str]) -> None:
     """Write each error as a line on stderr."""
     for error in errors:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from pydantic import InstanceOf
 from torch import Tensor
 from typing_extensions import Self
 
@@ -35,7 +36,7 @@ from lit_vgrpo.training.micro_batch import settle
 from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import load_policy, refuse_other_weights, trained_only
-from lit_vgrpo.training.settings import hide_expected_warnings, set_up, unfit_callbacks
+from lit_vgrpo.training.settings import hide_expected_warnings, refuse_unfit, set_up
 from lit_vgrpo.training.update_guard import NonFinite, UpdateGuard
 
 
@@ -74,8 +75,8 @@ class VGRPOModule(L.LightningModule):
 
     def __init__(
         self,
-        policy: Policy,
-        objective: Objective,
+        policy: InstanceOf[Policy],
+        objective: InstanceOf[Objective],
         reward: RewardLike,
         optimizer: OptimizerConfig | OptimizerCallable | None = None,
         heldout_reward: RewardLike | None = None,
@@ -283,9 +284,8 @@ class VGRPOModule(L.LightningModule):
         """Add the metrics of every iteration, and the check of checkpoints before they are loaded."""
         from lit_vgrpo.callbacks.reward_logger import RewardLogger
 
+        refuse_unfit(self.trainer)
         chosen = self.trainer.callbacks  # type: ignore[attr-defined]
-        for error in unfit_callbacks(chosen):
-            raise ValueError(error)
         return [cls() for cls in (RewardLogger, ResumeGuard) if not any(isinstance(other, cls) for other in chosen)]
 
     def configure_optimizers(self) -> Any:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch
 from helpers import Brightness, make_data, make_module, make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
 from lit_vgrpo import VGRPO, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
 from lit_vgrpo.callbacks import EMA, Report, RewardLogger, RunSummary
@@ -45,6 +47,24 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
     trainer.fit_loop.max_epochs = 3
     trainer.fit(make_module(tiny_sd3), datamodule=make_data())
     assert sum(isinstance(callback, RewardLogger) for callback in trainer.callbacks) == 1
+
+
+def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3):
+    for policy in ("hub/name", SD3Policy):
+        with pytest.raises(TypeError, match="policy=.*: Input should be an instance of Policy"):
+            VGRPOModule(policy, VGRPO(), Brightness())
+    with pytest.raises(TypeError, match=r"SGD\(...\) is already built. Pass a function that builds it"):
+        make_module(tiny_sd3, optimizer=torch.optim.SGD([torch.zeros(1)], lr=1))
+    with pytest.raises(RuntimeError, match=r"SD3Policy is not loaded and has no network. Call policy.load\(\) first."):
+        SD3Policy(str(tiny_sd3)).encode(["a cat"])
+
+
+def test_a_loader_is_no_data_module(tiny_sd3, tmp_path):
+    loader, module = DataLoader(["a cat"]), make_module(tiny_sd3)
+    with pytest.raises(TypeError, match="datamodule=DataLoader is not a data module. Pass datamodule=PromptDataModule"):
+        make_trainer(tmp_path).fit(module, datamodule=loader)
+    with pytest.raises(TypeError, match="A batch is a list. Pass datamodule=PromptDataModule"):
+        make_trainer(tmp_path).validate(module, loader)
 
 
 def test_a_pipeline_that_is_already_in_memory_and_a_second_fit(tiny_sd3):

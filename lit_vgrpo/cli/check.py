@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from itertools import islice
+from itertools import islice, pairwise
 
 import torch
 
@@ -17,12 +17,15 @@ from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import build_recipe, part_errors
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
+from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning, weight_files
 from lit_vgrpo.system.paths import resolve_path
 
 SMALLEST_NEED = 100 * 2**20
 CHECKPOINTS_AT_ONCE = 4
 """The last, previous and best checkpoint, and the one being written."""
+OF_WEIGHTS = ("lora_rank", "lora_alpha", "lora_targets", "train_only")
+"""Options of a policy that decide which weights it trains."""
 COPIES_OF_WEIGHTS = 4
 """Weights, Adam's two moments and the average, in the checkpoint of a fully trained network."""
 
@@ -38,23 +41,34 @@ def check_command(command: Command, gpu_memory: int | None) -> int:
     """
     if is_curriculum(command.recipe):
         return _check_stages(Curriculum.of(command), gpu_memory)
-    return _check_recipe(command, gpu_memory)
+    _check_recipe(command, gpu_memory)
+    return 0
 
 
 def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
     found: list[tuple[Stage, list[str]]] = []
+    weights: list[dict[str, object]] = []
     for stage in curriculum.stages:
         say(f"Stage {stage.number} of {len(curriculum.stages)}: {stage.name}")
         try:
-            _check_recipe(Command.parse(curriculum.check_words(stage)), gpu_memory)
+            policy = _check_recipe(Command.parse(curriculum.check_words(stage)), gpu_memory)
+            options = {f"model.policy.{name}": getattr(policy, name) for name in OF_WEIGHTS}
+            weights.append({"model.policy": type(policy).__name__, **options})
         except UserError as error:
             found.append((stage, error.errors))
     if found:
         raise UserError(*merged_errors(found))
+    for number, (before, after) in enumerate(pairwise(weights), start=2):
+        for key in (key for key in after if before[key] != after[key]):
+            raise UserError(
+                f"Stage {number}: {key} is {after[key]}, but {before[key]} in stage {number - 1}, whose weights it "
+                "starts from. Give all stages the same."
+            )
     return 0
 
 
-def _check_recipe(command: Command, gpu_memory: int | None) -> int:
+def _check_recipe(command: Command, gpu_memory: int | None) -> Policy:
+    """Check a recipe and return its policy, not loaded."""
     recipe = read_recipe(command)
     try:
         cli = build_recipe(recipe, make_folder=False)
@@ -78,7 +92,7 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> int:
     warned = [f"WARNING: {distilled}"] if distilled else []
     say("\n".join([*cli.about_prompts(), *_evidence(command), *warned]))
     say(f"{command.recipe}: no errors found for world size {cli.trainer.world_size}.")
-    return 0
+    return cli.model.policy
 
 
 def _evidence(command: Command) -> list[str]:
@@ -91,7 +105,7 @@ def _evidence(command: Command) -> list[str]:
 def further_errors(recipe: Recipe) -> list[str]:
     """Return the errors in the parts of a recipe that cannot be built, and in their files."""
     errors, parts = part_errors(recipe.values)
-    found = [error for key in ("model.policy", "model.reward") if key in parts for error in parts[key].check()]
+    found = [error for key in ("model.policy", "model.reward") if parts.get(key) for error in parts[key].check()]
     data = recipe.values.get("data")
     if isinstance(data, dict):
         found += prompt_errors(data.get("train"), data.get("heldout"))

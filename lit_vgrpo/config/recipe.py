@@ -101,13 +101,13 @@ def is_override(word: str) -> bool:
 
 
 def refuse_overrides(words: Sequence[str], refused: Mapping[str, str]) -> None:
-    """Raise UserError for each override of a key that a subcommand sets itself.
+    """Raise UserError for each override of a key, or of an option of it, that a subcommand sets itself or does not use.
 
     Args:
         refused: By key, the rest of the message.
     """
     keys = [word.partition("=")[0] for word in words if is_override(word)]
-    if errors := [f"{key} {refused[key]}" for key in keys if key in refused]:
+    if errors := [f"{key} {why}" for key in keys for name, why in refused.items() if f"{key}.".startswith(f"{name}.")]:
         raise UserError(*errors)
 
 

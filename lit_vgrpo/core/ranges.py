@@ -1,4 +1,4 @@
-"""Ranges of numeric options and choices of words: type hints for pydantic, enforced by constructors.
+"""Ranges of numeric options, choices of words and classes of parts: type hints for pydantic, enforced by constructors.
 
 A constructor declares ``num_times: Annotated[int, Range(least=1)] = 4``, and its class is :func:`checked`.
 """
@@ -7,14 +7,30 @@ from __future__ import annotations
 
 import inspect
 import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+
+from lit_vgrpo.errors import one_line
 
 T = TypeVar("T", bound=type)
 SHOULD = "Input should be "
+LONGEST = 100
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """Annotation of an option that has no effect unless another one has a value, or any that counts as true."""
+
+    option: str
+    value: Any = None
+
+    def is_met(self, value: Any) -> bool:
+        return bool(value) if self.value is None else bool(value == self.value)
 
 
 def Range(least: Any = None, most: Any = None, above: Any = None, below: Any = None) -> Any:
@@ -37,11 +53,12 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]
 
 
 def checked(cls: T) -> T:
-    """Make a class refuse numbers outside the ranges, and words not among the choices, that its constructor declares.
+    """Make a class refuse arguments that do not fit the ranges, choices and classes that its constructor declares.
 
     Raises:
-        TypeError: By the constructor, for an argument of another type.
-        ValueError: By the constructor, for a number outside its range or not finite, or an unknown word.
+        TypeError: By the constructor, for an argument of another type, or a class where an instance is expected.
+        ValueError: By the constructor, for a number outside its range or not finite, an unknown word, or an option that
+            has no effect, see :class:`OnlyWith`.
 
     >>> @checked
     ... class Timer:
@@ -62,6 +79,7 @@ def checked(cls: T) -> T:
         for name, adapter in _adapters(cls).items():
             if name in given:
                 _validate(name, given[name], adapter)
+        _refuse_unused(cls, signature, given)
         init(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[misc]
@@ -75,19 +93,50 @@ def _validate(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
     except ValidationError as error:
         found = error.errors(include_url=False)
         words = [one["msg"].removeprefix(SHOULD) for one in found]
-        kind = TypeError if all(one["type"].endswith("_type") for one in found) else ValueError
-        raise kind(f"{name}={value!r}: {SHOULD}{', or '.join(dict.fromkeys(words))}") from None
+        kind = TypeError if all(one["type"].endswith(("_type", "is_instance_of")) for one in found) else ValueError
+        shown = f"the class {value.__name__}" if isinstance(value, type) else one_line(repr(value))[:LONGEST]
+        raise kind(f"{name}={shown}: {SHOULD}{', or '.join(dict.fromkeys(words))}") from None
+
+
+def _refuse_unused(cls: type, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    values = {**defaults, **given}
+    for name, need in _needs(cls):
+        if values[name] != defaults[name] and not need.is_met(values[need.option]):
+            needed = "" if need.value is None else f"={need.value}"
+            raise ValueError(
+                f"{name}={values[name]!r} has no effect with {need.option}={values[need.option]}. "
+                f"Set {name}={defaults[name]}, or {need.option}{needed}."
+            )
+
+
+@cache
+def _needs(cls: type) -> list[tuple[str, OnlyWith]]:
+    return [(name, note) for name, hint in _hints(cls).items() for note in _notes(hint) if isinstance(note, OnlyWith)]
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls if "__dataclass_fields__" in vars(cls) else cls.__init__, include_extras=True)  # type: ignore[misc]
 
 
 @cache
 def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
-    """Return the validators of the arguments that have a range or choices."""
-    hints = typing.get_type_hints(cls if "__dataclass_fields__" in vars(cls) else cls.__init__, include_extras=True)  # type: ignore[misc]
-    config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
-    names = [name for name in inspect.signature(cls).parameters if _is_limited(hints.get(name))]
-    return {name: TypeAdapter(hints[name], config=config) for name in names}
+    """Return the validators of the arguments that have a range, choices or ``InstanceOf``."""
+    config, hints = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False), _hints(cls)
+    return {
+        name: TypeAdapter(hints[name], config=config)
+        for kind in (FieldInfo, InstanceOf)  # numbers first
+        for name in inspect.signature(cls).parameters
+        if any(isinstance(note, kind) for note in _notes(hints.get(name)))
+    }
 
 
-def _is_limited(hint: Any) -> bool:
-    has_range = any(isinstance(limit, FieldInfo) for limit in getattr(hint, "__metadata__", ()))
-    return has_range or typing.get_origin(hint) is Literal or any(map(_is_limited, typing.get_args(hint)))
+def _notes(hint: Any) -> Iterator[Any]:
+    """Yield the annotations of a hint and of its members; a choice of words counts as a range."""
+    if typing.get_origin(hint) is Literal:
+        yield Range()
+        return
+    yield from getattr(hint, "__metadata__", ())
+    for member in typing.get_args(hint):
+        yield from _notes(member)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeInt, Range, checked
+from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeInt, OnlyWith, Range, checked
 from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.solvers import ODE_OF, tail_steps
 from lit_vgrpo.core.surrogate import Pairs
@@ -98,10 +98,10 @@ class BlockCache:
     """
 
     kind: Literal["taylorseer", "first_block"]
-    interval: Annotated[int, Range(2, 1000)] = 3
-    warm_up: Annotated[int, Range(1, 1000)] = 3
-    order: Annotated[int, Range(0, 4)] = 1
-    threshold: Annotated[float, Range(0, 100)] = 0.1
+    interval: Annotated[int, Range(2, 1000), OnlyWith("kind", "taylorseer")] = 3
+    warm_up: Annotated[int, Range(1, 1000), OnlyWith("kind", "taylorseer")] = 3
+    order: Annotated[int, Range(0, 4), OnlyWith("kind", "taylorseer")] = 1
+    threshold: Annotated[float, Range(0, 100), OnlyWith("kind", "first_block")] = 0.1
 
 
 @checked

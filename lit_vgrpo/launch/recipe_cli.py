@@ -37,7 +37,7 @@ from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, log_recipe, ro
 from lit_vgrpo.training.optimizer import OptimizerConfig
 from lit_vgrpo.training.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
-from lit_vgrpo.training.settings import errors_under, limit_error
+from lit_vgrpo.training.settings import errors_under, limit_error, schedule_error
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
@@ -114,10 +114,12 @@ class RecipeCLI(LightningCLI):
             suffix = "" if swapped is None else f"_{swapped.rpartition('.')[2]}"
             self.config.name = f"{command.recipe.stem}{suffix}"
         if command.resume:
-            typed = dict(command.overrides).get("run_dir")
+            typed = dict(command.overrides)
             # A config.yaml may have moved, with its folder, away from the run_dir that it names.
             named = None if command.recipe.name == CONFIG_NAME else self.config.run_dir
-            self.resumption = last_good_checkpoint(resumed_folder(command.recipe, typed or named), report_on_first)
+            folder = resumed_folder(command.recipe, typed.get("run_dir") or named)
+            self.resumption = last_good_checkpoint(folder, report_on_first)
+            self.resumption.check(typed.get("ckpt_path"))
 
     @property
     def ckpt_path(self) -> str | None:
@@ -215,7 +217,8 @@ class RecipeCLI(LightningCLI):
             self.unscorable = self.find_unscorable()
             errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
         if not data.sizes.errors(ranks):
-            errors += [error for error in [limit_error(self.trainer, data.sizes)] if error]
+            limit = limit_error(self.trainer, data.sizes, data.has_heldout)
+            errors += filter(None, [limit, schedule_error(model, self.trainer, data.sizes)])
         errors += [*of_data, *callback_errors(chosen, model, data)]
         return [with_full_key(error, self.recipe.values) for error in errors]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.data import PromptError
-from lit_vgrpo.errors import UserError, one_line, report, say
+from lit_vgrpo.errors import UserError, is_deliberate, one_line, report, say
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process
@@ -67,7 +67,10 @@ def train(cli: RecipeCLI) -> int:
 
 def _fail(cli: RecipeCLI, watch: Watch, error: BaseException) -> int:
     if not watch.report_death():
-        traceback.print_exception(error)
+        if isinstance(error, Exception) and is_deliberate(error):
+            report([str(error)])
+        else:
+            traceback.print_exception(error)
         _report_failure(cli)
     watch.stop(GRACE_S)
     return FAILED

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.noise import STREAM_TIMES, seeded_generator
-from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, OnlyWith, Range, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics, surrogate
@@ -84,13 +84,13 @@ class AWM(DrawnTimesObjective):
 
     num_times: Annotated[int, Range(1, 1000)] = 6
     weighting: Weighting = "power"
-    power: Annotated[float, Range(above=0, most=1)] = 0.25
+    power: Annotated[float, Range(above=0, most=1), OnlyWith("weighting", "power")] = 0.25
     clip: Annotated[float, Range(above=0, most=1)] | None = 1.0
     advantage_scale: Annotated[float, Range(above=0)] = 5.0
     kl_weight: NonNegativeFloat = 3e-3
     ema_weight: NonNegativeFloat = 1.0
-    ema_decay_rate: NonNegativeFloat = 0.001
-    ema_decay_max: Annotated[float, Range(least=0, below=1)] = 0.3
+    ema_decay_rate: Annotated[NonNegativeFloat, OnlyWith("ema_weight")] = 0.001
+    ema_decay_max: Annotated[float, Range(least=0, below=1), OnlyWith("ema_weight")] = 0.3
     advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:

@@ -16,6 +16,7 @@ from lit_vgrpo.core.ranges import (
     GuidanceScale,
     HalfOpenUnitInterval,
     NonNegativeFloat,
+    OnlyWith,
     PositiveFloat,
     Range,
 )
@@ -61,7 +62,7 @@ class ForwardObjective(Objective):
     anchor_decay: HalfOpenUnitInterval | None = None
     time_range: tuple[ClosedUnitInterval, ClosedUnitInterval] | None = None
     noisiest: Annotated[int, Range(1, 1000)] | None = None
-    widen_over: Count | None = None
+    widen_over: Annotated[Count, OnlyWith("noisiest")] | None = None
     training_guidance: GuidanceScale | None = None
     reference_guidance: GuidanceScale | None = None
 
@@ -163,7 +164,7 @@ class DrawnTimesObjective(ForwardObjective):
 
     _: KW_ONLY
     times: TimeSource = "sampler"
-    time_shift: PositiveFloat = 1.0
+    time_shift: Annotated[PositiveFloat, OnlyWith("times", "uniform")] = 1.0
     antithetic: bool = False
 
     pairs_option: ClassVar[str]

@@ -31,6 +31,8 @@ from lit_vgrpo.policies.prompt_encoder import PromptEncoder
 from lit_vgrpo.policies.trained import choose_trained
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
+OF_LOADED = ("network", "path", "latent_shape", "prompt_encoder")
+"""Attributes that a policy gets when it is loaded."""
 PutStart = Callable[[Any], None]
 """Loads an earlier run's weights into a loaded policy."""
 
@@ -54,6 +56,11 @@ class Policy(PipelinePolicy):
     """True if the pipeline's call takes only one prompt."""
     path: ProbabilityPath
     prompt_encoder: PromptEncoder
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_LOADED and not self.loaded:
+            raise RuntimeError(f"{type(self).__name__} is not loaded and has no {name}. Call policy.load() first.")
+        return super().__getattr__(name)
 
     def check(self) -> list[str]:
         """Return errors that can be found without reading weights, one line each."""

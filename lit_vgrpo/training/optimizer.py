@@ -6,7 +6,9 @@ On resume the recipe's settings replace the saved ones.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -120,11 +122,14 @@ def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> Optim
 
 
 def direct(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a factory without the parser's wrappers, which cannot be pickled.
+    """Return a factory without the parser's wrappers, which cannot be pickled; raise TypeError if it is none.
 
     >>> direct(partial(lambda call, cls, *args, **options: call(cls, *args, **options), map, dict, a=1))
     functools.partial(<class 'dict'>, a=1)
     """
+    if not callable(make):
+        name = type(make).__name__
+        raise TypeError(f"{name}(...) is already built. Pass a function that builds it, such as partial({name}, ...).")
     if isinstance(make, partial) and not isinstance(make.func, type) and make.args and isinstance(make.args[-1], type):
         return partial(make.args[-1], **make.keywords)
     return make
@@ -167,6 +172,27 @@ class Optimization:
         self.optimizer: OptimizerConfig | CustomOptimizer = as_optimizer(optimizer)
         self.make_schedule: Callable[..., Any] | None = None if lr_scheduler is None else direct(lr_scheduler)
         self._asked: dict[str, Any] = {}
+
+    def schedule_error(self, steps: int) -> str | None:
+        """Return why the schedule cannot be stepped this number of times, or ``None``.
+
+        It is tried on one weight, at its first and last step. What cannot be built for that is left to :meth:`build`.
+        """
+        if self.make_schedule is None:
+            return None
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer takes no steps
+            schedule = self.make_schedule(self.optimizer.build([nn.Parameter(torch.zeros(1, 1))]))
+            if isinstance(schedule, ReduceLROnPlateau):
+                return None
+            for step in sorted({1, steps}):
+                try:
+                    schedule.last_epoch = step - 1
+                    schedule.step()
+                except Exception as error:  # a function of the user may raise anything
+                    name = type(schedule).__name__
+                    return f"model.lr_scheduler: {name} fails at step {step} of {steps}: {one_line(error)}"
+        return None
 
     def check(self) -> list[str]:
         """Return why optimizer and schedule are incompatible: at most one line."""

@@ -18,6 +18,8 @@ from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, no_checkpoint
 SUMMARY_NAME = "summary.json"
 ENDED = ("finished", "diverged")
 """Outcomes of a run that reached its last iteration."""
+FAILED = "failed"
+"""Outcome of a run that may have ended before its first checkpoint."""
 
 
 @dataclass(frozen=True, order=True)
@@ -80,6 +82,21 @@ class Resumption:
         if self.checkpoint is None:
             return "No checkpoint yet: starting from the beginning."
         return f"Continuing from {self.checkpoint} ({self.progress})."
+
+    def check(self, typed: str | None) -> None:
+        """Refuse a second checkpoint to continue from, and to start over in the folder of a run that has ended.
+
+        Args:
+            typed: ``ckpt_path`` on the command line.
+        """
+        if typed not in (None, "null"):
+            raise UserError(f"ckpt_path={typed} and --resume name two checkpoints. Leave one of them out.")
+        outcome = (read_summary(self.folder) or {}).get("outcome", FAILED)
+        if self.checkpoint is None and outcome != FAILED:
+            raise UserError(
+                f"{self.folder} is {outcome}, but its checkpoints are gone, and starting over would replace its "
+                f"results. Restore {self.folder / CHECKPOINTS}, or leave out --resume to start a new run."
+            )
 
     def is_at_end(self, trainer: Trainer) -> bool:
         """Return ``True`` if the last iteration is done."""

@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.training.micro_batch import accumulate
 from lit_vgrpo.training.saved_weights import policy_errors
-from lit_vgrpo.training.strategies import strategy_errors
-from lit_vgrpo.training.trainer_internals import count_iterations
+from lit_vgrpo.training.strategies import launcher_error, strategy_errors
+from lit_vgrpo.training.trainer_internals import count_iterations, forget_datamodule
 
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
@@ -46,7 +46,9 @@ def set_up(module: Any) -> None:
     has_heldout = trainer.datamodule.has_heldout
     for error in errors_under(module, trainer.strategy, sizes, trainer.world_size, has_heldout):
         raise ValueError(error)
-    _keep_iterations_whole(trainer, sizes)
+    if (schedule := schedule_error(module, trainer, sizes)) is not None:
+        raise ValueError(schedule)
+    _keep_iterations_whole(trainer, sizes, has_heldout)
     accumulate(trainer, sizes)
 
 
@@ -68,6 +70,7 @@ def errors_under(module: Any, strategy: Any, sizes: Sizes, ranks: int, has_heldo
     """Return these errors and those that depend on the trainer's strategy, the number of ranks or held-out prompts."""
     optimizer, spec = module.optimization.optimizer, module.objective.rollout_spec(0)
     return [
+        *filter(None, [launcher_error(ranks)]),
         *strategy_errors(strategy, module.policy, optimizer, sizes, spec),
         *module_errors(module, sizes),
         *_people_errors(module, sizes, ranks, has_heldout),
@@ -151,6 +154,22 @@ def sizes_of(trainer: Any) -> Sizes:
     return sizes
 
 
+def refuse_unfit(trainer: Any) -> None:
+    """Check the parts of a trainer that were made for other modules.
+
+    Raises:
+        TypeError: What was passed as data module is none.
+        ValueError: A callback does not fit an iteration.
+    """
+    data = trainer.datamodule
+    if data is not None and not isinstance(data, LightningDataModule):
+        forget_datamodule(trainer)
+        shown = f"the class {data.__name__}" if isinstance(data, type) else type(data).__name__
+        raise TypeError(f"datamodule={shown} is not a data module. Pass datamodule=PromptDataModule(train=...).")
+    for error in unfit_callbacks(trainer.callbacks):
+        raise ValueError(error)
+
+
 def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
     """Return an error for each of Lightning's callbacks that an iteration cannot be trained with."""
     return [
@@ -161,9 +180,9 @@ def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
     ]
 
 
-def _keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
+def _keep_iterations_whole(trainer: Any, sizes: Sizes, has_heldout: bool) -> None:
     """Refuse limits that end an iteration before its last step; let ``fast_dev_run`` count iterations, not batches."""
-    if (error := limit_error(trainer, sizes)) is not None:
+    if (error := limit_error(trainer, sizes, has_heldout)) is not None:
         raise ValueError(error)
     if trainer.fast_dev_run:
         iterations = int(trainer.fast_dev_run)
@@ -172,8 +191,21 @@ def _keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
         rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
 
 
-def limit_error(trainer: Any, sizes: Sizes) -> str | None:
-    """Return why a limit of the trainer cannot be kept, or ``None``."""
+def schedule_error(module: Any, trainer: Any, sizes: Sizes) -> str | None:
+    """Return why the schedule cannot be stepped with every update until the trainer's limit, or ``None``."""
+    limits = trainer.max_steps, (trainer.max_epochs or 0) * sizes.updates_per_iteration
+    error: str | None = module.optimization.schedule_error(min((limit for limit in limits if limit > 0), default=1))
+    return error
+
+
+def limit_error(trainer: Any, sizes: Sizes, has_heldout: bool) -> str | None:
+    """Return why a limit of the trainer cannot be kept or has no effect, or ``None``."""
+    if has_heldout and trainer.limit_val_batches == 0:
+        return "trainer.limit_val_batches=0 leaves data.heldout without effect. Set data.heldout=null instead."
+    for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
+        low, high = getattr(trainer, least), getattr(trainer, most)
+        if not trainer.fast_dev_run and low and high and 0 < high < low:
+            return f"trainer.{least}={low} has no effect with {most}={high}. Set {most} to at least {low}."
     fewer = "Leave it out; use data.prompts_per_iteration for less work, or trainer.fast_dev_run=true for a trial run."
     if trainer.overfit_batches:
         return f"trainer.overfit_batches={trainer.overfit_batches} would drop images already made. {fewer}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
@@ -45,6 +47,22 @@ def strategy_errors(
         micro_batch_error(strategy, sizes),
     )
     return [error for error in found if error is not None]
+
+
+def launcher_error(ranks: int) -> str | None:
+    """Return why a launcher's processes would not form one run, or ``None``.
+
+    Lightning compares them only if it trains on several devices; on one, each process would train a run by itself.
+    """
+    variable = "WORLD_SIZE" if TorchElasticEnvironment.detect() else "SLURM_NTASKS"
+    started = int(os.environ.get(variable) or ranks)
+    if started == ranks or (variable == "SLURM_NTASKS" and not SLURMEnvironment.detect()):
+        return None
+    return (
+        f"{variable}={started}: the launcher starts {started} processes, but trainer.devices times trainer.num_nodes "
+        f"is {ranks}, so each would train a separate run. Set trainer.devices={started}, or on several nodes "
+        "trainer.num_nodes and the devices of each."
+    )
 
 
 def strategy_error(strategy: Strategy) -> str | None:

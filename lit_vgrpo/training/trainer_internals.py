@@ -22,6 +22,11 @@ def callbacks_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 
+def forget_datamodule(trainer: Trainer) -> None:
+    """Remove what was passed as data module, so that ``fit`` calls no hooks of it after an error."""
+    trainer.datamodule = None  # type: ignore[attr-defined]
+
+
 def move_root_dir(trainer: Trainer, folder: str) -> None:
     """Change ``trainer.default_root_dir``, which the constructor sets, when only rank 0 knew the run folder then."""
     trainer._default_root_dir = folder  # type: ignore[attr-defined]

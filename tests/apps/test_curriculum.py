@@ -98,6 +98,17 @@ def test_check_names_the_stages_of_each_error(here, tiny_sd3, tiny_recipe, capsy
     assert any(line.startswith("Stage 2: model.reward.checkpoint is not an option") for line in errors), errors
 
 
+def test_check_refuses_stages_that_train_other_weights(here, tiny_recipe, capsys):
+    text = tiny_recipe.read_text()
+    (here / "first.yaml").write_text(text)
+    (here / "second.yaml").write_text(text)
+    assert check(["both.yaml"]) == 0
+    capsys.readouterr()
+    assert check(["both.yaml", "stage2.model.policy.lora_rank=2"]) == 2
+    line = "Stage 2: model.policy.lora_rank is 2, but None in stage 1, whose weights it starts from."
+    assert line in capsys.readouterr().err
+
+
 def test_a_stage_starts_from_the_one_before_or_resumes(here):
     found, out = curriculum("both.yaml", "a=1"), here / "out"
     second = found.stages[1]

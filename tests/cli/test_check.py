@@ -42,6 +42,24 @@ def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
     assert "/none is not a folder. Set model.policy.checkpoint" in found
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"},
+        {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"},
+    ],
+)
+def test_a_launcher_of_several_processes_on_one_device(tiny_recipe, capsys, monkeypatch, launcher):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    assert check([str(tiny_recipe)]) == 2
+    line = "the launcher starts 2 processes, but trainer.devices times trainer.num_nodes is 1"
+    assert line in "".join(lines(capsys))
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # a shell in an allocation starts one process
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert check([str(tiny_recipe)]) == 0
+
+
 def test_scouts(tiny_recipe, capsys):
     key = "model.objective.rollout.scouts"
     assert check([str(tiny_recipe), f"{key}={{factor: 3, steps: 1}}"]) == 0

@@ -60,6 +60,12 @@ def test_an_error_is_one_line(args, line, capsys, monkeypatch):
     assert err.count("\n") == 1
 
 
+def test_a_rank_that_is_no_number_is_named(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "abc")
+    assert main(["recipes"]) == 2
+    assert capsys.readouterr().err == "LOCAL_RANK=abc in the environment is not a whole number. Run: unset LOCAL_RANK\n"
+
+
 def test_debug_shows_the_traceback(capsys):
     assert main(["run", "tiny_shape", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
     ("override", "line"),
     [
         ("trainer.max_epoch=4", "trainer.max_epoch is not an option of Trainer. Did you mean max_epochs?"),
-        ("data.train=none.txt", "none.txt does not exist."),
+        ("data.train=none.txt", "data.train: none.txt does not exist."),
         ("data.micro_batch_size=3", "data.micro_batch_size=3 cannot split"),
         ("model.policy.checkpoint=/none", "/none is not a folder. Set model.policy.checkpoint"),
         ("model.policy.checkpoint=shipped:../x", "shipped:../x leaves the shipped recipes folder"),
@@ -219,6 +219,13 @@ def test_a_reward_that_always_fails_ends_in_its_own_words(tiny_recipe, tmp_path,
     assert run([str(tiny_recipe), "model.reward=failing.Failing", "model.evaluate_at_start=false"]) == 1
     err = capfd.readouterr().err
     assert "the camera is off" in err
+    assert "Traceback" not in err
+
+
+def test_a_value_that_is_refused_in_training_is_one_line(tiny_recipe, capfd):
+    assert run([str(tiny_recipe), "model.objective.time_range=[0.4,0.41]", "model.evaluate_at_start=false"]) == 1
+    err = capfd.readouterr().err
+    assert "model.objective.time_range=[0.4, 0.41] holds none of the sampler's times" in err
     assert "Traceback" not in err
 
 

@@ -7,11 +7,12 @@ import typing
 from typing import Annotated, Literal
 
 import pytest
+from pydantic import InstanceOf
 from pydantic.fields import FieldInfo
 
 from lit_vgrpo import callbacks, objectives, policies, rewards
 from lit_vgrpo.config.parts import built_part, options_of_class
-from lit_vgrpo.core.ranges import PositiveInt, Range, checked
+from lit_vgrpo.core.ranges import OnlyWith, PositiveInt, Range, checked
 from lit_vgrpo.core.types import BlockCache, RolloutSpec, ScoutSpec
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.data.source import PromptSource
@@ -71,7 +72,7 @@ def has_bare_number(hint):
     if hint in (int, float):
         return True
     if typing.get_origin(hint) is Annotated:
-        return not any(isinstance(entry, FieldInfo) for entry in hint.__metadata__)
+        return has_bare_number(hint.__origin__) and not any(isinstance(note, FieldInfo) for note in hint.__metadata__)
     return typing.get_origin(hint) not in (Literal, dict) and any(map(has_bare_number, typing.get_args(hint)))
 
 
@@ -115,12 +116,20 @@ def test_a_number_outside_its_range_is_refused(cls):
         )
 
 
+class Part:
+    pass
+
+
 class Timer:
     def __init__(
         self,
         seconds: Annotated[float, Range(above=0, most=10)] | None = None,
         size: PositiveInt | Literal["auto"] = "auto",
         pair: tuple[PositiveInt, PositiveInt] = (1, 1),
+        unit: Literal["s", "min"] = "s",
+        digits: Annotated[PositiveInt, OnlyWith("unit", "min")] = 1,
+        part: InstanceOf[Part] | None = None,
+        copies: Annotated[PositiveInt, OnlyWith("part")] | None = None,
     ) -> None:
         self.seconds, self.pair = seconds, pair
 
@@ -140,6 +149,10 @@ Timer = checked(Timer)
         ({"size": "aut"}, ValueError, "size='aut': Input should be a valid integer, or 'auto'"),
         ({"pair": [1, 0]}, ValueError, "pair=[1, 0]: Input should be greater than or equal to 1"),
         ({"second": 3}, TypeError, "unexpected keyword"),
+        ({"digits": 2}, ValueError, "digits=2 has no effect with unit=s. Set digits=1, or unit=min."),
+        ({"copies": 2}, ValueError, "copies=2 has no effect with part=None. Set copies=None, or part."),
+        ({"part": Part}, TypeError, "part=the class Part: Input should be an instance of"),
+        ({"part": "hub/name"}, TypeError, "part='hub/name': Input should be an instance of"),
     ],
 )
 def test_a_message_names_the_argument(given, kind, message):

@@ -44,7 +44,8 @@ def log_q(error, t, weighting, p):
 
 @pytest.mark.parametrize("weighting", ["power", "huber", "uniform", "time", "time_squared"])
 def test_loss_and_gradient_equal_the_paper_in_float64(network, weighting):
-    objective = small(weighting=weighting, power=0.5, clip=0.003, kl_weight=0.1, ema_weight=0.7)
+    power = {"power": 0.5} if weighting == "power" else {}  # the others do not use it
+    objective = small(weighting=weighting, clip=0.003, kl_weight=0.1, ema_weight=0.7, **power)
     spread_copies(network, objective)
     experience = prepare(network, objective, updates=2)
     pairs = Pairs64(network, experience)

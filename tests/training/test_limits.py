@@ -39,6 +39,8 @@ def counting(module):
         ({"limit_train_batches": 1}, "limit_train_batches=1 would drop images"),
         ({"overfit_batches": 1}, "overfit_batches=1 would drop images"),
         ({"overfit_batches": 1, "fast_dev_run": True}, "overfit_batches=1 would drop images"),
+        ({"limit_val_batches": 0}, "limit_val_batches=0 leaves data.heldout without effect. Set data.heldout=null"),
+        ({"min_epochs": 3}, "trainer.min_epochs=3 has no effect with max_epochs=1. Set max_epochs to at least 3."),
         ({"max_steps": 3}, "max_steps=3 ends within an iteration .* multiple of 2, such as 4."),
     ],
 )
@@ -71,7 +73,7 @@ def test_a_callback_of_lightnings_that_does_not_fit_is_refused(tiny_sd3, tmp_pat
 def test_a_limit_that_cuts_none_is_kept(tmp_path, limit):
     sizes = Sizes(2, 4, updates_per_iteration=2, micro_batch_size=4)
     assert sizes.plan(1).steps_per_iteration == 4
-    assert limit_error(make_trainer(tmp_path, 1, **limit), sizes) is None
+    assert limit_error(make_trainer(tmp_path, 1, **limit), sizes, has_heldout=True) is None
 
 
 @pytest.mark.parametrize("number", repeating([True, 2], slow=[2]))

@@ -101,6 +101,23 @@ def test_without_a_checkpoint_it_starts_from_the_beginning(tiny_recipe, capsys):
         assert "No checkpoint yet: starting from the beginning." in capsys.readouterr().out
         assert [row["epoch"] for row in logged("new")] == ["", "0", "0"]
         shutil.rmtree("new/checkpoints")
+        Path("new/summary.json").unlink()  # as after a kill
+
+
+def test_a_finished_run_without_checkpoints_is_not_overwritten(tiny_recipe, capsys):
+    assert start(tiny_recipe, "new", 1) == 0
+    shutil.rmtree("new/checkpoints")
+    table = Path("new/metrics.csv").read_bytes()
+    assert start(tiny_recipe, "new", 2, "--resume") == 2
+    assert "new is finished, but its checkpoints are gone" in capsys.readouterr().err
+    assert Path("new/metrics.csv").read_bytes() == table
+
+
+def test_resume_takes_no_other_checkpoint(tiny_recipe, capsys):
+    assert start(tiny_recipe, "new", 1, "--resume", "ckpt_path=missing.ckpt") == 2
+    assert capsys.readouterr().err == (
+        "ckpt_path=missing.ckpt and --resume name two checkpoints. Leave one of them out.\n"
+    )
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, cut_short, Path.unlink])
