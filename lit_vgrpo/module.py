@@ -316,8 +316,7 @@ class VGRPOModule(L.LightningModule):
         checkpoint["state_dict"] = trained_only(self.policy, checkpoint["state_dict"])
         checkpoint["lit_vgrpo"] = {
             "ledger": self.ledger.state_dict(),
-            "evaluations": self.evaluator.state_dict(),
-            "start_images": self.evaluator.looks.start,
+            "evaluator": self.evaluator.state_dict(),
             **self.guard.state_dict(),
             "objective": self.objective.state_dict(),
             # Include the images of an unfinished iteration, so that no rollout is repeated.
@@ -330,8 +329,7 @@ class VGRPOModule(L.LightningModule):
         self.objective.load_state_dict(state["objective"])
         self.guard.load_state_dict(state)
         self.ledger.load_state_dict(state["ledger"])
-        self.evaluator.load_state_dict(state["evaluations"])
-        self.evaluator.looks.start = state["start_images"]
+        self.evaluator.load_state_dict(state["evaluator"])
         if self.has_trainer and self.trainer.state.fn == "fit":  # else only the weights are wanted
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             self._continuation = Continuation(state["iteration"], progress)

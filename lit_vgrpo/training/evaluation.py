@@ -54,6 +54,13 @@ class Looks:
         self._measured: list[Tensor] = []
         self._numbers: list[tuple[int, int]] = []
 
+    def take_start(self, images: Tensor | None = None) -> bool:
+        """Use the newest evaluation's images as the start, or those of a checkpoint; ``False`` if there is a start."""
+        is_first = self.start is None or images is not None
+        if is_first:
+            self.start = self.newest if images is None else images
+        return is_first
+
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
         parts = [reduced(images), sharpness(images)[:, None], saturation(images)[:, None]]
@@ -239,8 +246,7 @@ class Evaluator:
             step: Optimizer steps done.
         """
         self.latest, self.step = self.means(module), step
-        if self.looks.start is None:
-            self.looks.start = self.looks.newest
+        if self.looks.take_start():
             self.latest[f"heldout/{DISTANCE}"] = 0.0
         self.history.append(
             Evaluation(
@@ -272,8 +278,9 @@ class Evaluator:
         with self.ledger.phase("evaluation"):
             return self.generate(batch, numbers)
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        return [evaluation.as_dict() for evaluation in self.history]
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": [evaluation.as_dict() for evaluation in self.history], "start_images": self.looks.start}
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        self.history = [Evaluation(**values) for values in state]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history = [Evaluation(**values) for values in state["history"]]
+        self.looks.take_start(state["start_images"])
