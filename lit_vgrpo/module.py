@@ -324,7 +324,7 @@ class VGRPOModule(L.LightningModule):
         self.guard.load_state_dict(state)
         self.ledger.load_state_dict(state["ledger"])
         self.evaluator.load_state_dict(state["evaluations"])
-        self.evaluator.looks.start = state["start_images"]
+        self.evaluator.looks.load_start(state["start_images"])
         if self.has_trainer and self.trainer.state.fn == "fit":  # else only the weights are wanted
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             self._continuation = Continuation(state["iteration"], progress)

@@ -54,6 +54,10 @@ class Looks:
         self._measured: list[Tensor] = []
         self._numbers: list[tuple[int, int]] = []
 
+    def load_start(self, images: Tensor | None) -> None:
+        """Take reduced images, such as a checkpoint's, as those of the start."""
+        self.start = images
+
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
         parts = [reduced(images), sharpness(images)[:, None], saturation(images)[:, None]]
@@ -232,7 +236,7 @@ class Evaluator:
         """
         self.latest, self.step = self.means(module), step
         if self.looks.start is None:
-            self.looks.start = self.looks.newest
+            self.looks.load_start(self.looks.newest)
             self.latest[f"heldout/{DISTANCE}"] = 0.0
         self.history.append(
             Evaluation(

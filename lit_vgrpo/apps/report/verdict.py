@@ -124,7 +124,7 @@ class Verdict:
     @cached_property
     def cheating(self) -> Cheating:
         """The answer to "Did it cheat?", which the page, the headline, the summary and the model card repeat."""
-        if self.reward is None or self.reward.start is None:
+        if self.reward is None or self.reward.start is None or self.run.evaluations[0].iteration:
             return Cheating(False, "Not checked: that needs an evaluation at the start and a later one.", [])
         start, end = self.run.evaluations[0].metrics, self.run.evaluations[-1].metrics
         found = signs(start, end)
