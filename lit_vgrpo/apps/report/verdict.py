@@ -251,7 +251,7 @@ def listed(parts: list[str]) -> str:
     >>> listed(["a", "b", "c"])
     'a, b and c'
     """
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
 
 def score(value: float | None, sign: str = "") -> str:
