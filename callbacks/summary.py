@@ -118,6 +118,9 @@ class RunSummary(L.Callback):
             "heldout_reward_start": _plain(self.heldout_start.get(TRAINED)),
             "heldout_reward_end": _plain(end.pop("reward", None)),
             "reward_parts_end": {name: _plain(end.pop(name)) for name in module.reward.part_names if name in end},
+            "heldout_metrics_start": {
+                name.removeprefix("heldout/"): _plain(x) for name, x in self.heldout_start.items()
+            },
             "heldout_metrics_end": {name: _plain(value) for name, value in end.items()},
             "weights": evaluated_weights(trainer),
             "iterations": trainer.current_epoch,

@@ -36,7 +36,8 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
         trainer.fit(make_module(tiny_sd3), datamodule=make_data())
     assert not [str(one.message) for one in shown if "report" in str(one.message) or "interval" in str(one.message)]
     page = (tmp_path / "report.html").read_text()
-    assert "after 2 iterations, 16 images" in page.replace("\xa0", " ")
+    assert "<dt>Iterations</dt><dd>2</dd>" in page
+    assert "<dt>Images</dt><dd>16</dd>" in page
     assert "it has no <code>config.yaml</code>" in page
     assert trainer.global_step == 2
     assert (tmp_path / "best.ckpt").is_file()

@@ -54,12 +54,9 @@ class Looks:
         self._measured: list[Tensor] = []
         self._numbers: list[tuple[int, int]] = []
 
-    def take_start(self, images: Tensor | None = None) -> bool:
-        """Use the newest evaluation's images as the start, or those of a checkpoint; ``False`` if there is a start."""
-        is_first = self.start is None or images is not None
-        if is_first:
-            self.start = self.newest if images is None else images
-        return is_first
+    def load_start(self, images: Tensor | None) -> None:
+        """Take reduced images, such as a checkpoint's, as those of the start."""
+        self.start = images
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
@@ -246,7 +243,8 @@ class Evaluator:
             step: Optimizer steps done.
         """
         self.latest, self.step = self.means(module), step
-        if self.looks.take_start():
+        if self.looks.start is None:
+            self.looks.load_start(self.looks.newest)
             self.latest[f"heldout/{DISTANCE}"] = 0.0
         self.history.append(
             Evaluation(
@@ -283,4 +281,4 @@ class Evaluator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history = [Evaluation(**values) for values in state["history"]]
-        self.looks.take_start(state["start_images"])
+        self.looks.load_start(state["start_images"])

@@ -200,6 +200,17 @@ def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux
     assert [count for _, count in read_scores(Path("runs/edits"))[2]["reward"]] == [2, 2]
 
 
+def test_a_run_that_continues_elsewhere_is_judged_from_its_start(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    train("name=more", "ckpt_path=runs/tiny/checkpoints/last.ckpt", "trainer.max_epochs=6")
+    run = read_run(Path("runs/more"))
+    assert run.evaluations[0].iteration == 0
+    assert Verdict(run).cheating.words == summary("more")["did_it_cheat"]["words"]
+    across = next(change for change in Verdict(run).evidence if change.name == "diversity_across_prompts")
+    start = next(change for change in Verdict(read_run(Path("runs/tiny"))).evidence if change.name == across.name)
+    assert across.start == pytest.approx(start.start, abs=1e-5)
+
+
 def test_a_killed_run_has_a_report(inside):
     """Without a summary and a picture of the end; one row, one line and one image are damaged."""
     run = Path("runs/tiny")
@@ -263,6 +274,9 @@ def test_did_it_cheat(start, end, likely, words):
     found = Verdict(RunData(Path("run"), {}, {}, [], points))
     assert found.cheating.is_likely == likely
     assert words in found.cheating.words
+    points[0].costs["iterations"] = 1
+    late = Verdict(RunData(Path("run"), {}, {}, [], points))
+    assert late.cheating.words.startswith("Not checked: that needs an evaluation at the start")
     if likely:
         assert found.headline == f"Reward rose, and {found.cheating.signs[0]}"
         assert f"and {found.cheating.signs[0]}: +0.300" in found.sentence

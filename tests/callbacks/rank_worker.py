@@ -65,11 +65,7 @@ def run(spec, name, callbacks, **options):
 
 def guard(spec):
     """Runs with an alarm, and on two ranks with weights that break on one; each rank writes what it found."""
-    alarm = OnOneRank(metric=None, diversity="pixels", action="stop")
-    found = {
-        "alarm": run(spec, "alarm", [alarm]),
-        "of_prompts": alarm.diversity.of_prompts.tolist(),
-    }
+    found = {"alarm": run(spec, "alarm", [OnOneRank(metric=None, action="stop")])}
     if spec["devices"] > 1:
         found["broken"] = run(spec, "broken", [Breaking(), CollapseStop()])
     Path(spec["out"], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))

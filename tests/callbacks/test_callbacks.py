@@ -168,7 +168,8 @@ def test_a_failed_run_leaves_a_summary(tiny_sd3, tmp_path):
     module.collect = None
     with pytest.raises(TypeError):
         make_trainer(tmp_path, 1, [RunSummary()]).fit(module, datamodule=make_data())
-    assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "failed"
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert (found["outcome"], found["reason"]) == ("failed", "TypeError: 'NoneType' object is not callable")
 
 
 def test_metrics_file_has_one_row_an_iteration(tiny_sd3, tmp_path):

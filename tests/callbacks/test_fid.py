@@ -6,6 +6,7 @@ from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import EMA, FID, RunSummary, averaged_weights
 from lit_vgrpo.metrics import FeatureMoments, feature_network, frechet_distance, kernel_distance, reference_statistics
+from lit_vgrpo.metrics.looks import LOOKS
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.hub import LoadError
 
@@ -41,7 +42,7 @@ def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, scri
     found = module.evaluator.latest["heldout/fid@8"], module.evaluator.latest["heldout/kid@8"]
     assert found == pytest.approx(expected, rel=SAME)
     assert found != pytest.approx(trained, rel=SAME)
-    assert {"reward", "brightness", "failed", "fid@8", "kid@8"} == {
+    assert {"reward", "brightness", "failed", "fid@8", "kid@8", *LOOKS} == {
         key.removeprefix("heldout/") for key in module.evaluator.latest
     }
     assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "finished"

@@ -204,12 +204,12 @@ class RunPage:
         cpu = summary.get("cpu_seconds")
         is_gpu = "cpu" not in str(summary.get("device", "cpu")).lower()
         seconds = run.total("seconds")
-        hours = seconds and seconds * summary.get("world_size", 1) if is_gpu else cpu
+        hours = seconds if is_gpu else cpu
         found = {
             "Iterations": verdict.amount(run.num_iterations),
             "Images": verdict.amount(run.total("images")),
             "Training time": verdict.duration(seconds),
-            "GPU hours" if is_gpu else "CPU hours": hours and f"{hours / 3600:.3g}",
+            "GPU hours" if is_gpu else "CPU hours": hours and f"{hours * summary.get('world_size', 1) / 3600:.3g}",
             "Network passes": verdict.amount(run.total("passes")),
             "Date": str(summary.get("date") or "")[:10],
             "Commit": summary.get("commit"),

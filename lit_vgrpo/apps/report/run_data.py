@@ -152,6 +152,8 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
         point = evaluations.setdefault(int(entry["iteration"]), Point({}, {}))
         point.costs.update(_numbers({cost: entry.get(key) for cost, key in keys.items()}))
         point.metrics.update(_numbers({"reward": entry.get("reward")}))
+    if summary and 0 in evaluations:  # the table lacks it if the run continues a checkpoint in a new folder
+        evaluations[0].metrics.update(_numbers(summary.get("heldout_metrics_start", {})))
     if summary and evaluations:
         ends = {"reward": summary.get("heldout_reward_end"), **summary.get("reward_parts_end", {})}
         evaluations[max(evaluations)].metrics.update(_numbers({**ends, **summary.get("heldout_metrics_end", {})}))

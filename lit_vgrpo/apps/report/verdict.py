@@ -124,7 +124,7 @@ class Verdict:
     @cached_property
     def cheating(self) -> Cheating:
         """The answer to "Did it cheat?", which the page, the headline, the summary and the model card repeat."""
-        if self.reward is None or self.reward.start is None:
+        if self.reward is None or self.reward.start is None or self.run.evaluations[0].iteration:
             return Cheating(False, "Not checked: that needs an evaluation at the start and a later one.", [])
         start, end = self.run.evaluations[0].metrics, self.run.evaluations[-1].metrics
         found = signs(start, end)
@@ -251,7 +251,7 @@ def listed(parts: list[str]) -> str:
     >>> listed(["a", "b", "c"])
     'a, b and c'
     """
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
 
 def score(value: float | None, sign: str = "") -> str:
