@@ -25,7 +25,8 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.placement import in_own_precision
-from lit_vgrpo.rewards import RewardLike, ScoreQueue, as_weighted
+from lit_vgrpo.rewards import ScoreQueue, as_weighted
+from lit_vgrpo.rewards.function import RewardLike
 from lit_vgrpo.rollout.iteration import Continuation, Iteration
 from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector, compare

@@ -5,6 +5,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lit_vgrpo.system.paths import shipped_root
 
@@ -47,3 +48,16 @@ def test_constraints_name_every_dependency_that_has_a_version():
 
 def _requirements():
     return [text for text in metadata.requires("lit-vgrpo") or [] if "extra ==" not in text]
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "deploy").iterdir() if path.is_file()))
+def test_a_deployment_says_that_it_has_not_been_run(file):
+    text = (ROOT / "deploy" / file).read_text()
+    assert "Not run" in text.partition("\n\n")[0]
+    if file == "ray_train.py":
+        compile(text, file, "exec")
+    else:  # the same command everywhere, under the name that no other package installs
+        assert "lit-vgrpo" in text
+        assert "--resume" in text
+    if file.endswith(".yaml"):
+        assert yaml.safe_load(text)["run"].startswith(".venv/bin/lit-vgrpo run")

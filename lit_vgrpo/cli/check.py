@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from itertools import islice, pairwise
+from pathlib import Path
 
 import torch
 
@@ -90,9 +92,18 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> Policy:
         raise UserError(*errors)
     distilled = distillation_warning(cli.model.policy)
     warned = [f"WARNING: {distilled}"] if distilled else []
-    say("\n".join([*cli.about_prompts(), *_evidence(command), *warned]))
+    say("\n".join([*cli.about_prompts(), *_evidence(command), *warned, *other_command()]))
     say(f"{command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return cli.model.policy
+
+
+def other_command() -> list[str]:
+    """Return a line if the script ``lightning`` is another package's: lightning-sdk and litserve install one too."""
+    script = shutil.which("lightning")
+    owner = re.search(r"^from (\w+)", Path(script).read_text(errors="replace"), re.M) if script else None
+    if owner is None or owner[1] == "lit_vgrpo":
+        return []
+    return [f"The command lightning here is that of {owner[1]} ({script}). Write lit-vgrpo instead."]
 
 
 def _evidence(command: Command) -> list[str]:

@@ -22,6 +22,7 @@ KEY = re.compile(r"""Parser key ["']([\w.+]+)["']""")
 CLASS = re.compile(r"class_path '([\w.]+)'")
 UNKNOWN = re.compile(r"(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?")
 UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
+OF_CLASS = re.compile(r"Problem with given class_path '(?:[\w.]+\.)?(\w+)':\s+(.+)")
 OF_CONSTRUCTOR = re.compile(r"- (\w+=.*)")
 LIMIT = re.compile(r"(Input should be .+?) \[type=")
 EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value|$)", re.MULTILINE)
@@ -89,6 +90,8 @@ def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
         return f"{key}={value[1]}: expected {' or '.join(dict.fromkeys(expected))}."
     plain = re.sub(r'Parser key "[\w.]+":|Problem with given class_path \'[\w.]+\':', "", text).strip()
     plain = re.sub(r"- Expected a path but .*\n", "", plain).strip(" -\n").partition("\n")[0]
+    if plain.startswith("Does not validate") and (reason := OF_CLASS.search(text)):
+        return f"{reason[1]}: {reason[2]}"
     return f"{key}: {plain}" if key else one_line(plain)
 
 

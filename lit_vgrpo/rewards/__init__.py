@@ -3,7 +3,7 @@
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, Scores
 from lit_vgrpo.rewards.clip import AestheticScore, CLIPImageSimilarity, CLIPScore, PickScore
 from lit_vgrpo.rewards.combine import ScoreQueue, Weighted, as_weighted
-from lit_vgrpo.rewards.function import PythonReward, RewardLike
+from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.http import Connection, HTTPReward
@@ -31,7 +31,6 @@ __all__ = [
     "RecolourReward",
     "Reward",
     "RewardError",
-    "RewardLike",
     "RewardOutage",
     "ScoreQueue",
     "Scores",

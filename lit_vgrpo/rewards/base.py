@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.pixels import to_uint8
-from lit_vgrpo.errors import RewardError
+from lit_vgrpo.errors import RewardError, error_in_user_code, one_line
 
 
 class RewardOutage(RewardError):
@@ -97,6 +98,27 @@ class Reward(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Cancel pending work and close connections; a later call may reopen them."""
+
+
+def called(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+    """Call a reward with the pictures that it takes, and return its scores ``(B,)``, float32.
+
+    Raises:
+        RewardOutage: It returned something else.
+    """
+    given = {"references": stacked_references(rows)} if reward.takes_references else {}
+    returned, shape = reward(images, prompts, rows, **given), (len(images),)
+    if not isinstance(returned, Tensor) or tuple(returned.shape) != shape or returned.dtype != torch.float32:
+        found = f"{returned.dtype} {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
+        raise RewardOutage(f'Reward "{reward.name}" returned {found}. Return a float32 tensor of shape {shape}.')
+    return returned
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a reward failed, in one line, with file and line for a user's code."""
+    if isinstance(error, RewardError):
+        return str(error)
+    return error_in_user_code(error) or f"{type(error).__name__}: {one_line(error)}"
 
 
 @dataclass

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.ranges import Finite, checked
-from lit_vgrpo.errors import error_in_user_code, one_line
-from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardError, RewardOutage, Scores
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardError, RewardOutage, Scores, called, reason_of
 from lit_vgrpo.rewards.function import RewardLike, as_reward
 
 # would collide with another metric's key, such as reward/mean or heldout/reward
@@ -193,9 +192,9 @@ class Weighted(Reward):
             chosen = [row for row in chosen if part.reward.prompt_error(row["prompt"], row) is None][: len(images)]
             try:
                 if chosen:
-                    _call(part.reward, images[: len(chosen)], [row["prompt"] for row in chosen], chosen)
+                    called(part.reward, images[: len(chosen)], [row["prompt"] for row in chosen], chosen)
             except (Exception, SystemExit) as error:
-                errors.append(f'Reward "{part.name}" failed on random images: {_reason(error)}')
+                errors.append(f'Reward "{part.name}" failed on random images: {reason_of(error)}')
         return errors
 
     @torch.no_grad()
@@ -274,29 +273,14 @@ def as_weighted(reward: RewardLike, key: str | None = None) -> Weighted:
     return reward if isinstance(reward, Weighted) else Weighted([reward])
 
 
-def _call(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-    given = {"references": stacked_references(rows)} if reward.takes_references else {}
-    returned, shape = reward(images, prompts, rows, **given), (len(images),)
-    if not isinstance(returned, Tensor) or tuple(returned.shape) != shape or returned.dtype != torch.float32:
-        found = f"{returned.dtype} {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
-        raise RewardOutage(f'Reward "{reward.name}" returned {found}. Return a float32 tensor of shape {shape}.')
-    return returned
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, RewardError):
-        return str(error)
-    return error_in_user_code(error) or f"{type(error).__name__}: {one_line(error)}"
-
-
 def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> tuple[Tensor, str | None]:
     try:
-        returned = _call(reward, images, prompts, rows)
+        returned = called(reward, images, prompts, rows)
     except (MemoryError, torch.cuda.OutOfMemoryError, RewardOutage):
         raise
     except (Exception, SystemExit) as error:  # sys.exit() would end the run silently
         if len(images) == 1 or reward.asks_people:
-            return torch.full((len(images),), math.nan), _reason(error)
+            return torch.full((len(images),), math.nan), reason_of(error)
         singles = [_score(reward, images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(len(images))]
         messages = [message for _, message in singles if message is not None]
         return torch.cat([scores for scores, _ in singles]), messages[-1] if messages else None

@@ -184,7 +184,7 @@ def bright(images, prompts, rows):
     return images.mean(dim=(1, 2, 3)).tolist()
 
 def bright_and_stop(images, prompts, rows):
-    if Path("runs/both/2_second").exists() and not Path("stopped").exists():  # not in the check before it
+    if len(images) > 1 and Path("runs/both/2_second").exists() and not Path("stopped").exists():  # not in the check
         Path("stopped").touch()
         os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(1)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from commands import check
 
-from lit_vgrpo.cli.check import checkpoint_bytes, disk_errors
+from lit_vgrpo.cli.check import checkpoint_bytes, disk_errors, other_command
 from lit_vgrpo.launch.build import build
 
 
@@ -89,6 +89,19 @@ def test_a_reward_that_always_fails(tiny_recipe, capsys):
     (tiny_recipe.parent / "fails.py").write_text("def divide(images, prompts):\n    return [1 / 0 for _ in prompts]\n")
     assert check([str(tiny_recipe), "model.reward={python: 'fails:divide', name: mine}"]) == 2
     assert lines(capsys) == ['Reward "mine" failed on random images: fails.py:2: ZeroDivisionError: division by zero.']
+
+
+def test_the_command_of_another_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert other_command() == []
+    script = tmp_path / "lightning"
+    for module, count in (("lit_vgrpo.cli.main", 0), ("lightning_sdk.cli.entrypoint", 1)):
+        script.write_text(f"#!/usr/bin/python\nimport sys\nfrom {module} import main\n")
+        script.chmod(0o755)
+        assert len(other_command()) == count
+    assert other_command() == [
+        f"The command lightning here is that of lightning_sdk ({script}). Write lit-vgrpo instead."
+    ]
 
 
 def test_too_little_disk(tiny_recipe, monkeypatch):

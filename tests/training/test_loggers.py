@@ -1,5 +1,6 @@
 """The table of a run that goes on holds what came before, once; another file of its name is moved aside."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -127,6 +128,12 @@ def test_a_tracker_that_cannot_start_is_one_line():
         UserError, match="^trainer.logger=SimpleNamespace cannot start: No API key configured. Use a key.$"
     ):
         log_recipe([SimpleNamespace(log_hyperparams=refuse)], {})
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_missing_tracker_is_one_line_with_the_command(tiny_recipe, capsys):
+    assert run([str(tiny_recipe), "trainer.logger=WandbLogger"]) == 2
+    assert capsys.readouterr().err.startswith("WandbLogger: Requirement 'wandb>=")
 
 
 def test_another_logger_leaves_tensorboard(tmp_path):
