@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning as L
 import pandas as pd
 import torch
 from torch import Tensor
@@ -23,9 +24,8 @@ from lit_vgrpo.data.datasets import HeldOutDataset, LocalSampler, Rows
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.metrics.features import FeatureNetwork
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.objectives import VGRPO
 from lit_vgrpo.rewards import Scores
-from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights
+from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights, load_policy
 
 
 @dataclass
@@ -57,7 +57,7 @@ class ImageScores:
         )
 
 
-class HeldOutEvaluation(VGRPOModule):
+class HeldOutEvaluation(L.LightningModule):
     """Module that scores the held-out images of each set of weights, one set per validation step.
 
     Args:
@@ -80,21 +80,15 @@ class HeldOutEvaluation(VGRPOModule):
         fids: list[FID],
         network: FeatureNetwork | None,
     ) -> None:
-        spec = module.evaluation or module.objective.rollout_spec(0).as_ode()
-        # VGRPO keeps no copies of the weights. Other objectives may, but an evaluation does not need them.
-        super().__init__(
-            module.policy,
-            VGRPO(spec),
-            module.reward,
-            heldout_reward=module.evaluator.untrained,
-            evaluation=spec,
-            rollout_batch_size=module.rollout_batch_size,
-            seed=module.seed,
-        )
+        super().__init__()
+        self.policy, self.evaluator = module.policy, module.evaluator
         self.rows, self.data = rows, data
         self.saved = saved
         self.variants, self.fids, self.feature_network = variants, fids, network
         self.of_variants: dict[str, ImageScores] = {}
+
+    def configure_model(self) -> None:
+        load_policy(self.policy)
 
     def setup(self, stage: str) -> None:
         if len(set(objects_of_all_ranks((str(self.saved.path), self.saved.progress)))) > 1:
@@ -113,7 +107,7 @@ class HeldOutEvaluation(VGRPOModule):
         for fid in self.fids:
             fid.on_validation_start(self.trainer, self)
 
-    def validation_step(self, batch: str, batch_idx: int) -> None:  # type: ignore[override]
+    def validation_step(self, batch: str, batch_idx: int) -> None:
         per_prompt, batch_size = self.data.heldout_images_per_prompt, self.data.eval_batch_size
         dataset = HeldOutDataset(self.rows, per_prompt, batch_size, self.trainer.world_size, self.global_rank)
         quiet = not (self.trainer.is_global_zero and sys.stderr.isatty())
@@ -123,9 +117,6 @@ class HeldOutEvaluation(VGRPOModule):
             distances = {name: value for fid in self.fids for name, value in fid.compute(self).items()}
         self.of_variants[batch] = ImageScores.joined(objects_of_all_ranks(share))
         self.of_variants[batch].distances = {name.removeprefix("heldout/"): value for name, value in distances.items()}
-
-    def on_validation_epoch_end(self) -> None:
-        """Nothing to log: the scores are the result."""
 
     def _scored(self, batch: PromptBatch) -> ImageScores:
         images = self.evaluator.generate_batch(batch)
