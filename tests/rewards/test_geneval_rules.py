@@ -13,6 +13,7 @@ from lit_vgrpo.rewards.geneval_rules import (
     objects_by_class,
     objects_to_color,
     official_name,
+    relations,
     row_error,
 )
 
@@ -55,17 +56,21 @@ EAST, WEST, NORTH = (60, 20, 80, 40), (0, 20, 20, 40), (62, -40, 82, -20)
         (BENCH, [seen("bench")], True, 1),
         (BENCH, [seen("bench"), seen("bench"), seen("cat")], True, 1),  # more are not excluded
         (BENCH, [seen("bench", 0.3)], False, 0),
+        (BENCH, [seen("chair")], False, 0),
         (TWO, [seen("cat")], False, 0.5),
         (THREE, [seen("clock", 0.91)] * 3, True, 1),
         (THREE, [seen("clock")] * 2 + [seen("clock", 0.9)], False, 0.6667),  # too unsure to be counted
+        (THREE, [seen("clock")] * 5, False, 0.3333),
         (THREE, [seen("clock")] * 7, False, 0),
         (RED, [seen("car", color="red")], True, 1),
+        (RED, [seen("car", color="orange")], False, 0.5),
         (RED, [seen("car", 0.9, color="blue"), seen("car", 0.8, color="red")], False, 0.5),  # the surest one counts
         (LEFT, [seen("cat", box=EAST), seen("dog", box=WEST)], True, 1),
         (LEFT, [seen("cat", box=WEST), seen("dog", box=EAST)], False, 0.6667),
         (LEFT, [seen("cat", box=EAST), seen("dog", box=NORTH)], False, 0.6667),
         (LEFT, [seen("dog", box=WEST)], False, 0.3333),  # there is no cat to be left of
         (BOTH, [seen("car", color="blue"), seen("bus", color="red")], False, 0.5),
+        (BOTH, [seen("car", color="red"), seen("bus", color="red")], False, 0.75),
     ],
 )
 def test_the_six_tags(row, detections, correct, partial):
@@ -90,6 +95,23 @@ def test_fields_of_a_table_without_value_are_as_absent():
     row = {"tag": "single_object", "include": [{**BENCH["include"][0], "color": None, "position": None}]}
     assert row_error({**row, "exclude": None}) is None
     assert judged([seen("bench")], {**row, "exclude": None}) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ((0, 0, 10, 10), (30, 0, 40, 10), {"left of"}),
+        ((0, 0, 10, 10), (0, 30, 10, 40), {"above"}),
+        ((0, 0, 10, 10), (30, 30, 40, 40), {"left of", "above"}),
+        ((0, 0, 10, 10), (30, 12, 40, 22), {"left of"}),
+        ((0, 0, 10, 10), (0, 0, 10, 10), set()),
+        ((0, 0, 10, 10), (2, 0, 12, 10), set()),  # apart by 2 of the 0.1 * 20 that are needed
+        ((0, 0, 10, 10), (3, 0, 13, 10), set()),  # by 1 beyond, a third of the distance
+        ((0, 0, 10, 10), (5, 0, 15, 10), {"left of"}),  # by 3 beyond, more than half of it
+    ],
+)
+def test_where_one_box_lies(a, b, expected):
+    assert relations(a, b) == expected
 
 
 def test_colours_are_asked_only_where_they_decide():
@@ -175,11 +197,13 @@ def test_the_classes_are_cocos():
     ("row", "said"),
     [
         ({}, "include: Field required"),
+        ({"include": []}, "include: List should have at least 1 item"),
         ({"include": [{"class": "banch", "count": 1}]}, "class='banch' is not a class of the detector. Did"),
         ({"include": [{"class": "bench", "count": 0}]}, "include.0.count: Input should be greater than 0"),
         ({"include": [{"class": "bench", "count": 1, "color": "grean"}]}, "include.0.color: Input should be 'red'"),
         ({"include": [*LEFT["include"], {**LEFT["include"][1], "position": ["near", 0]}]}, "include.2.position.0: "),
         ({"include": [{**LEFT["include"][1], "position": ["above", 0]}]}, "does not refer to an earlier requirement"),
+        ({**BENCH, "exclude": [{"class": "bench", "count": 0}]}, "exclude.0.count"),
     ],
 )
 def test_a_row_that_cannot_be_judged_is_one_line(row, said):

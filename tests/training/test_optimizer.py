@@ -2,10 +2,12 @@ import sys
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.training.optimizer import Optimization
+from lit_vgrpo.training.strategies import FSDP2, ZeRO, optimizer_error
 
 KINDS = ["adamw", "adamw8bit"]
 EIGHT_BIT_FROM = 4096  # elements; smaller parameters keep their moments in float32
@@ -104,6 +106,14 @@ def test_adamw8bit_leaves_a_weight_without_gradient_as_it_is():
     optimizer.step()
     assert not torch.equal(parameters[0], torch.ones(EIGHT_BIT_FROM))
     assert torch.equal(parameters[1], torch.ones(EIGHT_BIT_FROM))
+
+
+@pytest.mark.parametrize(("strategy", "name"), [(ZeRO, "ZeRO"), (FSDP2, "FSDP2")])
+def test_8_bits_are_refused_where_weights_or_moments_are_sharded(strategy, name):
+    error = optimizer_error(strategy(), OptimizerConfig(kind="adamw8bit"))
+    assert f"model.optimizer=adamw8bit keeps state that {name} cannot put into a checkpoint." in error
+    assert optimizer_error(strategy(), OptimizerConfig()) is None
+    assert optimizer_error(DDPStrategy(), OptimizerConfig(kind="adamw8bit")) is None
 
 
 def test_a_missing_package_is_one_line_with_its_command(monkeypatch):
