@@ -14,7 +14,6 @@ from lit_vgrpo import (
     DGPO,
     VGRPO,
     DiffusionNFT,
-    FlowGRPO,
     MixGRPO,
     RolloutSpec,
     SD3Policy,
@@ -153,18 +152,6 @@ def test_a_split_iteration_trains_every_image_with_its_own_values(tiny_sd3, tmp_
     deviation = torch.cat(module.record.metrics["ratio_deviation"])
     assert len(deviation) == 16
     assert deviation[:8].max() < 1e-6 < deviation[8:].min()
-
-
-def test_a_method_on_the_wrong_path_is_refused_before_loading(tiny_unet, tiny_sd3, tmp_path):
-    for policy, objective, line in [
-        (UNetPolicy(str(tiny_unet)), AWM(RolloutSpec("ddim")), "AWM does not work on UNetPolicy"),
-        (UNetPolicy(str(tiny_unet)), FlowGRPO(), "FlowGRPO does not work on UNetPolicy"),
-        (SD3Policy(str(tiny_sd3)), DDPO(), "DDPO does not work on SD3Policy"),
-    ]:
-        module = make_module(tiny_sd3, objective, policy=policy)
-        with pytest.raises(ValueError, match=line):
-            make_trainer(tmp_path).fit(module, datamodule=make_data())
-        assert not policy.loaded
 
 
 class Scaled(MixedPrecision):

@@ -118,8 +118,3 @@ def test_without_a_data_module_the_error_says_what_to_do(tiny_sd3, tmp_path):
     loader = torch.utils.data.DataLoader([1])
     with pytest.raises(RuntimeError, match="datamodule=PromptDataModule"):
         make_trainer(tmp_path).fit(make_module(tiny_sd3), loader)
-
-
-def test_own_accumulation_is_refused(tiny_sd3, tmp_path):
-    with pytest.raises(ValueError, match="accumulate_grad_batches=3 is set by the sizes"):
-        train(tiny_sd3, tmp_path, trainer={"accumulate_grad_batches": 3})

@@ -70,21 +70,6 @@ def test_a_folder_of_images_needs_no_policy(recipe, capsys):
     assert "/nowhere" in capsys.readouterr().err
 
 
-def test_failures_and_a_constant_are_said_and_are_a_failure(recipe, capsys):
-    rewards = [f"{{python: trial_rewards:{name}}}" for name in ("constant", "half")]
-    Path("own.yaml").write_text(
-        f"model: {{reward: {{class_path: Weighted, init_args: {{rewards: [{', '.join(rewards)}]}}}}}}"
-    )
-    assert check_reward([recipe, "own.yaml", "--num-prompts", "2"]) == 1
-    said = capsys.readouterr()
-    table = cells(said.out)
-    assert (table["constant"][2:8], table["half"][6]) == (["0.2500", "0.0000", "0.2500", "0.2500", "0", "100%"], "2")
-    lines = said.err.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("half failed for 2 of 4 images: ")
-    assert lines[1].startswith("constant is constant (0.25) on 4 images, so nothing is learned from it.")
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

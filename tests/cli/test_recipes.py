@@ -218,16 +218,6 @@ def test_sd3_pickscore_without_weights_is_one_clear_line(tmp_path, monkeypatch, 
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
-def test_the_curriculum_says_a_missing_file_of_several_stages_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert check(["sd35m_curriculum"]) == 2
-    errors = capsys.readouterr().err.strip().splitlines()
-    assert errors[0].startswith("Stages 1, 2, 3, 4, 5: Cannot load stabilityai/stable-diffusion-3.5-medium: ")
-    assert any(line.startswith("Stages 1, 3: Cannot load xswu/HPSv2: ") for line in errors)
-    assert any(line.startswith("Stages 2, 4: Cannot load facebook/mask2former") for line in errors)
-    assert not (tmp_path / "runs").exists()
-
-
 def test_the_curriculum_has_the_published_steps():
     steps = []
     for stage in Curriculum.of(Command.parse(["sd35m_curriculum"])).stages:

@@ -91,12 +91,6 @@ def test_a_target_of_the_wrong_colour_is_no_target():
     assert verdict == (False, 0.5)
 
 
-def test_another_class_can_be_excluded():
-    row = {**BENCH, "exclude": [{"class": "cat", "count": 1}]}
-    assert judged([seen("bench")], row) == (True, 1)
-    assert judged([seen("bench"), seen("cat")], row) == (False, 0)
-
-
 def test_fields_of_a_table_without_value_are_as_absent():
     row = {"tag": "single_object", "include": [{**BENCH["include"][0], "color": None, "position": None}]}
     assert row_error({**row, "exclude": None}) is None
@@ -191,13 +185,6 @@ def test_random_detections_are_judged_as_by_the_official_procedure(detections, r
     share = share_of(detections, row)
     assert 0 <= share <= 1
     assert (share == 1) == official_result(detections, row)
-
-
-@given(st.tuples(*[st.integers(0, 50)] * 4), st.tuples(*[st.integers(0, 50)] * 4))
-def test_positions_seen_from_the_other_side_are_opposite(a, b):
-    a, b = ((*box[:2], box[0] + box[2], box[1] + box[3]) for box in (a, b))
-    opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-    assert {opposite[relation] for relation in relations(a, b)} == relations(b, a)
 
 
 def test_the_classes_are_cocos():

@@ -195,19 +195,6 @@ def negative_log_posterior(scores, choices, prior_std):
     return total
 
 
-def test_one_pair_has_the_known_answer():
-    # The gradient at (s, -s): 1 / (1 + e^2s) = s / sigma^2, which s = 1 solves for this sigma.
-    prior_std = math.sqrt(1 + math.e**2)
-    scores = choice_scores([(0, [0, 1])], 2, prior_std)
-    assert scores.tolist() == pytest.approx([1, -1], abs=1e-9)
-
-
-def test_odds_are_those_of_the_votes_where_there_are_many():
-    # Without a prior, the odds of two items are those of their wins: log(3).
-    scores = choice_scores([(0, [0, 1])] * 3000 + [(1, [1, 0])] * 1000, 2, prior_std=100)
-    assert float(scores[0] - scores[1]) == pytest.approx(math.log(3), abs=1e-5)
-
-
 @pytest.mark.parametrize(
     "choices",
     [

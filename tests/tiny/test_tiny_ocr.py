@@ -5,11 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-from commands import run
 from diffusers import StableDiffusion3Pipeline
 from make_prompts import files
 from make_tiny import random_words
-from tiny_pipelines import build_sd3, words_tokenizer
+from tiny_pipelines import words_tokenizer
 from tiny_text import learn_merges, text_encoder_with_projection
 
 from lit_vgrpo import SD3Policy
@@ -165,13 +164,3 @@ def test_the_shipped_pipeline_spells_badly_in_plain_diffusers(ocr: OCRReward) ->
     ).images
     assert images.shape == (len(words), 3, 16, 40)
     assert 0.3 < scores(ocr, images, words).mean() < 0.6
-
-
-@pytest.mark.slow
-def test_the_pretraining_recipe_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    start = build_sd3(tmp_path / "start", small=True, task="words")
-    less = ["trainer.max_epochs=2", "data.prompts_per_iteration=4", "data.micro_batch_size=8", "data.heldout_limit=2"]
-    few = ["data.heldout_images_per_prompt=1"]
-    assert run(["tiny_ocr_pretrain", f"model.policy.checkpoint={start}", *less, *few]) == 0
-    assert (tmp_path / "runs" / "tiny_ocr_pretrain" / "export" / "model_index.json").is_file()

@@ -44,15 +44,6 @@ def test_strategies_without_portable_checkpoints_are_refused(strategy, ours):
     assert error.endswith(f"Use trainer.strategy={ours}.")
 
 
-@pytest.mark.parametrize("name", ["zero2", "fsdp2"])
-def test_a_precision_that_casts_is_refused(name):
-    trainer = L.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, precision="bf16-true")
-    error = strategy_error(trainer.strategy)
-    assert error is not None
-    assert error.startswith("trainer.precision=bf16-true would cast the trained weights.")
-    assert "model.policy.dtype" in error
-
-
 def test_blocks_are_the_innermost_of_their_classes():
     class Inner(nn.Sequential):
         pass

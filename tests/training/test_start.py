@@ -76,12 +76,6 @@ def test_a_policy_alone_does_not_start_from_other_weights_in_silence(tiny_sd3):
         policy(tiny_sd3, start_from="runs/first").load()
 
 
-def test_a_checkpoint_needs_no_run_around_it(inside, tiny_sd3, tmp_path):
-    shutil.copy(LAST, tmp_path / "alone.ckpt")
-    started = load_policy(policy(tiny_sd3, start_from=str(tmp_path / "alone.ckpt")))
-    assert same(trainable_parameters(started), saved(LAST))
-
-
 def test_the_reference_is_the_start(inside, tiny_sd3):
     options = {"lora_rank": 2, "lora_alpha": 4, "start_from": "runs/first"}
     module = make_module(tiny_sd3, policy_options=options)
