@@ -55,7 +55,10 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
         ("data.train=none.txt", "data.train: none.txt does not exist."),
         ("data.micro_batch_size=3", "data.micro_batch_size=3 cannot split"),
         ("model.policy.checkpoint=/none", "/none is not a folder. Set model.policy.checkpoint"),
-        ("model.policy.checkpoint=shipped:../x", "shipped:../x leaves the shipped recipes folder"),
+        (
+            "model.policy.checkpoint=shipped:../x",
+            "model.policy.checkpoint: shipped:../x leaves the shipped recipes folder",
+        ),
         ("trainer.precision=17", "trainer.precision=17: expected one of"),
         ("trainer.precision=bf16-true", "trainer.precision=bf16-true would cast the trained weights. Leave it"),
         ("trainer.precision=64", "trainer.precision=64-true would cast the trained weights. Leave it out"),
