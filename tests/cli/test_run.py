@@ -57,7 +57,7 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
         ("model.policy.checkpoint=/none", "/none is not a folder. Set model.policy.checkpoint"),
         (
             "model.policy.checkpoint=shipped:../x",
-            "model.policy.checkpoint: shipped:../x leaves the shipped recipes folder",
+            "model.policy.checkpoint: shipped:../x leaves the shipped",
         ),
         ("trainer.precision=17", "trainer.precision=17: expected one of"),
         ("trainer.precision=bf16-true", "trainer.precision=bf16-true would cast the trained weights. Leave it"),
