@@ -118,7 +118,7 @@ def _shown(file: str) -> str:
 def is_deliberate(error: Exception) -> bool:
     """Return True if a statement of this package raised an error for a wrong value, so that its message is enough."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    is_ours = Path(last.filename).is_relative_to(Path(__file__).parent)
+    is_ours = Path(__file__).parent in Path(last.filename).parents
     return isinstance(error, ValueError) and is_ours and str(last.line).startswith("raise ")
 
 

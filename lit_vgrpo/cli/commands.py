@@ -252,7 +252,7 @@ def sample(
     reference: Annotated[bool, Option("--reference", help="Use the reference's weights.")] = False,
     no_ema: NoEma = False,
     checkpoint: Checkpoint = None,
-    steps: Annotated[int | None, Option(min=1, help="Sampling steps; by default the recipe's.")] = None,
+    steps: Annotated[int | None, Option(min=1, max=1000, help="Sampling steps; by default the recipe's.")] = None,
     guidance: Annotated[float | None, Option(min=1, max=1000, help="Guidance scale; 1 disables it.")] = None,
     out: Out = None,
 ) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lit_vgrpo import objectives, policies  # noqa: F401  registers the short names of their classes
 from lit_vgrpo.config.parts import built_part
-from lit_vgrpo.config.recipe import Command, read_recipe, refuse_overrides
+from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.hub import LoadError
@@ -18,13 +18,6 @@ from lit_vgrpo.system.process import report_on_first
 from lit_vgrpo.training.folder import CONFIG_NAME, find_checkpoint, find_run
 from lit_vgrpo.training.resume import last_good
 from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeights, load_policy
-
-OF_TRAINING = (
-    *("model.optimizer", "model.lr_scheduler", "model.advantage_std", "model.advantage_aggregate"),
-    *("model.non_finite", "model.failed_images", "model.evaluate_at_start", "data.updates_per_iteration"),
-    *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.gradient_clip_val"),
-)
-"""Settings that no command on a finished run uses."""
 
 
 @dataclass(kw_only=True)
@@ -46,7 +39,6 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         self.run, self.checkpoint = find_run(self.words.pop(0))
-        refuse_overrides(self.words, dict.fromkeys(OF_TRAINING, "has no effect: only training uses it. Leave it out."))
         if self.named is not None:
             self.checkpoint = find_checkpoint(self.named, self.run)
 

@@ -23,6 +23,7 @@ CLASS = re.compile(r"class_path '([\w.]+)'")
 UNKNOWN = re.compile(r"(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?")
 UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
 OF_CLASS = re.compile(r"Problem with given class_path '(?:[\w.]+\.)?(\w+)':\s+(.+)")
+OTHER_CLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subclass of (\w+)")
 OF_CONSTRUCTOR = re.compile(r"- (\w+=.*)")
 LIMIT = re.compile(r"(Input should be .+?) \[type=")
 EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value|$)", re.MULTILINE)
@@ -62,7 +63,10 @@ def recipe_error(error: BaseException, tree: Mapping[str, Any], root: Any = None
     """
     if isinstance(error, ArgumentError) or "Union subtypes" in str(error):
         return _parser_error(str(error), tree, root)
-    return error_in_user_code(error) or with_full_key(one_line(error) or type(error).__name__, tree)
+    plain = one_line(error) or type(error).__name__
+    quoted = [place for place, value in leaves(tree) if isinstance(value, str) and repr(value) in plain]
+    message = with_full_key(plain, tree)
+    return error_in_user_code(error) or (f"{typed_key(quoted[0])}: {plain}" if quoted and message == plain else message)
 
 
 def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
@@ -73,7 +77,10 @@ def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
         for step in filter(None, group.split(".")):
             owner = _member(owner, step)
         full = ".".join(filter(None, (key, group, unknown[2].partition(".")[0]))).replace(".init_args", "")
-        options = options_of_class(owner) if inspect.isclass(owner) else [*(owner or ())]
+        if inspect.isclass(owner):
+            options = options_of_class(owner)
+        else:
+            options = [*(owner or ()), *(typed_key(place) for place, _ in leaves(tree) if place[0] in (owner or ()))]
         return unknown_option(full, getattr(owner, "__name__", "a recipe"), options)
     if message := OF_CONSTRUCTOR.search(text):
         return with_full_key(message[1], tree)
@@ -83,6 +90,8 @@ def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
         guess = nearest(name[1], known)
         hint = f"Did you mean {guess}?" if guess else "Write it as package.module.Class."
         return f"{key}={name[1]} is not a known class. {hint}"
+    if wrong := OTHER_CLASS.search(text):
+        return f"{key}={wrong[1]} is not a {wrong[2]}. Name one of its classes."
     value, expected = GIVEN.search(text), [_type_name(kind) for kind in EXPECTED.findall(text)]
     if limit := LIMIT.search(text):
         return f"{key}={value[1].partition(',')[0] if value else ''}: {limit[1]}"
@@ -101,11 +110,14 @@ def _type_name(kind: str) -> str:
 
 
 def with_full_key(message: str, tree: Mapping[str, Any]) -> str:
-    """Return a constructor's message with the dotted key of the option that it starts with.
+    """Return a constructor's message with the dotted key of the option, or of the value, that it starts with.
 
     >>> with_full_key("clip=-1: too small", {"model": {"objective": {"class_path": "X", "init_args": {"clip": -1}}}})
     'model.objective.clip=-1: too small'
     """
+    for place, value in leaves(tree):
+        if isinstance(value, str) and message.startswith(f"{value} ") and typed_key(place) not in message:
+            return f"{typed_key(place)}: {message}"
     name = re.match(r"\w+(?=[=.:])", message)
     places = list(_places_of(name[0], tree)) if name else []
     if not places:

@@ -16,8 +16,17 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import Self
 
 from lit_vgrpo.config.environment import environment_texts
-from lit_vgrpo.config.tree import Place, apply_override, class_name, expanded_recipe, leaves, merged, replaced
-from lit_vgrpo.errors import UserError, nearest
+from lit_vgrpo.config.tree import (
+    Place,
+    apply_override,
+    class_name,
+    expanded_recipe,
+    leaves,
+    merged,
+    replaced,
+    typed_key,
+)
+from lit_vgrpo.errors import UserError, nearest, unknown_option
 from lit_vgrpo.system.paths import CONFIG_NAME, import_from_here, shipped_root
 
 RESUME = "--resume"
@@ -27,7 +36,8 @@ NO_OVERLAYS = ("compare", "assets", "prompts", "starter")
 """Shipped folders without overlays: a comparison's have a different format, and the starter is copied."""
 FOUND_IN = "found_in"
 """Key of a run's ``config.yaml``: the folders, from there, in which the run found paths and modules."""
-SECTIONS = ("model", "data", "trainer")
+SECTIONS = {"model": "model.objective=VGRPO", "data": "data.group_size=8", "trainer": "trainer.max_epochs=20"}
+"""Parts of a recipe, each a mapping, with an example of an option."""
 SUFFIXES = (".yaml", ".yml")
 PATH_KEYS = ("train", "heldout", "path", "checkpoint", "start_from")
 """Options that may be the name of a file or folder without a dot or slash in it."""
@@ -147,6 +157,8 @@ def shipped_overlays() -> dict[str, Path]:
 
 def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
     path = Path(text).expanduser()
+    if path.is_file() and path.suffix not in SUFFIXES:
+        raise UserError(f"{text} is not {what}: its name does not end with {' or '.join(SUFFIXES)}.{hint}")
     if path.is_file():
         return path
     name = text.removesuffix(".yaml").removeprefix("recipes/")
@@ -184,6 +196,8 @@ def read_recipe(command: Command) -> Recipe:
     with _readable(command.recipe):
         # The method first: its settings may precede it on the command line.
         for key, text in sorted(command.overrides, key=lambda override: override[0] not in OBJECTIVE_KEYS):
+            if "" in key.split("."):
+                raise UserError(unknown_option(key, "a recipe", [typed_key(place) for place, _ in leaves(plain)]))
             old = _objective(plain)
             apply_override(plain, key, text)
             if key in OBJECTIVE_KEYS and class_name(old) not in ("", class_name(text)) and not text.startswith("{"):
@@ -191,7 +205,11 @@ def read_recipe(command: Command) -> Recipe:
                 kept = {} if rollout is None else {"rollout": rollout}
                 plain["model"]["objective"] = {"class_path": text, "init_args": kept}
                 swapped = text
-        return Recipe(command, resolved(plain, command.recipe), environment_texts(plain), swapped, places)
+        values = resolved(plain, command.recipe)
+        for key, example in SECTIONS.items():
+            if not isinstance(values.get(key) or {}, dict):
+                raise UserError(f"{key}={values[key]} is not a mapping. Set an option of it, such as {example}.")
+        return Recipe(command, values, environment_texts(plain), swapped, places)
 
 
 def with_found_paths(plain: Mapping[Any, Any], places: Sequence[Path]) -> dict[Any, Any]:
@@ -256,6 +274,6 @@ def _readable(recipe: Path) -> Iterator[None]:
             raise UserError(f"{recipe}: {key}: the variable {name} is not set. Set it: export {name}=...") from error
         raise UserError(f"{recipe}: {key}: {str(error).splitlines()[0]}. Check the ${{...}} in it.") from error
     except OSError as error:
-        raise UserError(f"Cannot read {recipe}: {error.strerror}.") from error
+        raise UserError(f"Cannot read {recipe}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{recipe} is not a text file in UTF-8.") from error

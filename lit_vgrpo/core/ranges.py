@@ -1,4 +1,4 @@
-"""Ranges of numeric options, choices of words and classes of parts: type hints for pydantic, enforced by constructors.
+"""Ranges of numeric options and choices of words: type hints for pydantic, enforced by constructors.
 
 A constructor declares ``num_times: Annotated[int, Range(least=1)] = 4``, and its class is :func:`checked`.
 """
@@ -15,22 +15,16 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from lit_vgrpo.errors import one_line
-
 T = TypeVar("T", bound=type)
 SHOULD = "Input should be "
-LONGEST = 100
 
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """Annotation of an option that has no effect unless another one has a value, or any that counts as true."""
+    """Annotation of an option that has no effect unless another one has this value, or with None any that is true."""
 
     option: str
     value: Any = None
-
-    def is_met(self, value: Any) -> bool:
-        return bool(value) if self.value is None else bool(value == self.value)
 
 
 def Range(least: Any = None, most: Any = None, above: Any = None, below: Any = None) -> Any:
@@ -56,9 +50,8 @@ def checked(cls: T) -> T:
     """Make a class refuse arguments that do not fit the ranges, choices and classes that its constructor declares.
 
     Raises:
-        TypeError: By the constructor, for an argument of another type, or a class where an instance is expected.
-        ValueError: By the constructor, for a number outside its range or not finite, an unknown word, or an option that
-            has no effect, see :class:`OnlyWith`.
+        TypeError: By the constructor, for an argument of another type.
+        ValueError: By the constructor, for a number out of range, an unknown word, or an option without effect.
 
     >>> @checked
     ... class Timer:
@@ -94,25 +87,18 @@ def _validate(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
         found = error.errors(include_url=False)
         words = [one["msg"].removeprefix(SHOULD) for one in found]
         kind = TypeError if all(one["type"].endswith(("_type", "is_instance_of")) for one in found) else ValueError
-        shown = f"the class {value.__name__}" if isinstance(value, type) else one_line(repr(value))[:LONGEST]
-        raise kind(f"{name}={shown}: {SHOULD}{', or '.join(dict.fromkeys(words))}") from None
+        raise kind(f"{name}={value!r:.100}: {SHOULD}{', or '.join(dict.fromkeys(words))}") from None
 
 
 def _refuse_unused(cls: type, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
-    values = {**defaults, **given}
-    for name, need in _needs(cls):
-        if values[name] != defaults[name] and not need.is_met(values[need.option]):
-            needed = "" if need.value is None else f"={need.value}"
-            raise ValueError(
-                f"{name}={values[name]!r} has no effect with {need.option}={values[need.option]}. "
-                f"Set {name}={defaults[name]}, or {need.option}{needed}."
-            )
-
-
-@cache
-def _needs(cls: type) -> list[tuple[str, OnlyWith]]:
-    return [(name, note) for name, hint in _hints(cls).items() for note in _notes(hint) if isinstance(note, OnlyWith)]
+    for name, value in given.items():
+        for need in (note for note in _notes(_hints(cls).get(name)) if isinstance(note, OnlyWith)):
+            other = given.get(need.option, defaults[need.option])
+            if value != defaults[name] and (not other if need.value is None else other != need.value):
+                wanted = need.option if need.value is None else f"{need.option}={need.value}"
+                message = f"{name}={value!r} has no effect with {need.option}={other}. "
+                raise ValueError(f"{message}Set {name}={defaults[name]}, or {wanted}.")
 
 
 @cache

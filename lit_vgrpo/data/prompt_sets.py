@@ -74,7 +74,9 @@ class PromptSets:
         for source, rows, mask in zip(choice.train, sources, np.split(stays & ~aside, starts[1:-1]), strict=True):
             indices = np.flatnonzero(mask)
             if not len(indices):
-                raise PromptError(f"{source.path} has no prompts left for training: all are held out or duplicates.")
+                key = "" if choice.heldout_fraction is None else f"heldout_fraction={choice.heldout_fraction}: "
+                all_out = "has no prompts left for training: all are held out or duplicates."
+                raise PromptError(f"{key}{source.path} {all_out}")
             training.append(rows.select(indices) if isinstance(rows, TableRows) else [rows[i] for i in indices])
         self.training = PromptMixture(training, [source.weight for source in choice.train])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lit_vgrpo.core.ranges import PositiveFloat, PositiveInt, checked
+from lit_vgrpo.errors import nearest
 from lit_vgrpo.system.hub import local_folder
 from lit_vgrpo.system.paths import resolve_path
 
@@ -97,5 +98,7 @@ def kind_of(source: PromptSource) -> Kind:
     # "prompts/train.tsv" looks like a hub name, but the folder prompts/ exists
     is_hub_name = local_folder(source.path) is None and "/" in source.path and not path.parent.is_dir()
     if suffix in FILE_KINDS or not is_hub_name:
-        raise PromptError(f"{path} does not exist. {USE}")
+        guess = nearest(path.name, [file.name for file in path.parent.glob("*")])
+        meant = USE if guess is None else f"Did you mean {Path(source.path).with_name(guess)}?"
+        raise PromptError(f"{source.path} does not exist. {meant}")
     return "hub"

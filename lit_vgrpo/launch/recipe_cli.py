@@ -37,7 +37,7 @@ from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, log_recipe, ro
 from lit_vgrpo.training.optimizer import OptimizerConfig
 from lit_vgrpo.training.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
-from lit_vgrpo.training.settings import errors_under, limit_error, schedule_error
+from lit_vgrpo.training.settings import errors_under, limit_error
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
@@ -217,8 +217,7 @@ class RecipeCLI(LightningCLI):
             self.unscorable = self.find_unscorable()
             errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
         if not data.sizes.errors(ranks):
-            limit = limit_error(self.trainer, data.sizes, data.has_heldout)
-            errors += filter(None, [limit, schedule_error(model, self.trainer, data.sizes)])
+            errors += filter(None, [limit_error(model, self.trainer, data.sizes, data.has_heldout)])
         errors += [*of_data, *callback_errors(chosen, model, data)]
         return [with_full_key(error, self.recipe.values) for error in errors]
 

@@ -31,8 +31,6 @@ from lit_vgrpo.policies.prompt_encoder import PromptEncoder
 from lit_vgrpo.policies.trained import choose_trained
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
-OF_LOADED = ("network", "path", "latent_shape", "prompt_encoder")
-"""Attributes that a policy gets when it is loaded."""
 PutStart = Callable[[Any], None]
 """Loads an earlier run's weights into a loaded policy."""
 
@@ -58,7 +56,7 @@ class Policy(PipelinePolicy):
     prompt_encoder: PromptEncoder
 
     def __getattr__(self, name: str) -> Any:
-        if name in OF_LOADED and not self.loaded:
+        if name in ("network", "path", "latent_shape", "prompt_encoder") and not self.loaded:
             raise RuntimeError(f"{type(self).__name__} is not loaded and has no {name}. Call policy.load() first.")
         return super().__getattr__(name)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
-from lit_vgrpo.core.ranges import BatchSize, PositiveFloat, Range, Seed, checked
+from lit_vgrpo.core.ranges import BatchSize, OnlyWith, PositiveFloat, Range, Seed, checked
 from lit_vgrpo.policies.placement import in_own_precision, place
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import resolve_path
@@ -72,12 +72,12 @@ class PipelinePolicy(nn.Module):
         self,
         checkpoint: str,
         lora_rank: Annotated[int, Range(1, 16_384)] | None = None,
-        lora_alpha: Annotated[int, Range(1, 65_536)] | None = None,
-        lora_targets: list[str] | None = None,
+        lora_alpha: Annotated[int, Range(1, 65_536), OnlyWith("lora_rank")] | None = None,
+        lora_targets: Annotated[list[str], OnlyWith("lora_rank")] | None = None,
         train_only: list[str] | None = None,
         quantisation: Literal["nf4", "int8"] | None = None,
         start_from: str | None = None,
-        start_weights: Literal["trained", "ema"] = "trained",
+        start_weights: Annotated[Literal["trained", "ema"], OnlyWith("start_from")] = "trained",
         height: Annotated[int, Range(1, 16_384)] | None = None,
         width: Annotated[int, Range(1, 16_384)] | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
@@ -97,16 +97,14 @@ class PipelinePolicy(nn.Module):
         revision: str | None = None,
     ) -> None:
         super().__init__()
-        if lora_rank is None and (lora_alpha is not None or lora_targets):
-            raise ValueError("lora_alpha and lora_targets have no effect without lora_rank. Set lora_rank=32 too.")
         if lora_rank is not None and train_only is not None:
             raise ValueError("train_only and lora_rank are both set, but lora_rank trains only an adapter. Remove one.")
-        if start_weights != "trained" and start_from is None:
-            raise ValueError(f"start_weights={start_weights} has no effect without start_from. Set start_from=RUN too.")
         if fold_lora and (lora_rank is None or dtype != "float32"):  # 16 bits would round small updates away
             raise ValueError("fold_lora=true needs lora_rank and dtype=float32. Remove fold_lora.")
         if quantisation is not None and (lora_rank is None or compile or fold_lora):
             raise ValueError(f"quantisation={quantisation} needs lora_rank, without compile and without fold_lora.")
+        if not checkpoint:
+            raise ValueError("checkpoint= is empty. Name a pipeline: a folder, or owner/name of the hub.")
         resolve_path(checkpoint)  # refuses a shipped: path that leaves the installed folder
         self.checkpoint = checkpoint
         self.variant, self.revision = variant, revision

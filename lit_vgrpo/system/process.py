@@ -14,9 +14,6 @@ from typing import Any
 
 from lit_vgrpo.errors import report
 
-RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
-WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS")
-"""Variables in which launchers give the process its rank, and the number of processes."""
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
 
 
@@ -38,18 +35,8 @@ def _lacks(words: str, record: logging.LogRecord) -> bool:
 
 def is_first_process() -> bool:
     """Return True on the rank that owns the run folder; works before a Trainer exists."""
-    ranks = [os.environ.get(key, "") for key in RANKS]
+    ranks = [os.environ.get(key, "0") for key in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")]
     return not any(rank.isdigit() and int(rank) for rank in ranks)
-
-
-def environment_errors() -> list[str]:
-    """Return an error for each of the launchers' variables that is not a number."""
-    values = {name: os.environ.get(name, "") for name in (*RANKS, *WORLD_SIZES)}
-    return [
-        f"{name}={value} in the environment is not a whole number. Run: unset {name}"
-        for name, value in values.items()
-        if value and not value.isdigit()
-    ]
 
 
 def report_on_first(line: str) -> None:

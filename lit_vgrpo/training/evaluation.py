@@ -172,15 +172,7 @@ class Evaluator:
 
     @in_own_precision
     def add(self, batch: PromptBatch) -> None:
-        """Sample a held-out batch's images, show them to the observers and queue them for scoring.
-
-        Raises:
-            TypeError: The batch is not from the data module.
-        """
-        if not isinstance(batch, PromptBatch):
-            raise TypeError(
-                f"A batch is a {type(batch).__name__}. Pass datamodule=PromptDataModule(...), not a loader."
-            )
+        """Sample a held-out batch's images, show them to the observers and queue them for scoring."""
         if not self.is_pending:
             self.looks.start_over()
         with torch.inference_mode(mode=False), torch.no_grad(), self._queue.closed_on_error():

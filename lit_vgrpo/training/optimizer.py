@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -174,24 +173,19 @@ class Optimization:
         self._asked: dict[str, Any] = {}
 
     def schedule_error(self, steps: int) -> str | None:
-        """Return why the schedule cannot be stepped this number of times, or ``None``.
-
-        It is tried on one weight, at its first and last step. What cannot be built for that is left to :meth:`build`.
-        """
-        if self.make_schedule is None:
+        """Return why the schedule fails at its first or last step, tried on one weight, or ``None``."""
+        make, step = self.make_schedule, 0
+        if make is None:
             return None
-        with suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer takes no steps
-            schedule = self.make_schedule(self.optimizer.build([nn.Parameter(torch.zeros(1, 1))]))
-            if isinstance(schedule, ReduceLROnPlateau):
-                return None
-            for step in sorted({1, steps}):
-                try:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the optimizer takes no steps
+                schedule = make(self.optimizer.build([nn.Parameter(torch.zeros(1, 1))]))
+                for step in () if isinstance(schedule, ReduceLROnPlateau) else sorted({1, steps}):
                     schedule.last_epoch = step - 1
                     schedule.step()
-                except Exception as error:  # a function of the user may raise anything
-                    name = type(schedule).__name__
-                    return f"model.lr_scheduler: {name} fails at step {step} of {steps}: {one_line(error)}"
+        except Exception as error:  # at step 0, build() reports it
+            return f"model.lr_scheduler fails at step {step} of {steps}: {one_line(error)}" if step else None
         return None
 
     def check(self) -> list[str]:

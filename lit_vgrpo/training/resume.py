@@ -18,8 +18,6 @@ from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, no_checkpoint
 SUMMARY_NAME = "summary.json"
 ENDED = ("finished", "diverged")
 """Outcomes of a run that reached its last iteration."""
-FAILED = "failed"
-"""Outcome of a run that may have ended before its first checkpoint."""
 
 
 @dataclass(frozen=True, order=True)
@@ -84,15 +82,11 @@ class Resumption:
         return f"Continuing from {self.checkpoint} ({self.progress})."
 
     def check(self, typed: str | None) -> None:
-        """Refuse a second checkpoint to continue from, and to start over in the folder of a run that has ended.
-
-        Args:
-            typed: ``ckpt_path`` on the command line.
-        """
+        """Refuse a second checkpoint, ``ckpt_path`` as typed, and starting over in the folder of an ended run."""
         if typed not in (None, "null"):
             raise UserError(f"ckpt_path={typed} and --resume name two checkpoints. Leave one of them out.")
-        outcome = (read_summary(self.folder) or {}).get("outcome", FAILED)
-        if self.checkpoint is None and outcome != FAILED:
+        outcome = (read_summary(self.folder) or {}).get("outcome")
+        if self.checkpoint is None and outcome not in (None, "failed"):  # it may have failed before the first one
             raise UserError(
                 f"{self.folder} is {outcome}, but its checkpoints are gone, and starting over would replace its "
                 f"results. Restore {self.folder / CHECKPOINTS}, or leave out --resume to start a new run."

@@ -46,9 +46,7 @@ def set_up(module: Any) -> None:
     has_heldout = trainer.datamodule.has_heldout
     for error in errors_under(module, trainer.strategy, sizes, trainer.world_size, has_heldout):
         raise ValueError(error)
-    if (schedule := schedule_error(module, trainer, sizes)) is not None:
-        raise ValueError(schedule)
-    _keep_iterations_whole(trainer, sizes, has_heldout)
+    _keep_iterations_whole(module, trainer, sizes)
     accumulate(trainer, sizes)
 
 
@@ -155,17 +153,12 @@ def sizes_of(trainer: Any) -> Sizes:
 
 
 def refuse_unfit(trainer: Any) -> None:
-    """Check the parts of a trainer that were made for other modules.
-
-    Raises:
-        TypeError: What was passed as data module is none.
-        ValueError: A callback does not fit an iteration.
-    """
+    """Raise TypeError if a trainer's data module is none, and ValueError if a callback does not fit an iteration."""
     data = trainer.datamodule
     if data is not None and not isinstance(data, LightningDataModule):
         forget_datamodule(trainer)
-        shown = f"the class {data.__name__}" if isinstance(data, type) else type(data).__name__
-        raise TypeError(f"datamodule={shown} is not a data module. Pass datamodule=PromptDataModule(train=...).")
+        kind = data if isinstance(data, type) else type(data)
+        raise TypeError(f"datamodule={kind.__name__} is not a data module. Pass datamodule=PromptDataModule(...).")
     for error in unfit_callbacks(trainer.callbacks):
         raise ValueError(error)
 
@@ -180,9 +173,9 @@ def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
     ]
 
 
-def _keep_iterations_whole(trainer: Any, sizes: Sizes, has_heldout: bool) -> None:
+def _keep_iterations_whole(module: Any, trainer: Any, sizes: Sizes) -> None:
     """Refuse limits that end an iteration before its last step; let ``fast_dev_run`` count iterations, not batches."""
-    if (error := limit_error(trainer, sizes, has_heldout)) is not None:
+    if (error := limit_error(module, trainer, sizes, trainer.datamodule.has_heldout)) is not None:
         raise ValueError(error)
     if trainer.fast_dev_run:
         iterations = int(trainer.fast_dev_run)
@@ -191,14 +184,7 @@ def _keep_iterations_whole(trainer: Any, sizes: Sizes, has_heldout: bool) -> Non
         rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
 
 
-def schedule_error(module: Any, trainer: Any, sizes: Sizes) -> str | None:
-    """Return why the schedule cannot be stepped with every update until the trainer's limit, or ``None``."""
-    limits = trainer.max_steps, (trainer.max_epochs or 0) * sizes.updates_per_iteration
-    error: str | None = module.optimization.schedule_error(min((limit for limit in limits if limit > 0), default=1))
-    return error
-
-
-def limit_error(trainer: Any, sizes: Sizes, has_heldout: bool) -> str | None:
+def limit_error(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> str | None:
     """Return why a limit of the trainer cannot be kept or has no effect, or ``None``."""
     if has_heldout and trainer.limit_val_batches == 0:
         return "trainer.limit_val_batches=0 leaves data.heldout without effect. Set data.heldout=null instead."
@@ -219,4 +205,6 @@ def limit_error(trainer: Any, sizes: Sizes, has_heldout: bool) -> str | None:
             f"trainer.max_steps={steps} ends within an iteration and would drop images already made. "
             f"Use a multiple of {updates}, such as {-(-steps // updates) * updates}."
         )
-    return None
+    limits = [limit for limit in (steps, (trainer.max_epochs or 0) * updates) if limit > 0]
+    error: str | None = module.optimization.schedule_error(min(limits, default=1))
+    return error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import torch
@@ -50,18 +49,14 @@ def strategy_errors(
 
 
 def launcher_error(ranks: int) -> str | None:
-    """Return why a launcher's processes would not form one run, or ``None``.
-
-    Lightning compares them only if it trains on several devices; on one, each process would train a run by itself.
-    """
-    variable = "WORLD_SIZE" if TorchElasticEnvironment.detect() else "SLURM_NTASKS"
-    started = int(os.environ.get(variable) or ranks)
-    if started == ranks or (variable == "SLURM_NTASKS" and not SLURMEnvironment.detect()):
+    """Return why a launcher's processes would not form one run, or ``None``; Lightning ignores it on one device."""
+    launchers = (kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect())
+    started = next((launcher.world_size() for launcher in launchers), ranks)
+    if started == ranks:
         return None
     return (
-        f"{variable}={started}: the launcher starts {started} processes, but trainer.devices times trainer.num_nodes "
-        f"is {ranks}, so each would train a separate run. Set trainer.devices={started}, or on several nodes "
-        "trainer.num_nodes and the devices of each."
+        f"The launcher starts {started} processes, but trainer.devices times trainer.num_nodes is {ranks}: each would "
+        "train a run by itself. Set trainer.devices to the number of processes on a node."
     )
 
 

@@ -53,7 +53,7 @@ def test_a_launcher_of_several_processes_on_one_device(tiny_recipe, capsys, monk
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     assert check([str(tiny_recipe)]) == 2
-    line = "the launcher starts 2 processes, but trainer.devices times trainer.num_nodes is 1"
+    line = "The launcher starts 2 processes, but trainer.devices times trainer.num_nodes is 1"
     assert line in "".join(lines(capsys))
     monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # a shell in an allocation starts one process
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)

@@ -48,6 +48,7 @@ def test_every_command_has_help(name, capsys):
             ["run", "tiny_shape"],
             "tiny_shape is not a recipe: no such file, and not a shipped name. Did you mean tiny_sh",
         ),
+        (["run", __file__], f"{__file__} is not a recipe: its name does not end with .yaml or .yml."),
         (["init", "a b"], "'a b' cannot name a run."),
     ],
 )

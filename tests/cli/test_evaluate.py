@@ -291,7 +291,7 @@ def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
         ([], "Missing argument 'run'."),
         (["runs/tiny", "--out=x.csv"], "--out x.csv is not a JSON file. Use --out x.json."),
         (["runs/tiny", "--checkpoint=lst.ckpt"], "--checkpoint lst.ckpt does not exist. Did you mean last.ckpt?"),
-        (["runs/tiny", "model.optimizer.lr=1"], "model.optimizer.lr has no effect: only training uses it."),
+        (["runs/tiny", "model.optimizer.lr=1"], "model.optimizer.lr has no effect on an evaluation."),
         (["runs/tiny", "ckpt_path=x"], "ckpt_path has no effect on an evaluation. Use --checkpoint FILE."),
         (["runs/tiny", "data.heldout=null"], "The run's recipe has no held-out prompts. Set data.heldout=prompts.txt."),
         (["runs/tiny", "data.heldout=none.txt"], "none.txt does not exist."),

@@ -49,7 +49,10 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
     ("override", "line"),
     [
         ("data.train=none.txt", "data.train: none.txt does not exist."),
-        ("model.policy.checkpoint=shipped:../x", "shipped:../x leaves the shipped recipes folder"),
+        (
+            "model.policy.checkpoint=shipped:../x",
+            "model.policy.checkpoint: shipped:../x leaves the shipped",
+        ),
         ("trainer.precision=17", "trainer.precision=17: expected one of"),
         ("trainer.precision=bf16-true", "trainer.precision=bf16-true would cast the trained weights. Leave it"),
         ("trainer.plugins=HalfPrecision", "trainer.precision=16-true would cast the trained weights."),

@@ -6,6 +6,8 @@ from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.build import build
 
 SEVERAL = "model.reward={class_path: Weighted, init_args: {rewards: [JPEGCompressibility, ShapesReward]}}"
+STEPS = "model.lr_scheduler=torch.optim.lr_scheduler.StepLR"
+CYCLE = "model.lr_scheduler={class_path: torch.optim.lr_scheduler.OneCycleLR, init_args: {max_lr: 0.1}}"
 URL = "model.reward.url=http://x/score"
 LINES = [
     (
@@ -42,7 +44,7 @@ LINES = [
     (["trainer.callbacks=[EMA,EMA]"], "Found more than one stateful callback of type `EMA`."),
     (
         ["model.policy.lora_alpha=4"],
-        "lora_alpha and lora_targets have no effect without lora_rank.",
+        "model.policy.lora_alpha=4 has no effect with lora_rank=None. Set lora_alpha=None, or lora_rank.",
     ),
     (["model.policy.lora_rank=2.5"], "model.policy.lora_rank=2.5: expected"),
     (["model.policy.checkpoint=/none"], "/none is not a folder. Set model.policy.checkpoint to"),
@@ -57,7 +59,22 @@ LINES = [
     (["trainer.max_epochs=0"], "trainer.max_epochs=0 is invalid. Use 1 or more, or -1."),
     (["trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val=-1 is invalid. Use 0 or more."),
     (["trainer.barebones=true"], "trainer.barebones=true switches off checkpoints, metrics and evaluations."),
-    (["trainer.accelerator=gup"], "You selected an invalid accelerator name: `accelerator='gup'`."),
+    (["trainer.max_time=soon"], "trainer.max_time: `Timer(duration='soon')` is not a valid duration."),
+    (["trainer=gpu"], "trainer=gpu is not a mapping. Set an option of it, such as trainer.max_epochs=20."),
+    ([".max_epochs=3"], ".max_epochs is not an option of a recipe. Did you mean trainer.max_epochs?"),
+    (["checkpoint=x"], "checkpoint is not an option of a recipe. Did you mean model.policy.checkpoint?"),
+    (["model.policy.checkpoint="], "model.policy.checkpoint= is empty. Name a pipeline"),
+    (["model.reward=torch.nn.Linear"], "model.reward=torch.nn.Linear is not a Reward."),
+    (["data.train=3"], "data.train=3: expected text or a mapping"),
+    (["data.train=[a.txt"], "data.train: [a.txt does not exist."),
+    (["data.heldout=null", "data.heldout_fraction=0.999999"], "data.heldout_fraction=0.999999: "),
+    (["model.objective.time_shift=3"], "model.objective.time_shift=3.0 has no effect with times=sampler."),
+    ([STEPS, "model.lr_scheduler.step_size=0"], "model.lr_scheduler fails at step 1 of"),
+    ([CYCLE, "model.lr_scheduler.total_steps=1"], "model.lr_scheduler fails at step 2 of 2: Tried to step"),
+    (
+        ["trainer.accelerator=gup"],
+        "trainer.accelerator: You selected an invalid accelerator name:",
+    ),
     (["trainer.default_root_dir=x"], "trainer.default_root_dir is set by the command. Use run_dir=... instead."),
     (["name=None"], "name=None is Python syntax. Write name=null."),
 ]

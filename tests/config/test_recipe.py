@@ -26,9 +26,17 @@ def test_a_wrong_command_line(args, line):
         Command.parse(args)
 
 
+def test_a_file_that_holds_a_number_is_no_recipe(tmp_path):
+    (tmp_path / "x.yaml").write_text("42")
+    with pytest.raises(UserError, match="Cannot read .*x.yaml: Invalid loaded object type: int"):
+        read_recipe(Command.parse([str(tmp_path / "x.yaml")]))
+
+
 def test_overrides_that_a_subcommand_refuses():
     with pytest.raises(UserError, match="^name is set. Leave it out.$"):
         refuse_overrides(["tiny_shapes", "name=x", "data.name=y"], {"name": "is set. Leave it out."})
+    with pytest.raises(UserError, match="^a.b.c is set.$"):
+        refuse_overrides(["a.b.c=1", "a.bc=1"], {"a.b": "is set."})
 
 
 @pytest.mark.parametrize("name", ["tiny_shapes", "tiny_shapes.yaml", "recipes/tiny_shapes.yaml"])

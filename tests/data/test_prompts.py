@@ -58,7 +58,9 @@ def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path):
         read_prompts(write(tmp_path, "p.txt", "a cat\na caf\u00e9\n".encode("latin-1")))
 
 
-@pytest.mark.parametrize(("name", "said"), [("no.txt", "does not exist"), ("p.tsv", ".txt")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("no.txt", "does not exist. Use a"), ("p.tsv", ".txt"), ("p.csv", "Did you mean .*p.tsv")]
+)
 def test_a_missing_or_foreign_file_is_refused(tmp_path, name, said):
     (tmp_path / "p.tsv").touch()
     with pytest.raises(ValueError, match=said):

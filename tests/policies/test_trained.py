@@ -72,9 +72,12 @@ def test_every_target_that_matches_nothing_is_named(tiny_sd3, target):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"lora_targets": ["to_q"]}, "lora_alpha and lora_targets have no effect without lora_rank."),
+        (
+            {"lora_targets": ["to_q"]},
+            "lora_targets=['to_q'] has no effect with lora_rank=None. Set lora_targets=None, or lora_rank.",
+        ),
         ({"lora_rank": 2, "train_only": ["*"]}, "train_only and lora_rank are both set"),
-        ({"start_weights": "ema"}, "start_weights=ema has no effect without start_from."),
+        ({"start_weights": "ema"}, "start_weights='ema' has no effect with start_from=None."),
         ({"quantisation": "nf4"}, "quantisation=nf4 needs lora_rank, without compile and without fold_lora."),
         ({"quantisation": "nf4", "lora_rank": 2, "compile": True}, "quantisation=nf4 needs lora_rank, without compile"),
     ],

@@ -70,10 +70,11 @@ def test_a_callback_of_lightnings_that_does_not_fit_is_refused(tiny_sd3, tmp_pat
 
 
 @pytest.mark.parametrize("limit", [{}, {"limit_train_batches": 4}, {"limit_train_batches": 9}, {"max_steps": 4}])
-def test_a_limit_that_cuts_none_is_kept(tmp_path, limit):
+def test_a_limit_that_cuts_none_is_kept(tiny_sd3, tmp_path, limit):
     sizes = Sizes(2, 4, updates_per_iteration=2, micro_batch_size=4)
     assert sizes.plan(1).steps_per_iteration == 4
-    assert limit_error(make_trainer(tmp_path, 1, **limit), sizes, has_heldout=True) is None
+    trainer = make_trainer(tmp_path, 1, **limit)
+    assert limit_error(make_module(tiny_sd3), trainer, sizes, has_heldout=True) is None
 
 
 @pytest.mark.parametrize("number", repeating([True, 2], slow=[2]))
