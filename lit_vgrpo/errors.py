@@ -115,11 +115,12 @@ def _shown(file: str) -> str:
     return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
 
 
-def is_deliberate(error: Exception) -> bool:
+def is_deliberate(error: BaseException) -> bool:
     """Return True if a statement of this package raised an error for a wrong value, so that its message is enough."""
+    if not isinstance(error, ValueError):
+        return False
     last = traceback.extract_tb(error.__traceback__)[-1]
-    is_ours = Path(__file__).parent in Path(last.filename).parents
-    return isinstance(error, ValueError) and is_ours and str(last.line).startswith("raise ")
+    return Path(__file__).parent in Path(last.filename).parents and str(last.line).startswith("raise ")
 
 
 def report(errors: Sequence[str]) -> None:

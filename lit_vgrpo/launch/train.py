@@ -67,7 +67,7 @@ def train(cli: RecipeCLI) -> int:
 
 def _fail(cli: RecipeCLI, watch: Watch, error: BaseException) -> int:
     if not watch.report_death():
-        if isinstance(error, Exception) and is_deliberate(error):
+        if is_deliberate(error):
             report([str(error)])
         else:
             traceback.print_exception(error)

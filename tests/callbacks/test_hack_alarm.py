@@ -102,10 +102,9 @@ def test_a_run_that_hacks_its_reward_is_stopped_and_says_why(tmp_path, capfd):
     assert cheating["is_likely"]
     assert cheating["signs"][0] == "images of different prompts became alike"
     assert cheating["signs"][-1] == "a reward that was not trained on fell"
-    # the start is not among the checkpoints: of those after it, the first was the best
     best = tmp_path / "checkpoints/best.ckpt"
     assert f"Best checkpoint: {best} (heldout/untrained_reward 0." in lines[0]
-    assert "after 1 iteration)" in lines[0]
+    assert "after 0 iterations)" in lines[0]
 
 
 def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path, capfd):

@@ -82,7 +82,7 @@ def test_debug_shows_the_traceback(capsys):
     ],
 )
 def test_exit_codes(error, status, line, monkeypatch, capsys):
-    def fail(folder):
+    def fail(*words):
         raise error
 
     monkeypatch.setattr("lit_vgrpo.cli.init.write_starter", fail)
