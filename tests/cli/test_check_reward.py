@@ -8,10 +8,9 @@ import torch
 from commands import check_reward
 from PIL import Image
 
-from lit_vgrpo.cli.check_reward import findings, training_rows, trials
+from lit_vgrpo.cli.check_reward import findings, trials
 from lit_vgrpo.cli.main import main
-from lit_vgrpo.launch.build import build
-from lit_vgrpo.rewards import JPEGCompressibility, Reward, Weighted
+from lit_vgrpo.rewards import Reward, Weighted
 
 OWN = """
 def constant(images, prompts):
@@ -98,13 +97,6 @@ def test_prompts_that_a_reward_cannot_score_are_said_and_none_is_made_where_all_
     assert "shapes failed for 4 of 8 images: " in lines[1]
 
 
-def test_more_prompts_than_an_iteration_has_are_those_of_the_next(recipe):
-    cli = build([recipe], make_folder=False)
-    dataset = cli.datamodule.train_dataloader().dataset
-    expected = [row["prompt"] for step in (0, len(dataset), 2 * len(dataset)) for row in dataset[step].rows]
-    assert [row["prompt"] for row in training_rows(cli, 5)] == expected[:5]
-
-
 class Given(Reward):
     """Scores that the rows hold."""
 
@@ -137,15 +129,6 @@ def test_groups_without_spread_are_said_of_the_sum():
     ]
 
 
-def test_one_image_a_prompt_and_none_scored():
-    parts = tried([0.0, 1.0], 1)
-    assert parts[0].flat_share is None
-    assert findings(parts) == []
-    parts = tried([math.nan, math.nan])
-    assert parts[0].row()[2:8] == ["-", "-", "-", "-", "2", "-"]
-    assert findings(parts) == ["given failed for 2 of 2 images: the row has none"]
-
-
 def test_a_part_is_judged_on_the_images_that_it_applies_to():
     class Named(Given):
         name = "named"
@@ -158,16 +141,3 @@ def test_a_part_is_judged_on_the_images_that_it_applies_to():
     assert given.groups.tolist() == [1, 1, 2]
     assert named.scores.tolist() == [0, 1]
     assert total.failed == 0
-
-
-def test_seconds_leave_the_first_call_out():
-    calls = []
-
-    class Counting(JPEGCompressibility):
-        def __call__(self, images, prompts, rows):
-            calls.append(len(images))
-            return super().__call__(images, prompts, rows)
-
-    rows = [{"prompt": "a"}] * 6
-    trials(Weighted([Counting()]), [torch.rand(1, 3, 8, 8)] * 6, rows, torch.arange(6), 4)
-    assert calls == [4, 4, 2]

@@ -18,7 +18,7 @@ from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.core.types import BlockCache, RolloutRequest, RolloutSpec
+from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, acceleration
@@ -172,26 +172,6 @@ def test_images_are_nearly_the_same_and_follow_the_weights(policy):
     assert difference(after, sampled(policy, RolloutSpec(steps=4))) < 0.1
     with start.swapped_into(policy):
         assert torch.equal(sampled(policy, INT8), first)
-
-
-def test_the_networks_own_weights_stay(policy):
-    state = {name: value.clone() for name, value in policy.state_dict().items()}
-    full = sampled(policy, RolloutSpec(steps=4))
-    sampled(policy, INT8)
-    assert all(torch.equal(value, state[name]) for name, value in policy.state_dict().items())
-    assert list(policy.state_dict()) == list(state)
-    assert all(type(parameter) is torch.nn.Parameter for parameter in policy.parameters())
-    assert torch.equal(sampled(policy, RolloutSpec(steps=4)), full)
-
-
-@pytest.mark.slow
-def test_it_goes_with_a_cache(policy):
-    cached = RolloutSpec(steps=4, quantise="int8", cache=BlockCache("taylorseer", warm_up=4))
-    assert torch.equal(sampled(policy, cached), sampled(policy, INT8))
-    cached = RolloutSpec(steps=4, quantise="int8", cache=BlockCache("taylorseer", warm_up=2))
-    every_block = sampled(policy, INT8)
-    assert difference(sampled(policy, cached), every_block) > 0
-    assert policy.blocks_run == pytest.approx(3 / 4)
 
 
 def test_a_run_quantises_its_rollouts_alone(torchao, tmp_path):

@@ -77,11 +77,6 @@ def test_nothing_is_kept_between_batches_rollouts_and_weights(policy, cache):
     assert torch.equal(images(policy, cache), changed)
 
 
-def test_taylorseer_gives_an_image_the_same_bits_alone_and_in_a_batch(policy):
-    alone = torch.cat([images(policy, TAYLOR, [number]) for number in range(4)])
-    assert torch.equal(alone, images(policy, TAYLOR))  # a batch alone is padded to the same size
-
-
 @pytest.mark.parametrize("cache", [TAYLOR, HALF], ids=["taylorseer", "first_block"])
 def test_passes_outside_of_the_rollout_see_no_hook(policy, cache):
     noise, times = policy.prior(image_generators(1, 0, 0, [0, 1])), torch.tensor([0.3, 0.7])
@@ -119,14 +114,6 @@ def test_a_run_caches_its_rollouts_alone_and_logs_the_share(tiny_sd3, tmp_path):
     assert trainer.callback_metrics["cost/passes_per_image"] == 4 + 2  # a skipped pass is counted as any other
     assert module.policy.blocks_run is None  # the evaluation came last
     assert module.ledger.counts["evaluation"]["without_grad"] % 4 == 0
-
-
-def test_a_merged_adapter_is_merged_in_the_cached_view_too(sd3):
-    plain, merged = sd3(lora_rank=2, fold_lora=False), sd3(lora_rank=2)
-    images(merged, TAYLOR)
-    for policy in (plain, merged):
-        torch.nn.init.constant_(next(p for name, p in trainable_parameters(policy).items() if "lora_B" in name), 0.3)
-    torch.testing.assert_close(images(merged, TAYLOR), images(plain, TAYLOR), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -7,9 +7,6 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from make_prompts import files
-from make_tiny import random_words
-from tiny_pipelines import words_tokenizer
-from tiny_text import learn_merges, text_encoder_with_projection
 
 from lit_vgrpo import SD3Policy
 from lit_vgrpo.rewards.ocr import OCRReward, wanted_text
@@ -81,12 +78,6 @@ def test_rendering_depends_on_the_generator_alone() -> None:
     assert not torch.equal(made[0], made[2])
 
 
-def test_words_stay_inside_the_picture() -> None:
-    for picture in random_words(100, torch.Generator().manual_seed(0)):
-        edge = torch.cat([picture[:, 0], picture[:, -1], picture[:, :, 0], picture[:, :, -1]], dim=1)
-        assert (edge - edge[:, :1]).abs().max() < 0.5  # a round letter may shade the top row
-
-
 def test_printed_words_are_read_and_other_words_are_not(ocr: OCRReward) -> None:
     words = TRAIN + HELDOUT
     images = pictures(words)
@@ -123,28 +114,6 @@ def test_captions_are_misspelt_at_the_given_rate_and_pictures_stay_true() -> Non
         counts = Counter(letters[place] for letters in shown)
         assert set(counts) == set(LETTERS)
         assert max(counts.values()) < 2 * count / len(LETTERS)
-
-
-def test_quoted_letters_are_tokens_and_the_other_words_are_one_each() -> None:
-    tokenizer = words_tokenizer()
-    for word in TRAIN + HELDOUT:
-        tokens = [token.removesuffix("</w>") for token in tokenizer.tokenize(prompt_of(word))]
-        assert tokens == ["a", "sign", "that", "says", '"', *word.lower(), '"']
-    with pytest.raises(ValueError, match=r"word 'tea' has only letters that stay apart\. Use a word with another"):
-        learn_merges(["says", "tea"], LETTERS.lower())
-
-
-def test_every_order_of_the_letters_has_its_own_embedding() -> None:
-    tokenizer = words_tokenizer()
-    encoder = text_encoder_with_projection(tokenizer)
-    prompts = [prompt_of(word) for word in ("EAT", "ATE", "TEA", "ETA", "AET", "TAE")]
-    tokens = tokenizer(prompts, padding="max_length", return_tensors="pt")
-    assert tokens.input_ids.shape == (6, tokenizer.model_max_length)
-    with torch.no_grad():
-        out = encoder(**tokens, output_hidden_states=True)
-    for embeddings in (out.hidden_states[-2].flatten(1), out.text_embeds):
-        apart = torch.cdist(embeddings, embeddings) / embeddings.norm(dim=1).mean()
-        assert apart[~torch.eye(6, dtype=torch.bool)].min() > 0.1
 
 
 @pytest.mark.slow

@@ -59,19 +59,6 @@ def test_a_sweep_does_not_see_the_races_prompts():
     assert heldout("--sweep", "data.heldout_images_per_prompt=2") == (None, 0.2, "training prompts")
 
 
-def test_prompts_that_the_command_line_sets_stay_in_a_sweep():
-    assert heldout("--sweep", "data.heldout=x.txt")[::2] == ("x.txt", "prompts of the command line")
-    assert heldout("--sweep", "data.heldout=null", "data.heldout_fraction=0.3")[:2] == (None, 0.3)
-
-
-def test_a_share_that_the_recipe_holds_out_itself_stays(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("data: {train: prompts.txt, heldout_fraction: 0.1}\n")
-    options = compare_options([str(path), "--sweep"])
-    assert options.base["data"]["heldout_fraction"] == 0.1
-    assert options.prompts == "held-out prompts"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

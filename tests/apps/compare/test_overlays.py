@@ -149,19 +149,6 @@ def test_a_sweep_may_be_a_list_of_points(tmp_path, tiny_recipe):
     assert found[1].recipe["model"]["objective"]["init_args"]["clip"] is None
 
 
-def test_an_overlay_says_what_its_search_was_given(tmp_path, tiny_recipe):
-    found = {"points": 8, "seeds": 2, "iterations": 30, "prompts": "tiny_shapes, training prompts"}
-    tuned = {"model": {"objective": {"init_args": {"clip": 0.1}}, "optimizer": {"lr": 0.2}}}
-    path = overlay_file(tmp_path, tuned=tuned, found=found)
-    budget = read_overlay(path).found
-    assert str(budget) == "8 points x 2 seeds x 30 iterations, tiny_shapes, training prompts"
-    race = entrants(compare_options([str(tiny_recipe), "--methods", str(path)]))
-    assert [entrant.settings for entrant in race] == ["published", "tuned"]
-    assert race[1].found == budget
-    assert [entrant.recipe["model"]["objective"]["init_args"].get("clip") for entrant in race] == [None, 0.1]
-    assert race[1].recipe["model"]["optimizer"]["lr"] == 0.2
-
-
 def test_an_overlay_may_not_change_the_task(tmp_path):
     published = {"model": {"objective": "VGRPO", "reward": "JPEGCompressibility"}, "data": {"group_size": 8}}
     path = overlay_file(tmp_path, published=published, sweep={"data.train": ["x"]})
@@ -213,14 +200,6 @@ def test_an_override_that_a_method_undoes_is_refused(tiny_recipe):
     (entrant,) = entrants(compare_options([*words, *kept]))
     assert entrant.recipe["model"]["objective"]["init_args"]["rollout"]["steps"] == 3
     assert entrant.recipe["model"]["evaluation"]["steps"] == 3
-
-
-def test_tuned_is_refused_where_nothing_is_tuned(tmp_path, tiny_recipe):
-    path = overlay_file(tmp_path)
-    options = compare_options([str(tiny_recipe), "--methods", str(path), "--settings", "tuned"])
-    assert errors_of(entrants, options)[0].startswith("mine has no tuned settings. ")
-    default = entrants(compare_options([str(tiny_recipe), "--methods", str(path)]))
-    assert [entrant.settings for entrant in default] == ["published"]
 
 
 def test_without_held_out_prompts_there_is_no_race(tiny_recipe):
