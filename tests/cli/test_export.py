@@ -10,6 +10,7 @@ import torch
 import yaml
 from commands import export, run
 from diffusers import DiffusionPipeline
+from helpers import repeating
 from processes import draw_with_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -172,7 +173,7 @@ def test_the_average_is_another_adapter(drawn):
     torch.testing.assert_close(drawn["sd3_merged"][0], drawn["sd3_lora"][0], rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", repeating(FAMILIES, slow=[*FAMILIES][1:]))
 def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path, family):
     """B @ A of the file is the update that was trained, although alpha is not the rank."""
     policy = loaded(f"runs/{family}_lora", "trained")

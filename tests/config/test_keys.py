@@ -22,7 +22,6 @@ LINES = [
     (["model.polcy=3"], "model.polcy is not an option of VGRPOModule. Did you mean policy?"),
     (["modl.x=3"], "modl is not an option of a recipe. Did you mean model?"),
     (["model.objective=VGRP"], "model.objective=VGRP is not a known class. Did you mean VGRPO?"),
-    (["trainer.callbacks=EMAA"], "trainer.callbacks=EMAA is not a known class. Did you mean EMA?"),
     (["model.reward=nomod.X"], "model.reward: No module named 'nomod'"),
     ([SEVERAL, "model.reward.weights=[0,0]"], "model.reward.weights=[0.0, 0.0] are all 0."),
     (
@@ -34,7 +33,6 @@ LINES = [
         ["model.policy.lora_alpha=4"],
         "model.policy.lora_alpha=4 has no effect with lora_rank=None. Set lora_alpha=None, or lora_rank.",
     ),
-    (["model.policy.lora_rank=2.5"], "model.policy.lora_rank=2.5: expected"),
     (["model.policy.checkpoint=/none"], "/none is not a folder. Set model.policy.checkpoint to"),
     (["model.reward=python:math:squirt"], "model.reward.function=math:squirt cannot be imported"),
     (["model.reward=[PickScore,HPSv2]"], "model.reward: Not a valid subclass of Reward."),
@@ -42,7 +40,6 @@ LINES = [
     (["data.micro_batch_size=3"], "data.micro_batch_size=3 cannot split"),
     (["model.seed=3"], "model.seed follows seed_everything. Set seed_everything=3 instead."),
     (["seed_everything=-1"], "seed_everything=-1 is invalid."),
-    (["trainer.max_epochs="], "trainer.max_epochs=: expected int or null."),
     (["trainer.max_epochs=0"], "trainer.max_epochs=0 is invalid. Use 1 or more, or -1."),
     (["trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val=-1 is invalid. Use 0 or more."),
     (["trainer.barebones=true"], "trainer.barebones=true switches off checkpoints, metrics and evaluations."),

@@ -3,7 +3,7 @@ import math
 import lightning as L
 import pytest
 import torch
-from helpers import make_data, make_module, make_trainer, weights
+from helpers import make_data, make_module, make_trainer, repeating, weights
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA, RewardLogger
@@ -106,6 +106,9 @@ def test_stop_leaves_the_weights_as_they_were(tiny_sd3, tmp_path):
     assert all(torch.equal(value, weights(before)[name]) for name, value in weights(module).items())
 
 
+CLIPS = [{}, {"gradient_clip_algorithm": "value"}]
+
+
 class ByLightning(VGRPOModule):
     """Clips as Lightning does, which computes the norm again."""
 
@@ -113,7 +116,7 @@ class ByLightning(VGRPOModule):
         return L.LightningModule.configure_gradient_clipping(self, *args, **kwargs)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_algorithm": "value"}], ids=["norm", "value"])
+@pytest.mark.parametrize("options", repeating(CLIPS, slow=CLIPS[1:]), ids=["norm", "value"])
 def test_one_norm_is_checked_logged_and_clipped_by(tiny_sd3, tmp_path, monkeypatch, options):
     taken, norm = [], torch.nn.utils.get_total_norm
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *a, **k: taken.append(norm(*a, **k)) or taken[-1])
