@@ -27,7 +27,7 @@ STANDARD_ERRORS = 2.0
 
 @checked
 class RewardHackAlarm(StopsRun):
-    """Warns or stops when the trained reward rises while the images degenerate or an untrained score falls.
+    """Alarm for a trained reward that rises while the images degenerate or an untrained score falls.
 
     After every evaluation the held-out images are compared with those at the start: whether images of different
     prompts became alike, and whether images became blurred, noisy, faded or oversaturated. The limits are those of

@@ -37,7 +37,7 @@ class HeldOutObserver(Protocol):
 
 
 class Looks:
-    """Measures the held-out images of every evaluation; see ``lit_vgrpo.metrics.looks``.
+    """Measurement of the held-out images of every evaluation; see ``lit_vgrpo.metrics.looks``.
 
     Attributes:
         start: The first evaluation's reduced images, ``(N, 768)``, float16; ``None`` before it.
