@@ -27,13 +27,13 @@ STANDARD_ERRORS = 2.0
 
 @checked
 class RewardHackAlarm(StopsRun):
-    """Warns or stops when the trained reward rises while the images degenerate or an untrained score falls.
+    """Alarm for a trained reward that rises while the images degenerate or an untrained score falls.
 
-    After every evaluation the held-out images are compared with those at the start: do images of different prompts
-    still differ, did they become blurred, noisy, faded or oversaturated? The limits are those of the report's "Did it
-    cheat?". An untrained score is compared with the evaluation where it was highest. (Training images are not
-    comparable, since their prompts change.) A change of a score counts if it exceeds both a share of the baseline and
-    two standard errors of the per-image differences. The warning is given once, until the divergence ends.
+    After every evaluation the held-out images are compared with those at the start: whether images of different
+    prompts became alike, and whether images became blurred, noisy, faded or oversaturated. The limits are those of
+    the report's "Did it cheat?". An untrained score is compared with the evaluation where it was highest. (Training
+    images are not comparable, since their prompts change.) A change of a score counts if it exceeds both a share of
+    the baseline and two standard errors of the per-image differences. The warning is given once per divergence.
 
     Args:
         metric: The held-out metric that must not fall while ``heldout/reward`` rises, if it is measured; null compares

@@ -33,7 +33,7 @@ GAP = 4
 @checked
 @dataclass(eq=False)
 class SampleGrid(L.Callback):
-    """Samples held-out prompts with fixed noise, saves them as ``RUN/samples/*.png`` and gives them to the loggers.
+    """Grid of held-out prompts sampled with fixed noise, saved as ``RUN/samples/*.png`` and logged.
 
     One row per prompt. The first column shows the frozen reference, the second the policy on the same noise, the others
     the policy on other noise; the last shows the picture that the prompt edits, if there is one. The policy uses the

@@ -96,7 +96,7 @@ class RunSummary(L.Callback):
         self.heldout_start = state_dict["heldout_start"]
 
     def _cheating(self, trainer: L.Trainer, module: VGRPOModule) -> Cheating:
-        """Return the report's answer for the start and the newest evaluation."""
+        """Return the report's "Did it cheat?" for the start and the newest evaluation."""
         ends = {0: self.heldout_start} if self.heldout_start else {}
         ends |= {one.iteration: module.evaluator.latest for one in module.evaluator.history[-1:]}
         points = [

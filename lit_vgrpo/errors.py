@@ -12,7 +12,7 @@ from pathlib import Path
 
 LONGEST_LIST = 12
 HIDDEN = "(hidden)"
-"""Shown instead of what may be secret."""
+"""Replacement for values that may be secret."""
 PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 HARMLESS = "\n\t\u200c\u200d"
 
@@ -116,7 +116,7 @@ def _shown(file: str) -> str:
 
 
 def is_deliberate(error: BaseException) -> bool:
-    """Return True if a statement of this package raised an error for a wrong value, so that its message is enough."""
+    """Return True if this package raised the error for a wrong value, so that its message is enough."""
     if not isinstance(error, ValueError):
         return False
     last = traceback.extract_tb(error.__traceback__)[-1]

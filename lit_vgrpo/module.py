@@ -204,7 +204,7 @@ class VGRPOModule(L.LightningModule):
         self.trainer.should_stop = self._stops and batch.is_last
 
     def on_train_epoch_end(self) -> None:
-        """Fail if updates are missing: Lightning takes a StopIteration, of a callback as well, for the last batch."""
+        """Fail if updates are missing: Lightning takes any StopIteration, even a callback's, for the last batch."""
         is_whole = self.iteration is None and self.trainer.is_last_batch
         if not is_whole and not 0 <= self.trainer.max_steps <= self.trainer.global_step:
             number = self.trainer.current_epoch + 1

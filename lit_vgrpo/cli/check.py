@@ -70,7 +70,7 @@ def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
 
 
 def _check_recipe(command: Command, gpu_memory: int | None) -> Policy:
-    """Check a recipe and return its policy, not loaded."""
+    """Check a recipe and return its policy without loading it."""
     recipe = read_recipe(command)
     try:
         cli = build_recipe(recipe, make_folder=False)
@@ -98,7 +98,7 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> Policy:
 
 
 def other_command() -> list[str]:
-    """Return a line if the script ``lightning`` is another package's: lightning-sdk and litserve install one too."""
+    """Return a warning if another package, such as lightning-sdk or litserve, installed the script ``lightning``."""
     script = shutil.which("lightning")
     owner = re.search(r"^from (\w+)", Path(script).read_text(errors="replace"), re.M) if script else None
     if owner is None or owner[1] == "lit_vgrpo":

@@ -61,7 +61,7 @@ def _starter(name: str) -> dict[str, str]:
 
 
 def _copy_of(source: str, name: str) -> dict[str, str]:
-    """Return the text of a recipe and of its shipped prompts, by file."""
+    """Return the texts of a recipe and its shipped prompts, by file name."""
     path = find_recipe(source)
     if stages := loaded(path).get(STAGES):
         raise UserError(f"{source} is a curriculum of several recipes. Copy one of them: --from {stages[0]}")

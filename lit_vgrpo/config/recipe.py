@@ -35,14 +35,14 @@ STAGES = "stages"
 NO_OVERLAYS = ("compare", "assets", "prompts", "starter")
 """Shipped folders without overlays: a comparison's have a different format, and the starter is copied."""
 FOUND_IN = "found_in"
-"""Key of a run's ``config.yaml``: the folders, from there, in which the run found paths and modules."""
+"""Key of a run's ``config.yaml``: folders, relative to it, in which the run found paths and modules."""
 SECTIONS = {"model": "model.objective=VGRPO", "data": "data.group_size=8", "trainer": "trainer.max_epochs=20"}
 """Parts of a recipe, each a mapping, with an example of an option."""
 SUFFIXES = (".yaml", ".yml")
 PATH_KEYS = ("train", "heldout", "path", "checkpoint", "start_from")
-"""Options that may be the name of a file or folder without a dot or slash in it."""
+"""Options whose value may be a file or folder name without a dot or slash."""
 CALLBACK_KEYS = ("reference", "features")
-"""Options of callbacks that are read; other paths under ``trainer`` are written."""
+"""Options of callbacks whose paths are read; other paths under ``trainer`` are written."""
 OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
 MISSING_VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
 
@@ -111,7 +111,7 @@ def is_override(word: str) -> bool:
 
 
 def refuse_overrides(words: Sequence[str], refused: Mapping[str, str]) -> None:
-    """Raise UserError for each override of a key, or of an option of it, that a subcommand sets itself or does not use.
+    """Raise UserError for overrides of keys, or their options, that a subcommand sets itself or does not use.
 
     Args:
         refused: By key, the rest of the message.
@@ -213,7 +213,7 @@ def read_recipe(command: Command) -> Recipe:
 
 
 def with_found_paths(plain: Mapping[Any, Any], places: Sequence[Path]) -> dict[Any, Any]:
-    """Return a recipe's values with the path of each file or folder that is in one of some folders.
+    """Return a recipe's values with the names of files and folders replaced by the paths where they are found.
 
     The path is relative if it is in the current folder. What is not found stays as written.
     """

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 
-# Imported first while a group exists, as by a library, torch.distributed.nn keeps that group in default arguments: its
-# threads then outlive destroy_process_group, and abort the process as it exits.
+# If torch.distributed.nn is first imported while a group exists, for example by a library, it keeps that group in
+# default arguments. The group's threads then outlive destroy_process_group and abort the process at exit.
 
 T = TypeVar("T")
 

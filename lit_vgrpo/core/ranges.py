@@ -21,7 +21,7 @@ SHOULD = "Input should be "
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """Annotation of an option that has no effect unless another one has this value, or with None any that is true."""
+    """Annotation of an option that has no effect unless another has this value; None stands for any true value."""
 
     option: str
     value: Any = None
@@ -119,7 +119,7 @@ def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
 
 
 def _notes(hint: Any) -> Iterator[Any]:
-    """Yield the annotations of a hint and of its members; a choice of words counts as a range."""
+    """Yield the annotations of a hint and its members; a ``Literal`` counts as a range."""
     if typing.get_origin(hint) is Literal:
         yield Range()
         return

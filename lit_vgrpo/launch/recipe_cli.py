@@ -173,7 +173,7 @@ class RecipeCLI(LightningCLI):
         if self.make_folder:
             self.folder = reserve(self.folder, self.resumption is not None)
             self.lock.take(self.folder)
-            for draft in [*self.folder.rglob(f"{DRAFT_PREFIX}*")]:  # what a killed run was writing
+            for draft in [*self.folder.rglob(f"{DRAFT_PREFIX}*")]:  # incomplete files of a killed run
                 remove(draft)
         try:
             return self._trainer_in(self.folder)

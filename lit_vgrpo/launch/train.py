@@ -91,7 +91,7 @@ def _finish(cli: RecipeCLI, completed: bool) -> None:
 
 
 def _is_lost(cli: RecipeCLI) -> bool:
-    """Return True and report it if the run folder was renamed or deleted; the new one gets the recipe, to continue."""
+    """Return True and report it if the run folder was renamed or deleted; write the recipe to a new one."""
     if not cli.lock.has_moved(cli.folder):
         return False
     cli.folder.mkdir(parents=True, exist_ok=True)

@@ -43,8 +43,8 @@ class ChainObjective(Objective):
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
         clip: Half-width of the ratio's trust region; null for none.
         advantage_clip: Bound on the advantages; null for none.
-        drop_zero_advantages: Leave images without advantage, such as those of a group without spread, out of the loss,
-            which is then the mean over the others of the iteration. Otherwise the KL and the anchor pull at them too.
+        drop_zero_advantages: Leave images without advantage, such as those of a group without spread, out of the loss.
+            The loss is then the mean over the iteration's other images. If off, the KL and the anchor act on them too.
             Their passes are not saved.
         kl_weight: Weight of the KL of each step to the starting weights; 0 or null switches it and its passes off.
         training_guidance: Guidance scale of the policy during training; null takes the rollout's. With any other scale
@@ -78,7 +78,7 @@ class ChainObjective(Objective):
 
     @property
     def window_range(self) -> tuple[int, int]:
-        """Steps ``[first, stop)`` with the window: all but the last, which has far less noise than the others."""
+        """Steps ``[first, stop)`` that may contain the window: all but the last, which has far less noise."""
         return 0, self.spec.steps - 1
 
     def window_start(self, iteration: int) -> int:
@@ -87,13 +87,13 @@ class ChainObjective(Objective):
 
     @property
     def window_starts(self) -> range:
-        """Places where the window may start."""
+        """Steps at which the window may start."""
         assert self.window is not None
         first, stop = self.window_range
         return range(first, stop - self.window[1] + 1)
 
     def drawn_start(self, iteration: int) -> int:
-        """Draw the window's place from the run's seed and the iteration."""
+        """Draw the window's first step from the run's seed and the iteration."""
         starts, generator = self.window_starts, seeded_generator(self.seed, STREAM_STEPS, iteration)
         return starts[int(torch.randint(len(starts), (), generator=generator))]
 

@@ -107,7 +107,7 @@ def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
 
 
 def _scale_of(config: Mapping[str, Any], layer: str, rank: int) -> float:
-    """Return a layer's scale by an adapter's options, as peft computes it; 1 if they have none."""
+    """Return a layer's scale from an adapter's options, as peft computes it; 1 if they define none."""
     from peft.utils.other import get_pattern_key
 
     patterns = config.get("alpha_pattern") or {}
@@ -137,7 +137,7 @@ def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[s
 
 
 def _unused(tensors: Mapping[str, Tensor], layers: Mapping[str, Tensor]) -> list[str]:
-    """Return the tensors of a file that no converted one depends on: converters drop those that they do not know."""
+    """Return the file's tensors on which no converted tensor depends: converters drop those that they do not know."""
     matrices = [name for name in tensors if not name.endswith(ALPHA)]  # an alpha becomes a number
     if not layers or not matrices:
         return list(tensors) or ["none"]

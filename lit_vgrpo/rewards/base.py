@@ -101,7 +101,7 @@ class Reward(ABC):
 
 
 def called(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-    """Call a reward with the pictures that it takes, and return its scores ``(B,)``, float32.
+    """Call a reward, with pictures if it takes them, and return its scores ``(B,)``, float32.
 
     Raises:
         RewardOutage: It returned something else.
@@ -115,7 +115,7 @@ def called(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a reward failed, in one line, with file and line for a user's code."""
+    """Return the reason that a reward failed, in one line; for user code, with file and line."""
     if isinstance(error, RewardError):
         return str(error)
     return error_in_user_code(error) or f"{type(error).__name__}: {one_line(error)}"

@@ -374,7 +374,7 @@ def _read(body: bytes, count: int) -> ScoreAnswer:
 
 
 def shown_address(url: str) -> str:
-    """Return an address for messages: its user, password and query may be a key, and are hidden.
+    """Return an address for messages, without its user, password and query, which may be secret.
 
     >>> shown_address("http://me:key@host:80/score?key=1")
     'http://(hidden)@host:80/score?(hidden)'

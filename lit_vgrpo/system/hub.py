@@ -79,7 +79,7 @@ def source_of(checkpoint: str) -> str:
 
 
 def base_name(checkpoint: str) -> str:
-    """Return a checkpoint's name for others: its hub name, or the last part of its folder's path."""
+    """Return a checkpoint's public name: its hub name, or the last part of its folder's path."""
     return checkpoint if local_folder(checkpoint) is None else Path(source_of(checkpoint)).name
 
 

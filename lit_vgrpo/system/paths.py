@@ -47,7 +47,7 @@ def resolve_path(text: str | Path) -> Path:
 
 
 def import_from_here(*folders: Path) -> None:
-    """Make modules in the current folder importable, as they are not in a console script, and those in other folders.
+    """Make modules in the current folder and in other folders importable; a console script lacks the current one.
 
     Args:
         folders: Folders to search first, in this order.
@@ -77,7 +77,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def new_file(path: Path, mode: str = "xb", **options: Any) -> Iterator[IO[Any]]:
-    """Yield a new file that replaces ``path`` at the end of the block; links are not followed. Arguments of open()."""
+    """Yield a new file that replaces ``path`` at the end of the block; takes open()'s arguments, follows no links."""
     draft = path.with_name(DRAFT_PREFIX + path.name)
     remove(draft)
     try:

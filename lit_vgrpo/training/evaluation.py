@@ -37,7 +37,7 @@ class HeldOutObserver(Protocol):
 
 
 class Looks:
-    """Measures the held-out images of every evaluation; see ``lit_vgrpo.metrics.looks``.
+    """Measurement of the held-out images of every evaluation; see ``lit_vgrpo.metrics.looks``.
 
     Attributes:
         start: The first evaluation's reduced images, ``(N, 768)``, float16; ``None`` before it.
@@ -55,7 +55,7 @@ class Looks:
         self._numbers: list[tuple[int, int]] = []
 
     def load_start(self, images: Tensor | None) -> None:
-        """Take reduced images, such as a checkpoint's, as those of the start."""
+        """Use reduced images, such as a checkpoint's, as those of the start."""
         self.start = images
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
@@ -78,7 +78,7 @@ class Looks:
         is_finite = measured.isfinite().all(1)
         self.newest = small.half()
         values = [*diversities(small[is_finite], prompts[is_finite]), *of_images[is_finite].mean(0).tolist()]
-        if self.start is not None and self.start.shape == small.shape:  # other prompts after a resume do not compare
+        if self.start is not None and self.start.shape == small.shape:  # prompts may change on resume
             values.append(float(distances(small, self.start.float()).nanmean()))
         found = dict(zip(LOOKS, values, strict=False))
         return {f"heldout/{name}": value for name, value in found.items() if math.isfinite(value)}

@@ -80,7 +80,7 @@ class FolderLock:
         self._handle = handle
 
     def has_moved(self, folder: Path) -> bool:
-        """Return True if another folder, or none, has the name of the one that was taken."""
+        """Return True if the folder's path now names another folder, or none."""
         if self._handle is None:
             return False
         try:

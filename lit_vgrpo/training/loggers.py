@@ -134,7 +134,7 @@ def _add_image(logger: TensorBoardLogger, key: str, image: Image.Image, step: in
 
 
 def log_picture(loggers: Iterable[Logger], key: str, image: Image.Image, step: int) -> None:
-    """Give an image to TensorBoard, W&B and every other logger with their ``log_image``; call it on rank 0."""
+    """Log an image to TensorBoard, W&B and every other logger with a ``log_image`` like theirs; call it on rank 0."""
     for logger in loggers:
         if hasattr(logger, "log_image"):
             logger.log_image(key=key, images=[image], step=step)
@@ -143,7 +143,7 @@ def log_picture(loggers: Iterable[Logger], key: str, image: Image.Image, step: i
 
 
 def log_recipe(loggers: Iterable[Logger], recipe: dict[str, Any]) -> None:
-    """Give the recipe to every logger, which opens the run of a tracker; call it on rank 0.
+    """Log the recipe to every logger, which opens a tracker's run; call it on rank 0.
 
     Raises:
         UserError: A tracker cannot be opened, such as W&B without a login.
@@ -151,7 +151,7 @@ def log_recipe(loggers: Iterable[Logger], recipe: dict[str, Any]) -> None:
     for logger in loggers:
         try:
             logger.log_hyperparams(recipe)
-        except Exception as error:  # each tracker has its exceptions
+        except Exception as error:  # trackers raise different exceptions
             name = type(logger).__name__
             advice = " Without an account: export WANDB_MODE=offline" if name == "WandbLogger" else ""
             raise UserError(f"trainer.logger={name} cannot start: {one_line(error).rstrip('.')}.{advice}") from error

@@ -82,7 +82,7 @@ class Resumption:
         return f"Continuing from {self.checkpoint} ({self.progress})."
 
     def check(self, typed: str | None) -> None:
-        """Refuse a second checkpoint, ``ckpt_path`` as typed, and starting over in the folder of an ended run."""
+        """Refuse a ``ckpt_path`` in addition to --resume, and starting over in the folder of an ended run."""
         if typed not in (None, "null"):
             raise UserError(f"ckpt_path={typed} and --resume name two checkpoints. Leave one of them out.")
         outcome = (read_summary(self.folder) or {}).get("outcome")

@@ -168,7 +168,7 @@ def _is_free(key: str) -> bool:
 
 
 def _is_found_elsewhere(old: Any, new: Any) -> bool:
-    """Return True for the path of a file that the run, started from another folder, knew by another path."""
+    """Return True for a different path to the same file, as after starting from another folder."""
     if not isinstance(old, str) or not isinstance(new, str) or Path(old).name != Path(new).name:
         return False
     return os.path.exists(new) and (not os.path.exists(old) or os.path.samefile(old, new))

@@ -42,7 +42,7 @@ class SavedWeights:
         tensors: Trained weights and, if the run had an EMA callback, their average, by variant and by their names in
             the policy.
         policy_options: The policy's options in the checkpoint's recipe.
-        is_whole: False if it was saved within an iteration.
+        is_whole: False if it was saved in the middle of an iteration.
     """
 
     path: Path

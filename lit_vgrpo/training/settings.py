@@ -153,7 +153,7 @@ def sizes_of(trainer: Any) -> Sizes:
 
 
 def refuse_unfit(trainer: Any) -> None:
-    """Raise TypeError if a trainer's data module is none, and ValueError if a callback does not fit an iteration."""
+    """Raise TypeError if the data module is not one, and ValueError if a callback does not fit an iteration."""
     data = trainer.datamodule
     if data is not None and not isinstance(data, LightningDataModule):
         forget_datamodule(trainer)

@@ -49,7 +49,7 @@ def strategy_errors(
 
 
 def launcher_error(ranks: int) -> str | None:
-    """Return why a launcher's processes would not form one run, or ``None``; Lightning ignores it on one device."""
+    """Return why a launcher's processes would not form one run, or ``None``; on one device Lightning ignores them."""
     launchers = (kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect())
     started = next((launcher.world_size() for launcher in launchers), ranks)
     if started == ranks:

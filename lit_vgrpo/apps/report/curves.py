@@ -88,7 +88,7 @@ class Plot:
 
     @property
     def is_result(self) -> bool:
-        """``True`` for rewards, ``False`` for what diagnoses the training."""
+        """``True`` for rewards, ``False`` for diagnostics of the training."""
         return self.title.startswith(("Held-out", "Training reward"))
 
     @property
@@ -187,7 +187,7 @@ def _svg(known: list[Series], axis: str) -> str:
     axes.margins(y=0.08)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
-    # The page's script finds a point's values from its place: where 0 and 1 of both axes are.
+    # The page's script computes a point's values from its position, given where 0 and 1 of both axes are.
     (left, bottom), (right, top) = axes.transData.transform([(0, 0), (1, 1)]) * 72 / figure.dpi
     head = f'data-x="{left:.4f} {right - left:.6g}" data-y="{HEIGHT - bottom:.4f} {bottom - top:.6g}"'
     return _for_page(text.getvalue(), head, [series.label for series in known])

@@ -48,7 +48,7 @@ def add_card(
         iterations: Iterations after which they were saved.
         dtype: Dtype of the written files.
         merged: True if an adapter was merged into the weights.
-        is_whole: False if the weights were saved within an iteration.
+        is_whole: False if the weights were saved in the middle of an iteration.
 
     Returns:
         The kind of weights, such as ``LoRA of rank 32, float32``, and the lines of Python that load them.
@@ -166,7 +166,7 @@ def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path
 
 
 def edit_call(policy: Policy) -> str:
-    """Return the line of Python that edits a picture at the size of training, without resizing it."""
+    """Return the line of Python that edits a picture at the training size, without resizing it."""
     height, width = policy.image_size or (1, 1)
     references = policy.pipeline_references(torch.zeros(1, 3, height, width))
     options = {**references, "height": height, "width": width, **policy.pipeline_options}

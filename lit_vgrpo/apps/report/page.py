@@ -70,12 +70,12 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt's images from the same noise, before training and after it, possibly of several runs.
+    """A prompt's images from the same noise, before and after training, possibly of several runs.
 
     Attributes:
         images: By their labels, such as "before" and "after".
         edited: The picture that the prompt edits, if any.
-        change: Root mean square difference of the two.
+        change: Root mean square difference of the images before and after.
     """
 
     prompt: str
@@ -85,7 +85,7 @@ class Pair:
 
 
 def read_pairs(run: Path) -> list[Pair]:
-    """Return the pairs of a run's newest readable sample grid, those that changed most first."""
+    """Return the pairs of a run's newest readable sample grid, largest change first."""
     order = {"before": 0, "after": 2}
     files = sorted((run / "samples").glob("*.png"), key=lambda file: (order.get(file.stem, 1), file.stem))
     for file in reversed(files):
@@ -108,7 +108,7 @@ def read_pairs(run: Path) -> list[Pair]:
 
 
 def side_by_side(runs: Sequence[RunPage]) -> list[Pair]:
-    """Return the images of several runs by prompt; those that are the same before training once."""
+    """Return the images of several runs by prompt; identical images before training appear once."""
     found: dict[tuple[str, Picture | None], Pair] = {}
     for run in runs:
         for pair in run.pairs:
@@ -133,7 +133,7 @@ def _column(sheet: Image.Image, layout: dict[str, Any], column: int) -> list[Ima
 
 
 def read_kept(run: Path, known: set[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return the images that the run kept at its newest evaluation, by the reason, without those known already.
+    """Return the images that the run kept at its newest evaluation, by reason, without those already known.
 
     Each has its ``picture``, ``prompt``, ``image`` (its number), ``scores`` as text, the ``pair`` of rewards that
     disagree, and the picture that is ``edited``, if any.
@@ -199,7 +199,7 @@ class RunPage:
 
     @property
     def figures(self) -> list[tuple[str, str]]:
-        """The cost, the date and the commit, as the result shows them."""
+        """Cost, date and commit, as shown in the result."""
         run, summary = self.run, self.run.summary
         cpu = summary.get("cpu_seconds")
         is_gpu = "cpu" not in str(summary.get("device", "cpu")).lower()
@@ -218,7 +218,7 @@ class RunPage:
 
     @property
     def commands(self) -> list[tuple[str, str]]:
-        """Next steps that work in the run's state, and their commands."""
+        """Next steps that are possible in the run's state, and their commands."""
         folder, run = self.run.folder, self.run
         if not run.recipe or newest_checkpoint(folder) is None:
             return []

@@ -19,7 +19,7 @@ SIGNS = {
     SHARPNESS: (0.5, 2.0, "images became blurred", "images became noisy or hard-edged"),
     SATURATION: (0.5, 2.0, "colours faded", "colours became oversaturated"),
 }
-"""Smallest and largest ratio to the start that an honest run has, and the sign of cheating below and above it."""
+"""Smallest and largest ratio to the start that is no sign of cheating, and the signs below and above them."""
 MEANING = {
     UNTRAINED: "Reward that was not trained on",
     ACROSS: "Difference between prompts",
@@ -34,7 +34,7 @@ ADVICE = "add model.heldout_reward, a reward that is not trained on"
 
 
 def signs(start: Mapping[str, float], end: Mapping[str, float]) -> list[str]:
-    """Return signs of reward hacking in how the held-out images changed, given metrics without ``heldout/``.
+    """Return the signs of reward hacking in held-out metrics, named without ``heldout/``.
 
     >>> signs({"saturation": 0.1}, {"saturation": 0.3})
     ['colours became oversaturated']
@@ -246,7 +246,7 @@ class Verdict:
 
 
 def listed(parts: list[str]) -> str:
-    """Return parts as a list in words.
+    """Join parts with commas and "and".
 
     >>> listed(["a", "b", "c"])
     'a, b and c'

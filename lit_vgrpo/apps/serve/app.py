@@ -24,7 +24,7 @@ from lit_vgrpo.rewards.http import ScoreAnswer, ScoreRequest
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 """Pillow's modes of at most 8 bits per channel."""
 MOST_VALUES = 1000
-"""JSON values of a request per image that it may hold; parsed, the smallest take a hundred times their bytes."""
+"""JSON values allowed in a request, per image it may hold; parsed, the smallest take a hundred times their bytes."""
 REQUESTS = 16
 """Requests held at the same time; the others wait in their connections, unread."""
 
@@ -77,7 +77,7 @@ def make_app(
         max_bytes: A larger request is refused with 413 while it is read.
         max_images: Images per request.
         max_pixels: Pixels per image.
-        is_local: Refuse requests to other host names than this machine's.
+        is_local: Refuse requests to host names other than this machine's.
     """
     app = bounded_app(max_bytes, is_local)
     room = asyncio.Semaphore(REQUESTS)

@@ -21,7 +21,7 @@ CONNECTIONS = 512
 
 
 def bounded_app(max_body_size: int, is_local: bool) -> FastAPI:
-    """Return an application that refuses larger requests and, if it is local, other host names than this machine's."""
+    """Return an application that refuses larger requests and, if local, host names other than this machine's."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=max_body_size)
     if is_local:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
