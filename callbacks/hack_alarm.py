@@ -11,9 +11,7 @@ from torch import Tensor
 
 from lit_vgrpo.apps.report.verdict import listed, signs
 from lit_vgrpo.callbacks.collapse import StopsRun
-from lit_vgrpo.core.gather import raise_together
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
-from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED
 
 if TYPE_CHECKING:
@@ -76,16 +74,6 @@ class RewardHackAlarm(StopsRun):
     def is_on(self) -> bool:
         """``True`` while a divergence lasts."""
         return any(watch.in_a_row >= self.patience for watch in self.watches.values())
-
-    def check(self, data: PromptDataModule) -> list[str]:
-        """Return errors that can be found without loading weights, one line each."""
-        if data.has_heldout:
-            return []
-        return ["RewardHackAlarm needs held-out images, and there are none. Set data.heldout."]
-
-    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
-        errors = self.check(trainer.datamodule)  # type: ignore[attr-defined]
-        raise_together(ValueError(errors[0]) if errors else None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._judge(trainer, pl_module)

@@ -8,11 +8,9 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lit_vgrpo.callbacks import FID, RewardHackAlarm
+from lit_vgrpo.callbacks import FID
 from lit_vgrpo.core.pictures import PICTURE, picture_size
-from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import suggestion
-from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.prompt_encoder import size_error
 from lit_vgrpo.rewards import Weighted
@@ -26,13 +24,11 @@ LOGGED = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "scouts
 FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a table are not read)"
 
 
-def callback_errors(callbacks: Sequence[Callback], model: VGRPOModule, data: PromptDataModule) -> list[str]:
+def callback_errors(callbacks: Sequence[Callback]) -> list[str]:
     """Return all errors of the recipe's callbacks, given in its order."""
     errors = unfit_callbacks(callbacks)
     for number, callback in enumerate(callbacks):
         found = callback.check() if isinstance(callback, FID) else []
-        if isinstance(callback, RewardHackAlarm):
-            found = callback.check(data)
         errors += [f"trainer.callbacks[{number}].{error}" if "=" in error.split()[0] else error for error in found]
         metric = getattr(callback, "monitor", None)
         # Lightning reports it only after the first evaluation or checkpoint.

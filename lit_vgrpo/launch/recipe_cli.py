@@ -218,7 +218,7 @@ class RecipeCLI(LightningCLI):
             errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
         if not data.sizes.errors(ranks):
             errors += filter(None, [limit_error(model, self.trainer, data.sizes, data.has_heldout)])
-        errors += [*of_data, *callback_errors(chosen, model, data)]
+        errors += [*of_data, *callback_errors(chosen)]
         return [with_full_key(error, self.recipe.values) for error in errors]
 
     def find_unscorable(self) -> list[UnscorablePrompts]:

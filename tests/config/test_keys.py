@@ -41,7 +41,6 @@ LINES = [
     (["model.seed=3"], "model.seed follows seed_everything. Set seed_everything=3 instead."),
     (["seed_everything=-1"], "seed_everything=-1 is invalid."),
     (["trainer.max_epochs=0"], "trainer.max_epochs=0 is invalid. Use 1 or more, or -1."),
-    (["trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val=-1 is invalid. Use 0 or more."),
     (["trainer.barebones=true"], "trainer.barebones=true switches off checkpoints, metrics and evaluations."),
     (["trainer.max_time=soon"], "trainer.max_time: `Timer(duration='soon')` is not a valid duration."),
     (["trainer=gpu"], "trainer=gpu is not a mapping. Set an option of it, such as trainer.max_epochs=20."),
