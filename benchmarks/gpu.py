@@ -300,6 +300,7 @@ def real_recipe(place: Place) -> list[str]:
         if place.is_gpu:
             _write_real_sizes(policy, reward, place.device)
     words = ["sd3_pickscore", f"model.policy.checkpoint={policy}", f"model.reward.checkpoint={reward}"]
+    words.append("model.heldout_reward=null")
     words += [place.accelerator, "trainer.enable_progress_bar=false"]
     if not place.is_gpu:
         words += ["data.prompts_per_iteration=2", "data.group_size=2", "data.micro_batch_size=2"]
