@@ -29,6 +29,7 @@ def wait_for(address, job):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # 60 iterations of clicks: seven minutes beside another test
 @pytest.mark.skipif(NO_BROWSER is not None, reason=f"the voting page {NO_BROWSER}")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_voter_who_is_right_in_four_of_five_trains_tiny_shapes_through_the_page(seed, tmp_path, monkeypatch):
