@@ -52,7 +52,7 @@ def describe_best(trainer: L.Trainer) -> str:
     file = folder / CHECKPOINTS / BEST
     best = next((one.best for one in trainer.checkpoint_callbacks if isinstance(one, RunCheckpoint)), None)
     if best is None or best.name is None:
-        return "No best checkpoint was saved: that needs an evaluation on held-out prompts, and RunCheckpoint's best."
+        return "No best checkpoint was saved: RunCheckpoint's best and data.heldout must both be set."
     again = f"lightning run {folder / CONFIG_NAME} ckpt_path={file}"
     return f"Best checkpoint: {file} ({best}). Continue from it in a new folder: {again}"
 
@@ -99,8 +99,8 @@ class CollapseStop(StopsRun):
         if trainer.strategy.reduce_boolean_decision(is_bad, all=False):
             self.outcome = COLLAPSED
             self.reason = (
-                f"Weights are not finite after update {batch.update + 1} of iteration {batch.iteration + 1}; nothing "
-                f"was saved since. Lower model.optimizer.lr. {describe_best(trainer)}"
+                f"Weights are not finite after update {batch.update + 1} of iteration {batch.iteration + 1}. "
+                f"Nothing was saved after it. Lower model.optimizer.lr. {describe_best(trainer)}"
             )
             raise FloatingPointError(self.reason)
 

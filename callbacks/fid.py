@@ -58,7 +58,7 @@ class FID(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
         errors = self.check()
         if not getattr(getattr(trainer, "datamodule", None), "has_heldout", False):
-            errors.append("FID needs held-out evaluations, and there are none. Set data.heldout.")
+            errors.append("FID needs held-out prompts. Set data.heldout.")
         # a file may be missing on one machine only, but all ranks must stop
         raise_together(ValueError(errors[0]) if errors else None)
         if self not in pl_module.evaluator.observers:

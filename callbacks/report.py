@@ -181,7 +181,9 @@ class KeptImages:
                     if path.name not in kept:
                         path.unlink(missing_ok=True)
             except (OSError, ValueError, UserError) as error:
-                rank_zero_warn(f"Cannot write {folder}: {error}. Training continues; the report will lack its images.")
+                rank_zero_warn(
+                    f"Cannot write {folder}: {error}. Training continues, but the report will have no images."
+                )
         return {}
 
 

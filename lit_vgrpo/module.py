@@ -351,7 +351,7 @@ class VGRPOModule(L.LightningModule):
         try:
             read_sound(Path(checkpoint_path))
         except CheckpointDamage as damage:
-            raise RuntimeError(f"{checkpoint_path} {damage}. Give another checkpoint of its run.") from damage
+            raise RuntimeError(f"{checkpoint_path} {damage}. Give another checkpoint of the same run.") from damage
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

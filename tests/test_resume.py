@@ -143,5 +143,5 @@ def test_images_of_other_sizes_are_refused(tiny_sd3, tmp_path):
     make, _, _ = METHODS["AWM"]
     saver = SaveAt(tmp_path / "middle.ckpt", 1, 1)
     run(tiny_sd3, tmp_path, make, 2, [saver], micro_batch_size=4)
-    with pytest.raises(RuntimeError, match="within iteration 2, with other prompts or sizes"):
+    with pytest.raises(RuntimeError, match="during iteration 2, with different prompts or sizes"):
         run(tiny_sd3, tmp_path, make, 2, ckpt=tmp_path / "middle.ckpt", micro_batch_size=4, group_size=8)

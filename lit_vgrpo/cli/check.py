@@ -64,7 +64,7 @@ def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
         for key in (key for key in after if before[key] != after[key]):
             raise UserError(
                 f"Stage {number}: {key} is {after[key]}, but {before[key]} in stage {number - 1}, whose weights it "
-                "starts from. Give all stages the same."
+                "starts from. Use the same value in all stages."
             )
     return 0
 
@@ -103,7 +103,7 @@ def other_command() -> list[str]:
     owner = re.search(r"^from (\w+)", Path(script).read_text(errors="replace"), re.M) if script else None
     if owner is None or owner[1] == "lit_vgrpo":
         return []
-    return [f"The command lightning here is that of {owner[1]} ({script}). Write lit-vgrpo instead."]
+    return [f"The lightning command in this environment belongs to {owner[1]} ({script}). Use lit-vgrpo instead."]
 
 
 def _evidence(command: Command) -> list[str]:

@@ -58,7 +58,7 @@ def _read_token(variable: str) -> str:
     return token
 
 
-RecipeArg = Annotated[str, Argument(help="Shipped name, file or run folder.", autocompletion=_recipes)]
+RecipeArg = Annotated[str, Argument(help="Shipped recipe, file or run folder.", autocompletion=_recipes)]
 Words = Annotated[
     list[str] | None, Argument(metavar="[OVERLAY|key=value]", help="Files merged over the recipe, and overrides.")
 ]
@@ -153,8 +153,8 @@ def compare(
     methods: Annotated[str | None, Option(help="Shipped overlays or files, separated by commas.")] = None,
     seeds: Annotated[int | None, Option(min=1, help="Seeds per method; 3 by default, 1 in a sweep.")] = None,
     first_seed: Annotated[int | None, Option(min=0, help="First seed.")] = None,
-    target: Annotated[str | None, Option(help="Held-out rewards to report the cost of, such as 0.6,0.7.")] = None,
-    base: Annotated[str | None, Option(help="Method to divide the others' costs by.")] = None,
+    target: Annotated[str | None, Option(help="Target held-out rewards, such as 0.6,0.7.")] = None,
+    base: Annotated[str | None, Option(help="Baseline method for relative costs.")] = None,
     settings: Annotated[str | None, Option(help="published, tuned or both, separated by a comma.")] = None,
     iterations: Annotated[int | None, Option(min=1, help="Iterations per run; by default the recipe's.")] = None,
     evaluate_every: Annotated[int, Option(min=1, help="Iterations between evaluations.")] = 5,
@@ -203,7 +203,7 @@ def vote(
 def report_runs(
     runs: Annotated[list[str], Argument(help="Run folders, shown side by side.")],
     out: Out = None,
-    serve: Annotated[bool, Option("--serve", help="Show the page while the runs train, without a file.")] = False,
+    serve: Annotated[bool, Option("--serve", help="Serve the page while the runs train; write no file.")] = False,
     port: Port = 8008,
 ) -> int:
     """Write runs as one HTML page."""
@@ -280,8 +280,8 @@ def sample(
 def score(
     reward: RewardArg,
     words: Annotated[list[str] | None, Argument(metavar="[IMAGE|FOLDER|key=value]")] = None,
-    prompt: Annotated[str | None, Option(help="Prompt of all images.")] = None,
-    prompts: Annotated[str | None, Option(help="File with a prompt per image.")] = None,
+    prompt: Annotated[str | None, Option(help="Prompt for all images.")] = None,
+    prompts: Annotated[str | None, Option(help="File with one prompt per image.")] = None,
     out: Out = None,
     batch_size: Annotated[int, Option(min=1, help="Images per call of the reward.")] = 1,
 ) -> int:
@@ -299,7 +299,7 @@ def score(
 def check_reward(
     recipe: RecipeArg,
     words: Words = None,
-    images: Annotated[str | None, Option(help="Images to score; by default the policy's.")] = None,
+    images: Annotated[str | None, Option(help="Images to score; by default sampled from the policy.")] = None,
     num_prompts: Annotated[int, Option(min=1, help="Number of training prompts to use.")] = 4,
     images_per_prompt: Annotated[int, Option(min=1, help="Images per prompt.")] = 2,
 ) -> int:

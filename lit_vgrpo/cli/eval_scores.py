@@ -92,7 +92,9 @@ class HeldOutEvaluation(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         if len(set(objects_of_all_ranks((str(self.saved.path), self.saved.progress)))) > 1:
-            raise UserError(f"{self.saved.path} was replaced while the ranks read it. Run the evaluation again.")
+            raise UserError(
+                f"{self.saved.path} was replaced while the ranks were reading it. Run the evaluation again."
+            )
 
     def val_dataloader(self) -> DataLoader[str]:
         variants: Any = self.variants  # a list has all that a loader asks of a dataset

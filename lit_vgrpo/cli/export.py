@@ -35,7 +35,7 @@ def read_target(text: str) -> Target:
         return Target(vacant_folder(text))
     name = text.removeprefix(HUB_PREFIX)
     if name.count("/") != 1:
-        raise UserError(f"{text} is not a repository's name. Write {HUB_PREFIX}owner/name.")
+        raise UserError(f"{text} is not a repository name. Use {HUB_PREFIX}owner/name.")
     return Target(next(path for path in candidates(Path("exports", Path(name).name)) if not path.exists()), name)
 
 
@@ -128,7 +128,7 @@ def upload(folder: Path, repository: str, options: ExportOptions) -> bool:
 def refuse_misfit(policy: Policy, options: ExportOptions) -> None:
     """Raise UserError if the run's kind of weights cannot be exported as the options ask."""
     if options.format == KOHYA and options.merge:
-        raise UserError("--format kohya applies to a LoRA, and --merge leaves none. Leave out one of them.")
+        raise UserError("--format kohya needs a LoRA, but --merge removes it. Use only one of them.")
     if policy.lora_rank is None and (options.merge or options.format == KOHYA):
         asked = "--merge" if options.merge else f"--format {KOHYA}"
         raise UserError(f"{asked} applies to a LoRA: {options.run} trained the network's weights. Leave it out.")

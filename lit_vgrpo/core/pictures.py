@@ -81,7 +81,9 @@ def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
         return None
     for row, file in zip(rows, files, strict=True):
         if not file:
-            raise ValueError(f'Prompt "{row.get("prompt")}" has no {PICTURE}, but others have. Give all of them one.')
+            raise ValueError(
+                f'Prompt "{row.get("prompt")}" has no {PICTURE}, but other rows have. Add one to every row.'
+            )
     return [_read_once(str(file), _changed_ns(Path(str(file)))) for file in files]
 
 
@@ -106,7 +108,7 @@ def stacked_references(rows: Sequence[Mapping[str, Any]]) -> Tensor | None:
     sizes = {tuple(picture.shape[1:]) for picture in pictures}
     if len(sizes) > 1:
         listed = " and ".join(f"{height} x {width}" for height, width in sorted(sizes))
-        raise ValueError(f"The rows' pictures have different sizes, {listed} pixels. Resize them to one.")
+        raise ValueError(f"The rows' pictures have different sizes, {listed} pixels. Resize them to the same size.")
     return torch.stack(pictures).float() / 255
 
 

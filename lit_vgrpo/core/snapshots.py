@@ -103,6 +103,6 @@ class Snapshot:
         if self.tensors.keys() != other.keys():
             odd = sorted(self.tensors.keys() ^ other.keys())
             raise RuntimeError(
-                f"The copy and the policy do not train the same weights: {len(odd)} differ, the first is {odd[0]}. "
-                "Was the recipe's policy changed since the copy was made?"
+                f"The copy and the policy train different weights: {len(odd)} differ, such as {odd[0]}. "
+                "Did the recipe's policy change after the copy was made?"
             )

@@ -42,7 +42,7 @@ class SamplerTimes:
         kept = self.times[(self.times >= low) & (self.times <= high)]
         if not len(kept):
             raise ValueError(
-                f"model.objective.time_range={[low, high]} holds none of the sampler's times, which lie between "
+                f"model.objective.time_range={[low, high]} contains none of the sampler's times, which lie between "
                 f"{self.times.min():.3g} and {self.times.max():.3g}. Widen it, or use more rollout.steps."
             )
         return SamplerTimes(kept)
@@ -74,8 +74,8 @@ class SamplerTimes:
         """Return different times ``(N,)`` in random order; ValueError if there are not enough of them."""
         if number > len(self.times):
             raise ValueError(
-                f"An image needs {number} different times, but time_range and noisiest leave {len(self.times)} of the "
-                f"sampler's. Set model.objective.num_times={len(self.times)} or less."
+                f"Each image needs {number} different times, but time_range and noisiest leave {len(self.times)} of "
+                f"the sampler's. Set model.objective.num_times={len(self.times)} or less."
             )
         return self.times[torch.randperm(len(self.times), generator=generator)[:number]]
 

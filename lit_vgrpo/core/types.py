@@ -208,7 +208,7 @@ class RolloutSpec:
         errors = self.accelerator_errors(where)
         if self.is_sde and self.scouts is not None:
             errors.append(
-                f"{where}.scouts requires an ODE: with {self.solver}, a scout's noise would give another image. "
+                f"{where}.scouts requires an ODE: with {self.solver}, a scout's noise would give a different image. "
                 "Leave it out."
             )
         if self.shared_noise and not self.is_sde:

@@ -150,7 +150,7 @@ class PromptDataModule(L.LightningDataModule):
         """
         loader = self.val_dataloader()
         if isinstance(loader, list):
-            raise ValueError("There are no held-out prompts to test on or to predict. Set data.heldout.")
+            raise ValueError("Testing and prediction need held-out prompts. Set data.heldout.")
         return loader
 
     predict_dataloader = test_dataloader

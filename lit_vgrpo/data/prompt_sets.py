@@ -69,7 +69,9 @@ class PromptSets:
             places = zip(np.searchsorted(starts, chosen, side="right") - 1, chosen, strict=True)
             self.heldout = [sources[source][int(index - starts[source])] for source, index in places]
             if not self.heldout:
-                raise PromptError(f"heldout_fraction={choice.heldout_fraction} holds out no prompts. Use a larger one.")
+                raise PromptError(
+                    f"heldout_fraction={choice.heldout_fraction} holds out no prompts. Use a larger fraction."
+                )
         training: list[Rows | TableRows] = []
         for source, rows, mask in zip(choice.train, sources, np.split(stays & ~aside, starts[1:-1]), strict=True):
             indices = np.flatnonzero(mask)

@@ -108,7 +108,7 @@ def _checked_prompt(value: object, source: PromptSource, where: str) -> str:
 def _check_column(columns: Collection[str], source: PromptSource, where: str) -> None:
     column = source.column or PROMPT
     if column not in columns:
-        remedy = f" {suggestion(column, columns)} Set column= to the prompts." if columns else ""
+        remedy = f" {suggestion(column, columns)} Set column= to the prompt column." if columns else ""
         raise PromptError(f'{where}: no column "{column}".{remedy}')
 
 
@@ -163,7 +163,9 @@ def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[
         _check_column(reader.fieldnames or [], source, f"{file} line 1")
         for row in reader:
             if None in row or None in row.values():
-                raise PromptError(f"{file} line {reader.line_num}: more or fewer cells than the header. Quote commas.")
+                raise PromptError(
+                    f"{file} line {reader.line_num}: more or fewer cells than the header. Quote cells with commas."
+                )
             if any(cell.strip() for cell in row.values()):
                 filled = {name: cell for name, cell in row.items() if cell.strip()}
                 yield reader.line_num, {source.column or PROMPT: "", **filled}

@@ -91,7 +91,7 @@ def kind_of(source: PromptSource) -> Kind:
         return "folder"
     if path.is_file() and suffix in FILE_KINDS:
         if source.split or source.config:
-            raise PromptError(f"{path} has no splits and configurations. Leave out split and config.")
+            raise PromptError(f"{path} has no splits or configurations. Leave out split and config.")
         return cast("Kind", suffix)
     if path.exists():
         raise PromptError(f"{path} is not a prompt file. {USE}")

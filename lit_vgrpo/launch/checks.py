@@ -34,7 +34,7 @@ def callback_errors(callbacks: Sequence[Callback]) -> list[str]:
         # Lightning reports it only after the first evaluation or checkpoint.
         if type(callback).__module__.startswith("lightning.") and metric and not metric.startswith(LOGGED):
             name = f"trainer.callbacks[{number}].monitor={metric}"
-            errors.append(f"{name}: no metric of a run has that name. {suggestion(metric, OFTEN_WANTED)}")
+            errors.append(f"{name}: runs log no metric with this name. {suggestion(metric, OFTEN_WANTED)}")
     return errors
 
 

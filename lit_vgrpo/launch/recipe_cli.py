@@ -251,12 +251,12 @@ class RecipeCLI(LightningCLI):
     def opening(self) -> list[str]:
         """Return the lines to print before training."""
         swapped = self.recipe.swapped
-        kept = f"{swapped} starts from its own defaults and keeps only rollout of the recipe's objective."
+        kept = f"{swapped} uses its default options; only rollout is kept from the recipe's objective."
         lines = [] if swapped is None else [kept]
         lines += [f"Changed: {change}" for change in self.allowed_changes]
         device = self.trainer.strategy.root_device
         asked = self._asked_folder
-        taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} is an earlier run's)"
+        taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} belongs to an earlier run)"
         lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}"]
         lines.append(f"Run folder: {self.folder}{taken}")
         if (gpu := idle_gpu(device)) is not None:
@@ -316,7 +316,7 @@ def read_checkpoint(path: Path, what: str) -> dict[str, Any]:
     try:
         return read_sound(path)
     except CheckpointDamage as damage:
-        raise UserError(f"{what} {damage}. Give another checkpoint of its folder.") from damage
+        raise UserError(f"{what} {damage}. Give another checkpoint from the same folder.") from damage
 
 
 def refuse_finished(checkpoint: dict[str, Any], trainer: Trainer, what: str) -> None:
@@ -325,8 +325,8 @@ def refuse_finished(checkpoint: dict[str, Any], trainer: Trainer, what: str) -> 
     if progress.is_finished(trainer.max_epochs, trainer.max_steps):
         limit = "max_epochs" if progress.is_finished(trainer.max_epochs, max_steps=-1) else "max_steps"
         raise UserError(
-            f"{what} is the state after {progress}. trainer.{limit}={getattr(trainer, limit)} leaves nothing to do: "
-            "set it higher."
+            f"{what} is already at {progress}. trainer.{limit}={getattr(trainer, limit)} leaves nothing to do. "
+            "Set it higher."
         )
 
 

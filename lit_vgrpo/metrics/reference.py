@@ -147,5 +147,5 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"reference={path} cannot be read: {error}.") from error
     if not (set(_OURS) <= set(arrays) or set(_CLEAN_FID) <= set(arrays)):
-        raise ValueError(f"{path} has no statistics but {', '.join(arrays) or 'nothing'}. Use another file.")
+        raise ValueError(f"{path} has no statistics, only {', '.join(arrays) or 'an empty archive'}. Use another file.")
     return arrays

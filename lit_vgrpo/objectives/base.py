@@ -141,12 +141,14 @@ class Objective(ABC):
         """Return settings that cannot work together, one line each."""
         spec = self.rollout_spec(0)
         if spec.scouts is not None and not self.needs_reward:
-            return [f"model.objective.rollout.scouts: {type(self).__name__} has no reward to choose by. Leave it out."]
+            return [
+                f"model.objective.rollout.scouts: {type(self).__name__} has no reward to select with. Leave it out."
+            ]
         errors = spec.errors()
         if (self.anchor_weight > 0) != (self.anchor_decay is not None):
             errors.append(
-                f"model.objective.anchor_weight={self.anchor_weight} and anchor_decay={self.anchor_decay} need each "
-                "other. Set both, such as 1.0 and 0.3, or 0 and null."
+                f"model.objective.anchor_weight={self.anchor_weight} and anchor_decay={self.anchor_decay} must be "
+                "set together. Use values such as 1.0 and 0.3, or 0 and null."
             )
         return errors
 
@@ -299,7 +301,7 @@ class Objective(ABC):
         if state["copies"].keys() != copies.keys():
             saved, needed = (", ".join(sorted(names)) or "none" for names in (state["copies"], copies))
             raise RuntimeError(
-                f"The checkpoint keeps other copies of the weights ({saved}) than {type(self).__name__} does "
+                f"The checkpoint has copies of the weights ({saved}) that differ from those of {type(self).__name__} "
                 f"({needed}). Resume with the recipe that wrote it (RUN/config.yaml)."
             )
         self.num_updates = state["num_updates"]

@@ -127,7 +127,7 @@ class DGPO(ForwardObjective):
         prompts, updates = sizes.prompts_per_iteration, sizes.updates_per_iteration
         if sizes.split_updates and prompts % updates:
             errors.append(
-                f"DGPO compares whole groups, but updates_per_iteration={updates} cuts the {prompts} groups of "
+                f"DGPO compares whole groups, but updates_per_iteration={updates} splits the {prompts} groups of "
                 f"{sizes.group_size}. Use a divisor of {prompts}, or data.split_updates=false."
             )
         return errors
@@ -215,7 +215,7 @@ class DGPO(ForwardObjective):
             )
             if not are_whole(ids, sizes):
                 raise ValueError(
-                    "An update cuts a group, but DGPO compares whole groups. Use data.split_updates=false."
+                    "An update splits a group, but DGPO compares whole groups. Use data.split_updates=false."
                 )
         weights = group_weights(losses, reference, advantages, ids, sizes, self.beta)
         first = (ids == own[:, None]).int().argmax(dim=1)  # an image of the same group, wherever it is

@@ -89,12 +89,12 @@ class FlowGRPO(ChainObjective):
         errors = super().chain_errors()
         if self.fast and not errors and not self.window_starts:
             errors.append(
-                f"model.objective.fast_range={list(self.window_range)} has no place for "
+                f"model.objective.fast_range={list(self.window_range)} is too short for "
                 f"fast_window={self.fast_window} steps. Use a wider range, or null."
             )
         if self.guard and self.spec.solver == "cps":
             errors.append(
-                "model.objective.guard=true is made for a Gaussian likelihood, which cps does not use. "
+                "model.objective.guard=true needs a Gaussian likelihood, which cps does not have. "
                 "Set guard=false, or rollout.solver=flow_sde."
             )
         return errors

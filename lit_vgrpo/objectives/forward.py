@@ -88,8 +88,8 @@ class ForwardObjective(Objective):
             )
         if self.needs_ode and spec.is_sde:
             errors.append(
-                f"model.objective.rollout.solver={spec.solver} is an SDE, but {type(self).__name__} trains on final "
-                f"images alone and samples with an ODE. Use {spec.as_ode().solver}."
+                f"model.objective.rollout.solver={spec.solver} is an SDE, but {type(self).__name__} trains only on "
+                f"final images and samples with an ODE. Use {spec.as_ode().solver}."
             )
         return errors
 
@@ -173,7 +173,7 @@ class DrawnTimesObjective(ForwardObjective):
     def __post_init__(self) -> None:
         if self.antithetic and self.num_pairs % 2:
             option = f"model.objective.{self.pairs_option}={self.num_pairs}"
-            raise ValueError(f"{option} is odd, and antithetic=true uses every noise twice. Use an even number.")
+            raise ValueError(f"{option} is odd, but antithetic=true uses each noise sample twice. Use an even number.")
         super().__post_init__()
 
     @property

@@ -349,7 +349,9 @@ class Policy(PipelinePolicy):
         """Return why a spec's accelerators do not work on this family, at most one line; ``where`` is its key."""
         if spec.cache is None or cls.has_cache:
             return []
-        return [f"{where}.cache={spec.cache.kind} does not work on {cls.__name__}, only SD 3.5 and FLUX.1. Remove it."]
+        return [
+            f"{where}.cache={spec.cache.kind} does not work on {cls.__name__}, only on SD 3.5 and FLUX.1. Remove it."
+        ]
 
     def save(
         self, folder: str | Path, weights: Mapping[str, Tensor] | None = None, dtype: torch.dtype = torch.float32

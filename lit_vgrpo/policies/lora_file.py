@@ -97,8 +97,8 @@ def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
     else:
         odd = min(attempts, key=len)
         raise LoadError(
-            f"{KEY}={policy.start_from} is not a LoRA of {type(network).__name__} alone, which has no place for "
-            f"{len(odd)} of its {len(tensors)} tensors, such as {odd[0]}. Use a plain LoRA of this model, or merge it "
+            f"{KEY}={policy.start_from} is not a LoRA of {type(network).__name__} alone: it does not fit "
+            f"{len(odd)} of the {len(tensors)} tensors, such as {odd[0]}. Use a plain LoRA of this model, or merge it "
             "with its trainer's tools and set model.policy.checkpoint to the result."
         )
     names = [name.removesuffix(DOWN) for name in layers if name.endswith(DOWN)]
@@ -129,10 +129,10 @@ def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[s
         raise LoadError(f"{what} cannot be read: {one_line(error)[:200]}. Download or save it again.") from error
     if config and (alphas := [name for name in tensors if name.endswith(ALPHA)]):
         raise LoadError(
-            f"{what} has two scales, in its adapter's options and in {alphas[0]}. Save it with one of them."
+            f"{what} has two LoRA scales, in its adapter's options and in {alphas[0]}. Save it with one of them."
         )
     if any(not tensor.isfinite().all() for tensor in tensors.values()):
-        raise LoadError(f"{what} holds weights that are not finite. Download or save it again.")
+        raise LoadError(f"{what} contains weights that are not finite. Download or save it again.")
     return {name: tensor.requires_grad_() for name, tensor in tensors.items()}, config
 
 

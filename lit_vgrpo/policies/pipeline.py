@@ -104,7 +104,7 @@ class PipelinePolicy(nn.Module):
         if quantisation is not None and (lora_rank is None or compile or fold_lora):
             raise ValueError(f"quantisation={quantisation} needs lora_rank, without compile and without fold_lora.")
         if not checkpoint:
-            raise ValueError("checkpoint= is empty. Name a pipeline: a folder, or owner/name of the hub.")
+            raise ValueError("checkpoint= is empty. Name a pipeline: a folder, or owner/name on the hub.")
         resolve_path(checkpoint)  # refuses a shipped: path that leaves the installed folder
         self.checkpoint = checkpoint
         self.variant, self.revision = variant, revision

@@ -46,7 +46,7 @@ def size_error(policy: PipelinePolicy, size: tuple[int, ...]) -> str | None:
     if policy.image_size in (None, size):
         return None
     wanted, found = (" x ".join(map(str, sides)) for sides in (policy.image_size or (), size))
-    return f"has {found} pixels (height x width), the images have {wanted}. Resize it, or set height and width."
+    return f"has {found} pixels (height x width), but the images have {wanted}. Resize it, or set height and width."
 
 
 class PromptEncoder:
@@ -158,7 +158,7 @@ class PromptEncoder:
         if long:
             self._warned_of_long_prompts = True
             warnings.warn(
-                f"{len(long)} of {len(prompts)} prompts are longer than the {limit} tokens of {encoder}, which sees "
-                f"only their start. First: {long[0][:80]!r}",
+                f"{len(long)} of {len(prompts)} prompts are longer than the {limit} tokens of {encoder}, which "
+                f"truncates them. First: {long[0][:80]!r}",
                 stacklevel=4,
             )

@@ -237,7 +237,7 @@ class AestheticScore(ModelReward):
         self._processor = clip_processor(self.clip, self.option("clip"))
         clip = clip_model(self.clip, self.dtype, self.option("clip"))
         head = ScoreHead(clip.visual_projection.out_features)
-        with loading(self.checkpoint, f"Set {self.option('checkpoint')} and {self.option('clip')} to a pair."):
+        with loading(self.checkpoint, f"Set {self.option('checkpoint')} and {self.option('clip')} to a matching pair."):
             head.load_state_dict(read_weights(weights_file(self.checkpoint, AESTHETIC_FILE)))
         return nn.ModuleDict({"vision": clip.vision_model, "projection": clip.visual_projection, "head": head})
 

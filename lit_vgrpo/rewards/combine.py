@@ -113,7 +113,7 @@ class Weighted(Reward):
         for part in added:
             if part.name in self.part_names:
                 raise ValueError(
-                    f'heldout_reward has a "{part.name}", as model.reward does. Choose another reward, or set its name.'
+                    f'heldout_reward and model.reward both have a "{part.name}". Choose another, or set its name.'
                 )
         if any(part.weight for part in kept):
             added = [Part(part.name, part.reward, 0.0) for part in added]

@@ -46,7 +46,7 @@ class HPSv2(ModelReward):
         import open_clip
 
         path = weights_file(self.checkpoint, FILENAME)
-        with loading(str(path), f"Set {self.option('checkpoint')} and {self.option('model')} to a pair."):
+        with loading(str(path), f"Set {self.option('checkpoint')} and {self.option('model')} to a matching pair."):
             model: nn.Module = open_clip.create_model(self.model, pretrained=str(path))  # unpickles only tensors
             self._tokenizer = open_clip.get_tokenizer(self.model)
         return model.to(getattr(torch, self.dtype))

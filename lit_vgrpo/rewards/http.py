@@ -239,7 +239,7 @@ class RemoteReward(Reward):
             failed, self._failed_in_a_row = self._failed_in_a_row, 0
             reason = next(answer.reason for answer in answers if isinstance(answer, RequestError))
             raise RewardOutage(
-                f"{reason}; {failed} requests in a row failed. Repair the server or {self.option('url')}, and resume "
+                f"{reason}; {failed} requests in a row failed. Fix the server or {self.option('url')}, and resume "
                 "the run."
             )
         return answers

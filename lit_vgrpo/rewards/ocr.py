@@ -69,7 +69,7 @@ class OCRReward(Reward):
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         if not _plain(wanted_text(prompt, row)):
-            return f'Prompt "{prompt}" has no text to render. Quote it, or write it in the row\'s field text.'
+            return f'Prompt "{prompt}" has no text to render. Put it in quotes, or in the row\'s text field.'
         return None
 
     def load(self) -> None:

@@ -79,7 +79,7 @@ class RecolourReward(Reward):
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         if asked_colour(prompt) is None:
-            return f'Prompt "{prompt}" asks for no colour. Write prompts such as {edit_of(COLOURS[0])!r}.'
+            return f'Prompt "{prompt}" names no colour. Write prompts such as {edit_of(COLOURS[0])!r}.'
         return picture_error(prompt, row)
 
     def __call__(

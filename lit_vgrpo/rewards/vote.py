@@ -114,7 +114,7 @@ class VoteReward(Reward):
         while (progress := store.progress()).given < progress.needed:
             if announces and not self._was_announced:
                 left = counted(progress.needed - progress.given, "vote")
-                say(f"Waiting for {left} on {store.path}. The page to vote: lightning vote {store.path.parent}")
+                say(f"Waiting for {left} on {store.path}. Open the voting page: lightning vote {store.path.parent}")
                 self._was_announced = True
             if self._is_closed.wait(POLL_S) or is_stop_requested():
                 raise KeyboardInterrupt  # people may take hours: save the run and ask again on resume

@@ -140,8 +140,8 @@ class Iteration:
         position = saved[position]
         if state["record"]["iteration"] != batch.iteration or not torch.equal(state["image_ids"][position], wanted):
             raise RuntimeError(
-                f"The checkpoint was saved within iteration {state['record']['iteration'] + 1}, with other prompts or "
-                f"sizes than those of iteration {batch.iteration + 1} now. Resume with its recipe (RUN/config.yaml)."
+                f"The checkpoint was saved during iteration {state['record']['iteration'] + 1}, with different prompts "
+                f"or sizes from those of iteration {batch.iteration + 1} now. Resume with its recipe (RUN/config.yaml)."
             )
         rows, conditioning = _compact(state["rows"][position], state["conditioning"], device)
         pairs = None

@@ -260,6 +260,6 @@ def copying_warning(copies: Tensor, iteration: int) -> str | None:
     if share <= 0.5:
         return None
     return (
-        f"{share:.0%} of the images of iteration {iteration} equal the picture to edit: the policy copies. "
-        "Give the reward for the edit more weight than that for similarity, or raise guidance."
+        f"{share:.0%} of the images of iteration {iteration} are copies of the picture to edit. "
+        "Give the edit reward more weight than the similarity reward, or raise guidance."
     )

@@ -114,7 +114,7 @@ def vacant_folder(text: str) -> Path:
     folder = Path(text).expanduser()
     if any(folder.iterdir()) if folder.is_dir() else folder.exists():
         what = "is not empty" if folder.is_dir() else "is a file"
-        raise UserError(f"{text} {what}, and nothing is overwritten. Choose a new folder.")
+        raise UserError(f"{text} {what} and will not be overwritten. Choose a new folder.")
     return folder
 
 

@@ -300,7 +300,7 @@ class RunCheckpoint(Checkpoint):
             if name != BEST:
                 self.saved = None if self.unsaved is not None else path
         if self.unsaved is not None and trainer.is_global_zero:
-            say(f"{self.unsaved} Free some disk space. A later save or --resume tries again.", error=True)
+            say(f"{self.unsaved} Free some disk space. The next save or --resume will try again.", error=True)
         return self.unsaved
 
     def _write(self, trainer: Trainer, checkpoint: dict[str, Any], path: Path) -> str | None:

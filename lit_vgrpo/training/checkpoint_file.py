@@ -26,7 +26,7 @@ NEEDED_KEYS = ("state_dict", "loops", "global_step", "optimizer_states", "lit_vg
 
 
 class CheckpointDamage(Exception):
-    """A file that is not a checkpoint of a run, or is damaged; the message is a predicate such as "is torn"."""
+    """A file that is not a checkpoint of a run, or is damaged; the message is a predicate such as "is truncated"."""
 
 
 class FileCheckpointIO(TorchCheckpointIO):
@@ -137,16 +137,16 @@ def read(path: Path) -> dict[str, Any]:
     """Return a checkpoint's content, with memory-mapped tensors.
 
     Raises:
-        CheckpointDamage: The file is torn, unreadable or incomplete.
+        CheckpointDamage: The file is truncated, unreadable or incomplete.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
         reason = getattr(error, "strerror", None)
-        raise CheckpointDamage(f"cannot be read: {reason}" if reason else "is torn, or no checkpoint") from error
+        raise CheckpointDamage(f"cannot be read: {reason}" if reason else "is truncated or not a checkpoint") from error
     missing = [key for key in NEEDED_KEYS if key not in content] if isinstance(content, dict) else list(NEEDED_KEYS)
     if missing:
-        raise CheckpointDamage(f"has no {missing[0]}: no checkpoint of a run")
+        raise CheckpointDamage(f"has no {missing[0]}: it is not the checkpoint of a run")
     return content
 
 
@@ -154,7 +154,7 @@ def read_sound(path: Path) -> dict[str, Any]:
     """Read a checkpoint as :func:`read` does, and verify its bytes and that every weight is finite.
 
     Raises:
-        CheckpointDamage: The file is torn, unreadable, incomplete or damaged, or has a weight that is not finite.
+        CheckpointDamage: The file is truncated, unreadable, incomplete or damaged, or has a weight that is not finite.
     """
     content = read(path)
     _verify(path, content)
@@ -181,9 +181,9 @@ def _verify(path: Path, content: Mapping[str, Any]) -> None:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError) as error:  # inconsistent zip records
-        raise CheckpointDamage("is torn, or no checkpoint") from error
+        raise CheckpointDamage("is truncated or not a checkpoint") from error
     if damaged is not None:
-        raise CheckpointDamage(f"is damaged: {damaged} is not what was written")
+        raise CheckpointDamage(f"is damaged: {damaged} does not match its checksum")
     for weights in (content.get("state_dict", {}), *averages(content)):
         for name, tensor in weights.items():
             # One pass without a copy: 30 times as fast as isfinite().all().

@@ -157,8 +157,8 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
             say(f"Skipped {path}: it {damage}.")
     if files:
         raise UserError(
-            f"None of the checkpoints of {folder} is sound ({len(files)} found). Copy a sound one to "
-            f"{folder / CHECKPOINTS}; or, to start from the beginning, move the damaged ones away."
+            f"None of the {len(files)} checkpoints of {folder} can be loaded. Copy an intact one to "
+            f"{folder / CHECKPOINTS}. To start from the beginning, move the damaged ones away."
         )
     return Resumption(folder)
 

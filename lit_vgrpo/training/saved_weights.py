@@ -78,7 +78,7 @@ class SavedWeights:
         difference = self.difference(variant, policy)
         if difference is not None:
             raise UserError(
-                f"{self.path} is a checkpoint of another policy: {difference} Use the recipe that wrote it."
+                f"{self.path} is a checkpoint of a different policy: {difference} Use the recipe that wrote it."
             )
 
     def difference(self, variant: str, policy: Policy) -> str | None:
@@ -219,14 +219,14 @@ def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:
     difference = saved.difference(variant, policy)
     if difference is not None:
         raise LoadError(
-            f"{KEY}={policy.start_from} trained other weights: {difference} Give lora_rank, lora_targets and "
-            "train_only as there; or start from its weights as a pipeline: "
+            f"{KEY}={policy.start_from} trained different weights: {difference} Use its lora_rank, lora_targets "
+            "and train_only, or start from its weights as a pipeline: "
             "lightning export RUN --to DIR [--merge], then model.policy.checkpoint=DIR."
         )
     alpha = saved.policy_options.get("lora_alpha") or saved.policy_options.get("lora_rank")
     if policy.lora_rank is not None and alpha not in (None, policy.lora_alpha):
         raise LoadError(
-            f"{KEY}={policy.start_from} trained with lora_alpha={alpha}, this run has {policy.lora_alpha}, which "
+            f"{KEY}={policy.start_from} trained with lora_alpha={alpha}, but this run has {policy.lora_alpha}, which "
             f"would scale the same adapter by {policy.lora_alpha / alpha:g}. Set model.policy.lora_alpha={alpha}."
         )
     saved.put_into(policy, variant)
@@ -264,7 +264,7 @@ def _saved(policy: Policy, say: Callable[[str], None] = lambda line: None) -> tu
         raise LoadError(f"{KEY}: {error}") from error
     if variant not in saved.tensors:
         raise LoadError(
-            f"model.policy.start_weights=ema, but {path} holds no average: that run had no EMA callback. "
+            f"model.policy.start_weights=ema, but {path} has no averaged weights: the run had no EMA callback. "
             "Set start_weights=trained."
         )
     return saved, variant

@@ -110,8 +110,8 @@ def _quantisation_errors(module: Any) -> list[str]:
         return []
     specs = {"model.objective.rollout": module.objective.rollout_spec(0), "model.evaluation": module.evaluation}
     return [
-        f"{key}.quantise={spec.quantise} needs whole weights, and model.policy.quantisation="
-        f"{module.policy.quantisation} keeps none. Leave out one of them."
+        f"{key}.quantise={spec.quantise} needs unquantised weights, but model.policy.quantisation="
+        f"{module.policy.quantisation} keeps none. Use only one of them."
         for key, spec in specs.items()
         if spec is not None and spec.quantise is not None
     ][:1]
@@ -166,7 +166,7 @@ def refuse_unfit(trainer: Any) -> None:
 def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
     """Return an error for each of Lightning's callbacks that an iteration cannot be trained with."""
     return [
-        f"trainer.callbacks: {type(callback).__name__} does not fit an iteration. {UNFIT_CALLBACKS[cls.__name__]}."
+        f"trainer.callbacks: {type(callback).__name__} does not work with iterations. {UNFIT_CALLBACKS[cls.__name__]}."
         for callback in callbacks
         for cls in type(callback).__mro__
         if cls.__module__.startswith("lightning.") and cls.__name__ in UNFIT_CALLBACKS
@@ -187,7 +187,7 @@ def _keep_iterations_whole(module: Any, trainer: Any, sizes: Sizes) -> None:
 def limit_error(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> str | None:
     """Return why a limit of the trainer cannot be kept or has no effect, or ``None``."""
     if has_heldout and trainer.limit_val_batches == 0:
-        return "trainer.limit_val_batches=0 leaves data.heldout without effect. Set data.heldout=null instead."
+        return "trainer.limit_val_batches=0 disables data.heldout. Set data.heldout=null instead."
     for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
         low, high = getattr(trainer, least), getattr(trainer, most)
         if not trainer.fast_dev_run and low and high and 0 < high < low:

@@ -81,7 +81,7 @@ class UpdateGuard:
         advice = "Lower model.optimizer.lr or set trainer.gradient_clip_val=1.0"
         advice += "." if self.action == "skip" else ", or skip such updates: model.non_finite=skip."
         raise FloatingPointError(
-            f"The {what} is not finite{where}{often}, {when}. No weight was changed by it. {advice}"
+            f"The {what} is not finite{where}{often}, {when}. The weights were not changed. {advice}"
         )
 
     def look(

@@ -89,7 +89,7 @@ class Watch:
         for child in self.children:
             child.kill()
         if self._speaks:
-            say(f"\nEnded at once. {reason} {last_words(self._folder())}", error=True)
+            say(f"\nStopped immediately. {reason} {last_words(self._folder())}", error=True)
             sys.stdout.flush()
         os._exit(status)
 

@@ -135,7 +135,7 @@ def test_resume_finds_the_run(here):
     def found(*words):
         return str(resumed_run(Command.parse(words, resume=True)))
 
-    with pytest.raises(UserError, match="runs/both is not a run of a curriculum. Leave out --resume to start it"):
+    with pytest.raises(UserError, match="runs/both is not a curriculum run. Leave out --resume to start it"):
         found("both.yaml")
     for name in ("both", "both-2"):
         (here / "runs" / name).mkdir(parents=True)

@@ -87,7 +87,7 @@ def test_the_images_kept_for_the_report_are_those_of_one_process(ranks, alone):
 def test_weights_that_break_on_one_rank_stop_both_before_anything_is_saved(ranks):
     found, out = ranks
     errors = [rank["broken"]["error"] for rank in found]
-    assert errors[0].startswith("Weights are not finite after update 1 of iteration 2; nothing was saved since.")
+    assert errors[0].startswith("Weights are not finite after update 1 of iteration 2. Nothing was saved after it.")
     assert "Best checkpoint: RUN/checkpoints/best.ckpt (heldout/reward -0." in errors[0]
     assert errors[0] == errors[1]
     for path in Path(out, "broken/checkpoints").iterdir():

@@ -122,7 +122,7 @@ def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(tiny_reci
     cli.trainer.callbacks.insert(0, Breaking())
     assert train(cli) == 1
     err = capfd.readouterr().err
-    assert "Weights are not finite after update 1 of iteration 2; nothing was saved since." in err
+    assert "Weights are not finite after update 1 of iteration 2. Nothing was saved after it." in err
     assert "Traceback" not in err
     assert "ckpt_path=run/checkpoints/best.ckpt" in err
     assert summary_of(cli.folder)["outcome"] == "collapsed"

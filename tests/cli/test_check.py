@@ -100,7 +100,7 @@ def test_the_command_of_another_package_is_named(tmp_path, monkeypatch):
         script.chmod(0o755)
         assert len(other_command()) == count
     assert other_command() == [
-        f"The command lightning here is that of lightning_sdk ({script}). Write lit-vgrpo instead."
+        f"The lightning command in this environment belongs to lightning_sdk ({script}). Use lit-vgrpo instead."
     ]
 
 

@@ -297,7 +297,7 @@ def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
         (["runs/tiny", "data.heldout=none.txt"], "none.txt does not exist."),
         (["runs/tiny", "--features=none.pt"], "none.pt does not exist."),
         (["runs/tiny", "--fid-reference=none"], "reference=none is neither a folder nor"),
-        (["runs/tiny", "model.policy.lora_rank=2"], "is a checkpoint of another policy: "),
+        (["runs/tiny", "model.policy.lora_rank=2"], "is a checkpoint of a different policy: "),
     ],
 )
 def test_mistakes_are_one_line(inside, capsys, words, line):
@@ -308,7 +308,7 @@ def test_mistakes_are_one_line(inside, capsys, words, line):
 def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
     shutil.copy(f"runs/tiny/{CONFIG_NAME}", tmp_path)
     assert evaluate([str(tmp_path)]) == 2
-    assert f"{tmp_path} holds no checkpoint yet. Train it: " in capsys.readouterr().err
+    assert f"{tmp_path} has no checkpoint yet. Train it: " in capsys.readouterr().err
 
 
 def test_a_checkpoint_names_its_run(inside):

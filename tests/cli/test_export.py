@@ -302,14 +302,14 @@ def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_p
     ("words", "line"),
     [
         (["runs/sd3_lora"], "Missing option '--to'."),
-        (["runs/sd3_lora", "--to", "runs"], "runs is not empty, and nothing is overwritten. Choose a new folder."),
+        (["runs/sd3_lora", "--to", "runs"], "runs is not empty and will not be overwritten. Choose a new folder."),
         (["runs/sd3_lora", "--to=train.txt/x"], "Cannot write train.txt/x: "),
         (["runs/sd3_lora", "--to=x", "data.seed=1"], "data.seed=1 has no effect on an export, which uses only "),
         (["runs/sd3_lora", "--to=x", "model.policy.lora_rank=3"], " would not fit, such as "),
         (["runs/sd3_full", "--to=x", "--merge"], "--merge applies to a LoRA: runs/sd3_full trained the "),
         (["runs/sd3_lora", "--to=x", "--format=kohya"], "SD3Policy has a transformer. Leave it out: ComfyUI reads "),
         (["runs/unet_lora", "--to=x", "--format=koya"], "Invalid value for '--format'"),
-        (["runs/unet_lora", "--to=x", "--format=kohya", "--merge"], "and --merge leaves none. Leave out one of them."),
+        (["runs/unet_lora", "--to=x", "--format=kohya", "--merge"], "but --merge removes it. Use only one of them."),
         (["runs/unet_lora", "--to=x", "--dtype=fp16"], "Invalid value for '--dtype'"),
     ],
 )

@@ -74,7 +74,7 @@ def test_nothing_is_uploaded_that_was_not_confirmed(hub, monkeypatch, capsys):
         ("", TO, "Not logged in to the hub. Run hf auth login, or set HF_TOKEN"),
         ("wrong", TO, "Cannot upload to somebody/shapes: "),
         ("reads", "--to=hub:somebody/new", "Cannot upload to somebody/new: "),
-        ("writes", "--to=hub:shapes", "hub:shapes is not a repository's name. Write hub:owner/name."),
+        ("writes", "--to=hub:shapes", "hub:shapes is not a repository name. Use hub:owner/name."),
     ],
 )
 def test_what_cannot_be_uploaded_is_one_line(hub, monkeypatch, capsys, token, to, line):

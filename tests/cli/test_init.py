@@ -74,7 +74,7 @@ def test_nothing_is_overwritten(written, capsys):
     for name, said in ((str(written), "is not empty"), ("recipe.yaml", "is a file")):
         assert main(["init", name]) == 2
         out, err = capsys.readouterr()
-        assert (out, err) == ("", f"{name} {said}, and nothing is overwritten. Choose a new folder.\n")
+        assert (out, err) == ("", f"{name} {said} and will not be overwritten. Choose a new folder.\n")
     before = (shipped_root() / "starter" / "train.txt").read_text()
     assert (written / "train.txt").read_text() == before
 

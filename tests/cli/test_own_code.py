@@ -71,15 +71,15 @@ def recipe(tiny_recipe):
         (["trainer.callbacks={class_path: Export, init_args: {folder: ..}}"], "folder=.. is not a separate folder. "),
         (
             ["trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: heldout_reward}}"],
-            "trainer.callbacks[0].monitor=heldout_reward: no metric of a run has that name. Did you mean held",
+            "trainer.callbacks[0].monitor=heldout_reward: runs log no metric with this name. Did you mean held",
         ),
         (
             ["trainer.callbacks={class_path: ModelCheckpoint, init_args: {monitor: nothing}}"],
-            "trainer.callbacks[0].monitor=nothing: no metric of a run has that name. Use one of: heldout/reward, ",
+            "trainer.callbacks[0].monitor=nothing: runs log no metric with this name. Use one of: heldout/reward, ",
         ),
         (
             [f"trainer.callbacks=[{EARLY % 'nothing'},{EARLY % 'heldout/reward'}]"],
-            "trainer.callbacks[0].monitor=nothing: no metric of a run has that name. Use one of: heldout/reward, ",
+            "trainer.callbacks[0].monitor=nothing: runs log no metric with this name. Use one of: heldout/reward, ",
         ),
         (
             ["data.train=numbers.jsonl"],
@@ -128,7 +128,7 @@ def test_a_second_run_and_another_method_say_where_they_go(recipe, capsys):
     words = [recipe, "trainer.max_epochs=1"]
     for more, folder, said in (
         ([], "runs/tiny", "Run folder: runs/tiny\n"),
-        ([], "runs/tiny-2", "Run folder: runs/tiny-2 (runs/tiny is an earlier run's)\n"),
+        ([], "runs/tiny-2", "Run folder: runs/tiny-2 (runs/tiny belongs to an earlier run)\n"),
         (["model.objective=DiffusionNFT"], "runs/tiny_DiffusionNFT", "Run folder: runs/tiny_DiffusionNFT\n"),
         (["model.objective=VGRPO", "name=mine"], "runs/mine", "Run folder: runs/mine\n"),
     ):

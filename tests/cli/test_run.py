@@ -58,7 +58,7 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
         ("trainer.plugins=HalfPrecision", "trainer.precision=16-true would cast the trained weights."),
         ("trainer.plugins=AsyncCheckpointIO", "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on"),
         ("ckpt_path=none.ckpt", "ckpt_path=none.ckpt is not a file."),
-        ("ckpt_path=tiny.yaml", "ckpt_path=tiny.yaml is torn, or no checkpoint"),
+        ("ckpt_path=tiny.yaml", "ckpt_path=tiny.yaml is truncated or not a checkpoint"),
         ("run_dir=tiny.yaml/x", "Cannot create the run folder tiny.yaml/x: "),
     ],
 )
@@ -121,8 +121,8 @@ def test_what_is_behind_a_checkpoint_is_not_done_again(tiny_recipe, capfd):
         capfd.readouterr()
         checkpoint = "ckpt_path=runs/tiny/checkpoints/last.ckpt"
         assert run(["runs/tiny/config.yaml", checkpoint, "trainer.max_epochs=9", limit]) == 2
-        done = f"{checkpoint} is the state after 2 iterations, 2 optimizer steps."
-        assert capfd.readouterr().err == f"{done} {limit} leaves nothing to do: set it higher.\n"
+        done = f"{checkpoint} is already at 2 iterations, 2 optimizer steps."
+        assert capfd.readouterr().err == f"{done} {limit} leaves nothing to do. Set it higher.\n"
         assert not Path("runs/tiny-2").exists()
 
 
@@ -148,7 +148,7 @@ def test_loggers_and_checkpoints_can_be_chosen(tiny_recipe):
 def test_a_value_that_is_refused_in_training_is_one_line(tiny_recipe, capfd):
     assert run([str(tiny_recipe), "model.objective.time_range=[0.4,0.41]", "model.evaluate_at_start=false"]) == 1
     err = capfd.readouterr().err
-    assert "model.objective.time_range=[0.4, 0.41] holds none of the sampler's times" in err
+    assert "model.objective.time_range=[0.4, 0.41] contains none of the sampler's times" in err
     assert "Traceback" not in err
 
 

@@ -117,7 +117,7 @@ def test_nothing_is_overwritten(inside, capsys):
     assert capsys.readouterr().out.splitlines() == [f"runs/tiny/sample{n}/001_seed0.png" for n in ("", "-2")]
     assert sample_images([*asked, "--out=runs/tiny/sample"]) == 2
     err = capsys.readouterr().err
-    assert err == "runs/tiny/sample is not empty, and nothing is overwritten. Choose a new folder.\n"
+    assert err == "runs/tiny/sample is not empty and will not be overwritten. Choose a new folder.\n"
 
 
 def test_a_picture_is_edited(tmp_path, monkeypatch, capsys):
@@ -153,7 +153,7 @@ def test_a_picture_is_edited(tmp_path, monkeypatch, capsys):
         (["--prompts=none.txt"], "none.txt does not exist."),
         (["--prompt=x", "--no-ema", "--reference"], "--no-ema and --reference are both given. Sample once "),
         (["--prompt=x", "--guidance=nan"], "Invalid value for '--guidance': Input should be"),
-        (["--prompt=x", "--out=train.txt"], "train.txt is a file, and nothing is overwritten."),
+        (["--prompt=x", "--out=train.txt"], "train.txt is a file and will not be overwritten."),
         (["--prompt=x", "--steps=1", "--out=train.txt/y"], "Cannot write train.txt/y/001_seed0.png: "),
         (["--prompt=x", "trainer.devices=2"], "trainer.devices=2 has no effect on sampling, which uses only "),
         (["--prompt=x", "model.evaluation.solver=ddim"], "ddim"),

@@ -43,7 +43,7 @@ def test_other_weights_are_refused():
     copy, other = Snapshot(network()), network().requires_grad_(True)
     with pytest.raises(RuntimeError, match="2 differ, the first is 1.bias"), copy.swapped_into(other):
         pass
-    with pytest.raises(RuntimeError, match="do not train the same weights"):
+    with pytest.raises(RuntimeError, match="The copy and the policy train different weights: "):
         copy.load_state_dict({})
 
 

@@ -157,7 +157,7 @@ def test_the_part_of_the_continuous_schedule(shift):
 
 
 def test_a_range_without_times_is_refused():
-    with pytest.raises(ValueError, match=r"time_range=\[0.0, 0.05\] holds none of the sampler's times.* 0.1 and 1"):
+    with pytest.raises(ValueError, match=r"time_range=\[0.0, 0.05\] contains none of the sampler's times.* 0.1 and 1"):
         sampler(10).within((0.0, 0.05))
     assert len(sampler(10).pick(10, torch.Generator()).unique()) == 10
     with pytest.raises(ValueError, match="needs 5 different times, but .* leave 4 of the sampler's"):

@@ -38,8 +38,8 @@ def test_a_csv_has_a_header_and_its_empty_cells_are_absent(write):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("id,caption\n1,a\n", 'line 1: no column "prompt". Use one of: id, caption. Set column= to the prompts.'),
-        ("prompt,tag\na,b\nc\n", "line 3: more or fewer cells than the header. Quote commas."),
+        ("id,caption\n1,a\n", 'line 1: no column "prompt". Use one of: id, caption. Set column= to the prompt column.'),
+        ("prompt,tag\na,b\nc\n", "line 3: more or fewer cells than the header. Quote cells with commas."),
         ("prompt,tag\na,b\na, b, c\n", "line 3: more or fewer cells"),
         ('prompt,tag\n"a\nb",c\n,d\n', 'line 4: "prompt" is '),
         ('prompt\na\n"b\nc\n', "line 3: not csv (unexpected end of data)."),
@@ -130,7 +130,7 @@ def test_a_missing_package_is_named_with_the_command(write, monkeypatch):
     ("source", "said"),
     [
         (PromptSource("p.txt", column="a"), 'no column "a"'),
-        (PromptSource("p.jsonl", split="test"), "has no splits and configurations. Leave out split and config."),
+        (PromptSource("p.jsonl", split="test"), "has no splits or configurations. Leave out split and config."),
         (PromptSource("bare_name"), "does not exist. Use a .txt, .jsonl, .csv or .parquet file"),
         (PromptSource("./no/folder"), "does not exist. Use a .txt"),
     ],

@@ -49,7 +49,7 @@ def test_errors(tmp_path):
         "empty": "empty has 0 images",
         "nowhere.npz": "nowhere.npz cannot be read",
         "torn.npz": "torn.npz cannot be read",
-        "other.npz": "other.npz has no statistics but weights",
+        "other.npz": "other.npz has no statistics, only weights",
     }
     for name, message in expected.items():
         (error,) = reference_errors(tmp_path / name)

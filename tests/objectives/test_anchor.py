@@ -162,4 +162,4 @@ def test_the_anchor_has_the_guidance_of_training(policy):
 def test_half_an_anchor_is_refused(name, half):
     assert make(name, **ANCHOR).check(SIZES) == make(name).check(SIZES) == []
     (line,) = make(name, **half).check(SIZES)
-    assert "need each other. Set both" in line
+    assert "must be set together. Use values" in line

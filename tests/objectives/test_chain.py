@@ -296,7 +296,7 @@ def test_without_kl_nothing_is_kept(policy):
         (FlowGRPO(RolloutSpec("flow_sde", noise_level=0.0)), "noise_level=0.0 gives flow_sde no likelihood"),
         (FlowGRPO(RolloutSpec("flow_sde", 5, window=(3, 5))), "would train on the last of .*at most 4 of them"),
         (FlowGRPO(RolloutSpec("flow_sde", 5, window=(0, 2)), fast=True), "rollout.window is set by FlowGRPO itself"),
-        (FlowGRPO(RolloutSpec("cps", 5), guard=True), "guard=true is made for a Gaussian"),
+        (FlowGRPO(RolloutSpec("cps", 5), guard=True), "guard=true needs a Gaussian"),
         (MixGRPO(RolloutSpec("flow_sde", 4)), "MixGRPO would train on the last .*at most 3 of them"),
     ],
 )

@@ -238,7 +238,7 @@ def test_a_group_must_be_whole_in_every_update(policy):
     objective.setup(policy)
     experience = prepare(policy, objective)
     objective.before_update(policy, [rows_of(experience, [0, 1, 2])])
-    with pytest.raises(ValueError, match="An update cuts a group"):
+    with pytest.raises(ValueError, match="An update splits a group"):
         objective.before_update(policy, experience.micro_batches(5)[:1])
 
 

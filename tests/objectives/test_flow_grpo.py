@@ -101,7 +101,7 @@ def test_the_fast_window_lies_in_the_first_half_or_in_the_given_range():
     assert {*places(FlowGRPO(RolloutSpec("cps", 6), fast=True))} == {(0, 3)}
     assert {*places(FlowGRPO(fast=True, fast_range=(6, 9), fast_window=2))} == {(6, 8), (7, 9)}
     narrow = FlowGRPO(fast=True, fast_range=(4, 6))
-    assert "fast_range=[4, 6] has no place for fast_window=3 steps" in narrow.check(Sizes(2, 2))[0]
+    assert "fast_range=[4, 6] is too short for fast_window=3 steps" in narrow.check(Sizes(2, 2))[0]
     assert "would train on the last" in FlowGRPO(fast=True, fast_range=(0, 10)).check(Sizes(2, 2))[0]
 
 

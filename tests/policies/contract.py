@@ -178,7 +178,7 @@ def a_negative_prompt_counts_with_guidance_alone(family: Family) -> None:
 def long_prompts_are_cut_with_one_warning(family: Family) -> None:
     policy, limit = family.load(), family.prompt_limit
     long = "a red circle on the left " * 12
-    said = rf"1 of 2 prompts are longer than the {limit} tokens of {family.limited_by}\w*, which sees only their start"
+    said = rf"1 of 2 prompts are longer than the {limit} tokens of {family.limited_by}\w*, which truncates them"
     with pytest.warns(UserWarning, match=said) as caught:
         encoded(policy, [PROMPTS[0], long])
         cut = encoded(policy, [long])

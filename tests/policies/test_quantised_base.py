@@ -89,6 +89,6 @@ def test_what_cannot_be_quantised_is_one_line_before_weights_load():
         SHIPPED, VGRPO(RolloutSpec(quantise="int8")), policy_options={"quantisation": "nf4", "lora_rank": 2}
     )
     assert _quantisation_errors(module) == [
-        "model.objective.rollout.quantise=int8 needs whole weights, and model.policy.quantisation=nf4 keeps none. "
-        "Leave out one of them."
+        "model.objective.rollout.quantise=int8 needs unquantised weights, but model.policy.quantisation=nf4 keeps "
+        "none. Use only one of them."
     ]

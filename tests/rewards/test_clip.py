@@ -80,7 +80,10 @@ def test_files_that_do_not_fit_are_one_line(tmp_path, clip_folder, aesthetic_fil
     without_weights = shutil.copytree(clip_folder, tmp_path / "broken")
     (without_weights / "model.safetensors").unlink()
     for reward, said in [
-        (AestheticScore(str(head), clip=clip), r"Set AestheticScore\.checkpoint and AestheticScore\.clip to a pair"),
+        (
+            AestheticScore(str(head), clip=clip),
+            r"Set AestheticScore\.checkpoint and AestheticScore\.clip to a matching pair",
+        ),
         (PickScore(str(tmp_path), processor=clip), r"Set PickScore\.checkpoint to"),
         (PickScore(str(without_weights)), r"Set PickScore\.checkpoint to"),
     ]:

@@ -148,5 +148,5 @@ def test_settings_that_make_no_sense_are_refused(tiny_sd3):
     assert cached.policy_errors(UNetPolicy)
     without_reward = Denoising(lambda *args: None, RolloutSpec(scouts=ScoutSpec()))
     (line,) = without_reward.check(Sizes(2, 4))
-    assert "scouts: Denoising has no reward to choose by" in line
+    assert "scouts: Denoising has no reward to select with" in line
     assert scouting().rollout_spec(0).as_ode().scouts is None

@@ -237,7 +237,7 @@ def test_a_full_disk_ends_both_ranks_and_leaves_what_was_saved(tiny_recipe, tmp_
     failed = [line for line in done.stderr.splitlines() if line.startswith("Cannot save")]
     assert len(failed) == 2, done.stderr
     assert "Cannot save runs/tiny/checkpoints/last.ckpt: File too large (" in failed[0]
-    advice = "Earlier checkpoints are kept. Free some disk space. A later save or --resume tries again."
+    advice = "Earlier checkpoints are kept. Free some disk space. The next save or --resume will try again."
     assert all(line.endswith(advice) for line in failed)
     assert "Traceback" not in done.stderr
     assert done.returncode == 1, done.stderr

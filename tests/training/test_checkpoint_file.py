@@ -34,7 +34,7 @@ def test_damage_is_found_and_a_file_that_stays_as_it_was_is_compared_once(tmp_pa
     damaged = bytearray(path.read_bytes())
     damaged[damaged.index(moment.numpy().tobytes())] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(CheckpointDamage, match="is damaged: archive/data/.* is not what was written"):
+    with pytest.raises(CheckpointDamage, match="is damaged: archive/data/.* does not match its checksum"):
         read_sound(path)
 
 
@@ -65,9 +65,9 @@ def test_a_torn_file_does_not_replace_a_good_previous_one(tmp_path):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "is torn, or no checkpoint"),
+        (None, "is truncated or not a checkpoint"),
         (CONTENT, "has no lit_vgrpo"),
-        ({**WHOLE, "lit_vgrpo": pytest}, "is torn, or no checkpoint"),  # what weights_only does not load
+        ({**WHOLE, "lit_vgrpo": pytest}, "is truncated or not a checkpoint"),  # what weights_only does not load
     ],
 )
 def test_what_is_no_checkpoint_of_ours(tmp_path, content, why):

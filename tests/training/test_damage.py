@@ -109,7 +109,7 @@ def test_a_run_none_of_whose_checkpoints_is_sound_is_left_alone(inside, capsys):
         assert len(skipped) == 3
         assert all(line.startswith("Skipped run/checkpoints/") for line in skipped)
         assert last == (
-            "None of the checkpoints of run is sound (3 found). Copy a sound one to run/checkpoints; or, to start "
+            "None of the 3 checkpoints of run can be loaded. Copy an intact one to run/checkpoints. To start "
             "from the beginning, move the damaged ones away."
         )
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before

@@ -67,7 +67,7 @@ def test_test_repeats_the_evaluation_with_the_average_and_changes_nothing(tiny_s
 
 def test_without_held_out_prompts_test_and_predict_say_what_to_set(tiny_sd3, tmp_path):
     for verb in ("test", "predict"):
-        with pytest.raises(ValueError, match="no held-out prompts to test on or to predict. Set data.heldout"):
+        with pytest.raises(ValueError, match="Testing and prediction need held-out prompts. Set data.heldout"):
             getattr(make_trainer(tmp_path), verb)(make_module(tiny_sd3), datamodule=make_data(heldout=None))
 
 

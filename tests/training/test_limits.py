@@ -39,7 +39,7 @@ def counting(module):
         ({"limit_train_batches": 1}, "limit_train_batches=1 would drop images"),
         ({"overfit_batches": 1}, "overfit_batches=1 would drop images"),
         ({"overfit_batches": 1, "fast_dev_run": True}, "overfit_batches=1 would drop images"),
-        ({"limit_val_batches": 0}, "limit_val_batches=0 leaves data.heldout without effect. Set data.heldout=null"),
+        ({"limit_val_batches": 0}, "limit_val_batches=0 disables data.heldout. Set data.heldout=null"),
         ({"min_epochs": 3}, "trainer.min_epochs=3 has no effect with max_epochs=1. Set max_epochs to at least 3."),
         ({"max_steps": 3}, "max_steps=3 ends within an iteration .* multiple of 2, such as 4."),
     ],
@@ -57,7 +57,7 @@ def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, er
     [
         (
             callbacks.GradientAccumulationScheduler({0: 2}),
-            "does not fit an iteration. .* data.micro_batch_size.",
+            "does not work with iterations. .* data.micro_batch_size.",
         ),
         (callbacks.EMAWeightAveraging(), "EMAWeightAveraging .* Use lit_vgrpo.callbacks.EMA."),
     ],

@@ -64,7 +64,7 @@ def test_a_run_goes_on_in_its_folder_past_a_torn_checkpoint_and_ends_like_one_un
     capsys.readouterr()
     assert run(["half/config.yaml", "--resume", "trainer.max_epochs=4"]) == 0
     said = capsys.readouterr()
-    assert said.err.count("Skipped half/checkpoints/last.ckpt: it is torn, or no checkpoint.") == 1
+    assert said.err.count("Skipped half/checkpoints/last.ckpt: it is truncated or not a checkpoint.") == 1
     assert "Continuing from half/checkpoints/previous.ckpt (2 iterations, 2 optimizer steps)." in said.out
     assert_same_end("whole", "half")
     assert Path("half/config.yaml").read_text() == config

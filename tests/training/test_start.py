@@ -117,14 +117,14 @@ def test_what_cannot_be_a_start_is_found_without_loading(inside, tiny_sd3, tmp_p
     assert error("runs/first", "ema") is None
     assert error("runs/frst") == "model.policy.start_from: runs/frst is not a run. Did you mean runs/first?"
     shutil.copy("runs/first/config.yaml", tmp_path)
-    assert f"model.policy.start_from: {tmp_path} holds no checkpoint yet." in error(tmp_path)
+    assert f"model.policy.start_from: {tmp_path} has no checkpoint yet." in error(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(Path(LAST).read_bytes()[:2000])
-    assert "torn.ckpt is torn, or no checkpoint." in error(tmp_path / "torn.ckpt")
+    assert "torn.ckpt is truncated or not a checkpoint." in error(tmp_path / "torn.ckpt")
     checkpoint = read(Path(LAST))
     checkpoint["callbacks"] = {}
     write(checkpoint, tmp_path / "plain.ckpt")
     assert error(tmp_path / "plain.ckpt", "ema") == (
-        f"model.policy.start_weights=ema, but {tmp_path / 'plain.ckpt'} holds no average: that run had no EMA "
+        f"model.policy.start_weights=ema, but {tmp_path / 'plain.ckpt'} has no averaged weights: the run had no EMA "
         "callback. Set start_weights=trained."
     )
 

@@ -30,7 +30,7 @@ def compare(options: CompareOptions) -> int:
             return 128 + int(stopped.args[0])
         curves = [Curve.of(run, errors.get(run.name, "")) for run in runs]
         write = write_sweep if options.sweep else write_race
-        say(f"{write(options, found, curves)}\n\nEverything is in {options.out}.")
+        say(f"{write(options, found, curves)}\n\nAll files are in {options.out}.")
     if errors:
-        say(f"{len(errors)} of {len(runs)} runs failed. The same command runs them again.", error=True)
+        say(f"{len(errors)} of {len(runs)} runs failed. Run the same command to retry them.", error=True)
     return 1 if errors else 0

@@ -152,14 +152,16 @@ def _of_overlay(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
         return swept(options, overlay)
     settings = options.settings or [name for name in SETTINGS if name == "published" or overlay.tuned]
     if "tuned" in settings and not overlay.tuned:
-        raise UserError(f"{overlay.name} has no tuned settings. Use --settings published, or find some with --sweep.")
+        raise UserError(
+            f"{overlay.name} has no tuned settings. Use --settings published, or search for them with --sweep."
+        )
     return [Entrant(overlay.name, name, _recipe(options, overlay.part(name)), {}, overlay.found) for name in settings]
 
 
 def swept(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
     """Return the points of an overlay's grid, each with the published settings for everything else."""
     if not overlay.points:
-        raise UserError(f"{overlay.name} has nothing to try: sweep: in its overlay is empty.")
+        raise UserError(f"{overlay.name} has nothing to search: sweep: in its overlay is empty.")
     found = []
     for number, changed in enumerate(overlay.points):
         part = overlay.part("published")
@@ -271,7 +273,7 @@ def read_overlay(path: Path) -> Overlay:
         overlay = Overlay(path.stem, published, content.get("tuned", {}), found, points)
         keys = {key for part in (published, overlay.tuned, *points) for key in settings_of(part)}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        advice = "It needs published: with a model.objective and its class_path, or like: with a method"
+        advice = "Add published: with a model.objective and its class_path, or like: with a method"
         raise UserError(f"{path} is not an overlay. {advice} ({type(error).__name__}: {error}).") from error
     errors = [
         f"{path}: {key} cannot be set by an overlay: it must be the same for every method. Set it in the recipe. "

@@ -46,10 +46,10 @@ PANELS = {
 }
 ONE_SEED = "**One seed: no conclusion.** Methods differ by chance too. Use --seeds 3 or more."
 NOTE = (
-    "A cost is that of training alone, interpolated between two evaluations and averaged over the seeds if all reached "
-    "the target. A pass is one image through the network once, forward; guidance counts twice, a backward is not "
-    "counted. In forward-pass equivalents a pass with gradient counts three times. CPU seconds are those of the "
-    "process, and depend on the machine and its load."
+    "Costs cover training only. They are interpolated between two evaluations and averaged over the seeds if all "
+    "reached the target. A network pass is one forward pass of one image; guidance counts twice, backward passes do "
+    "not count. In forward-pass equivalents, a pass with gradient counts three times. CPU seconds are measured for the "
+    "process and depend on the machine and its load."
 )
 
 

@@ -50,7 +50,7 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
     waiting, errors = [run for run in runs if not is_finished(run)], dict[str, str]()
     active: dict[str, tuple[Run, subprocess.Popen[bytes]]] = {}
     caught: list[int] = []  # handled between polls, so that no started process is lost
-    say(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already.", error=True)
+    say(f"{len(runs) - len(waiting)} of {len(runs)} runs are already finished.", error=True)
     with handle_stop_signals(lambda signum, frame: caught.append(signum)):
         try:
             while waiting or active:

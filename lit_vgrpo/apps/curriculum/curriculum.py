@@ -244,7 +244,7 @@ def resumed_run(command: Command) -> Path:
     is_run = typed is not None or command.recipe.name == CONFIG_NAME
     run = resumed_folder(command.recipe, typed) if is_run else Curriculum.of(command).run_dir
     if not (run / CONFIG_NAME).is_file():
-        raise UserError(f"{run} is not a run of a curriculum. Leave out {RESUME} to start it, or set run_dir=RUN_DIR.")
+        raise UserError(f"{run} is not a curriculum run. Leave out {RESUME} to start it, or set run_dir=RUN_DIR.")
     return run
 
 

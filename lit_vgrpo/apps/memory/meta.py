@@ -96,7 +96,7 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
 
     name, folder = policy.checkpoint, config_folder(policy.checkpoint, policy.revision)
     download = f'hf download {name} --include "*.json" "*.txt" "*.model"'
-    missing = NotEstimated(f"{name} is not here; its small files are enough: {download}")
+    missing = NotEstimated(f"{name} is not in the local cache. Its configuration files are enough: {download}")
     if folder is None:
         raise missing
     twin = copy.deepcopy(policy)

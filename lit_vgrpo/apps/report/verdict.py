@@ -235,7 +235,7 @@ class Verdict:
             yield f"The run ended: {self.run.outcome}. {self.run.summary.get('reason', '')}".strip()
         newest = self.run.iterations[-1].metrics if self.run.iterations else {}
         if (share := newest.get("reward/no_spread", 0)) >= FLAT:
-            yield f"{share:.0%} of the groups had equal rewards in the last iteration: little is left to learn from."
+            yield f"{share:.0%} of the groups had equal rewards in the last iteration, so little is left to learn."
         if failed := newest.get("reward/failed", 0):
             yield f"{amount(failed)} images of the last iteration could not be scored."
         if skipped := newest.get("policy/skipped_updates", 0):

@@ -57,7 +57,7 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
                 return answer
             if _matches(request.cookies.get(COOKIE), secret):
                 return await call_next(request)
-            return PlainTextResponse("Open the whole address that lightning vote printed: it ends with ?token=...", 401)
+            return PlainTextResponse("Open the full address that lightning vote printed. It ends with ?token=...", 401)
 
     @app.exception_handler(VoteRefused)
     @app.exception_handler(VoteStoreError)
@@ -91,7 +91,7 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
     def image(image: str) -> Response:
         found = store.image(image)
         if found is None:
-            return PlainTextResponse("This image does not exist any more.", 404)
+            return PlainTextResponse("This image no longer exists.", 404)
         return Response(found, media_type="image/png", headers={"Cache-Control": "private, max-age=3600, immutable"})
 
     @app.get("/report.css")

@@ -61,7 +61,7 @@ def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, 
     out, err = capsys.readouterr()
     assert "bad-published-seed0: no luck today" in err
     assert "- bad published, seed 0: no luck today" in out
-    assert "1 of 3 runs failed. The same command runs them again." in err
+    assert "1 of 3 runs failed. Run the same command to retry them." in err
     assert out.count("| vgrpo ") == out.count("| other ") == 2
     assert "vgrpo-published-seed0: finished" in err
 
@@ -69,7 +69,7 @@ def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, 
     stamps = {path: path.stat().st_mtime_ns for run in runs for path in (race / "runs" / run).rglob("*")}
     assert compare([*words, f"vgrpo,{other}"]) == 0
     assert stamps == {path: path.stat().st_mtime_ns for run in runs for path in (race / "runs" / run).rglob("*")}
-    assert "2 of 2 runs are finished already." in capsys.readouterr().err
+    assert "2 of 2 runs are already finished." in capsys.readouterr().err
 
     saved = json.loads((race / "compare.json").read_text())
     assert {"method", "settings", "seed", "final"} <= saved["final"][0].keys()  # as benchmarks/gpu.py reads them
@@ -98,7 +98,7 @@ def test_a_sweep_goes_on_from_finished_runs(tiny_recipe, tmp_path, capsys):
     assert compare(words) == 0
     out, err = capsys.readouterr()
     assert "2 runs of 1 iteration" in err
-    assert "2 of 2 runs are finished already." in err
+    assert "2 of 2 runs are already finished." in err
     assert "mine: soft_clip=null, final reward 0.700" in out
     assert "    tuned:\n" in out
     assert {p.name for p in (tmp_path / "sweep").glob("sweep.*")} == {"sweep.md", "sweep.csv", "sweep.json"}

@@ -161,7 +161,7 @@ def test_an_overlay_may_not_change_the_task(tmp_path):
     ("text", "message"),
     [
         ("publishd: {model: {objective: VGRPO}}", "Did you mean published?"),
-        ("published: {model: {optimizer: {lr: 1}}}", "It needs published: with a model.objective"),
+        ("published: {model: {optimizer: {lr: 1}}}", "Add published: with a model.objective"),
         ("published: {model: {objective: VGRPO}}\nsweep: {model.optimizer.lr: 3}", "is not an overlay"),
         ("published: {model: {objective: VGRPO}}\nfound: {point: 8}", "unexpected keyword argument 'point'"),
         ("like: mixgrop", "mixgrop is neither a method nor an overlay file. Did you mean mixgrpo?"),
