@@ -71,7 +71,7 @@ def test_an_error_ends_the_run_before_training(tiny_sd3, tmp_path, script, real,
     cases = [
         (FID("nowhere", script), {}, ValueError, "reference=nowhere is neither"),
         (FID(str(torn), script), {}, ValueError, "2.png is not a readable image"),
-        (FID(real, script), {"heldout": None}, ValueError, "there are none. Set data.heldout"),
+        (FID(real, script), {"heldout": None}, ValueError, "FID needs held-out prompts"),
         (FID(real, str(torn / "0.png") + ".pt"), {}, ValueError, "0.png.pt does not exist"),
     ]
     (torn / "text.pt").write_text("no network")

@@ -141,7 +141,7 @@ def test_a_picture_is_edited(tmp_path, monkeypatch, capsys):
         ([], 'KontextPolicy edits pictures, but row 1 of the prompts, "make it red", has none. Add --image FILE'),
         (["--image=none.png"], "none.png does not exist. Give an image file."),
         (["--image=config.yaml"], "config.yaml is not a readable image."),
-        (["--image=wide.png"], "has 32 x 48 pixels (height x width), the images have 32 x 32. Resize it"),
+        (["--image=wide.png"], "has 32 x 48 pixels (height x width), but the images have 32 x 32. Resize it"),
     ):
         assert_one_line(sample_images, [*asked, *image, "--out=out"], capsys, line)
 

@@ -41,7 +41,7 @@ def test_move_towards_equals_the_formula_in_float64():
 
 def test_other_weights_are_refused():
     copy, other = Snapshot(network()), network().requires_grad_(True)
-    with pytest.raises(RuntimeError, match="2 differ, the first is 1.bias"), copy.swapped_into(other):
+    with pytest.raises(RuntimeError, match="2 differ, such as 1.bias"), copy.swapped_into(other):
         pass
     with pytest.raises(RuntimeError, match="The copy and the policy train different weights: "):
         copy.load_state_dict({})

@@ -93,5 +93,5 @@ def test_pictures_are_absent_or_everywhere(folder):
     rows = read_prompts(PromptSource(str(write(folder, EDITS[0], {"prompt": "a cat", "image": None}))))
     assert "image" not in rows[1]
     assert references_of(rows[1:]) is None
-    with pytest.raises(ValueError, match='Prompt "a cat" has no image, but others have'):
+    with pytest.raises(ValueError, match='Prompt "a cat" has no image, but other rows have'):
         references_of(rows)

@@ -231,7 +231,7 @@ def test_the_published_cost():
 def test_a_group_must_be_whole_in_every_update(policy):
     errors = DGPO().check(Sizes(6, 4, updates_per_iteration=4, micro_batch_size=2, split_updates=True))
     assert len(errors) == 1
-    assert "updates_per_iteration=4 cuts the 6 groups of 4" in errors[0]
+    assert "updates_per_iteration=4 splits the 6 groups of 4" in errors[0]
     assert DGPO().check(Sizes(6, 4, updates_per_iteration=3, micro_batch_size=2, split_updates=True)) == []
     assert DGPO().check(Sizes(6, 4, updates_per_iteration=4, micro_batch_size=2)) == []
     objective = small()

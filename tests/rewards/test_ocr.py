@@ -149,7 +149,7 @@ def test_the_text_of_a_prompt(prompt, row, text):
 @pytest.mark.parametrize(
     ("prompt", "row", "said"),
     [
-        ("a red cat", {}, 'Prompt "a red cat" has no text to render. Quote it'),
+        ("a red cat", {}, 'Prompt "a red cat" has no text to render. Put it in quotes'),
         ("a red cat", {"text": " "}, "has no text to render"),
     ],
 )

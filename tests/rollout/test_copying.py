@@ -32,4 +32,4 @@ def test_a_small_edit_is_no_copy():
 
 def test_a_warning_if_most_images_are_copies():
     assert copying_warning(torch.tensor([1.0, 0.0]), 3) is None
-    assert copying_warning(torch.tensor([1.0, 1.0, 0.0]), 3).startswith("67% of the images of iteration 3 equal")
+    assert copying_warning(torch.tensor([1.0, 1.0, 0.0]), 3).startswith("67% of the images of iteration 3 are copies")
