@@ -27,7 +27,7 @@ from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import ScoreQueue, as_weighted
 from lit_vgrpo.rewards.function import RewardLike
-from lit_vgrpo.rollout.iteration import Continuation, Iteration
+from lit_vgrpo.rollout.iteration import Continuation, Iteration, Replay
 from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector, compare
 from lit_vgrpo.rollout.scouts import ScoutSampler
@@ -118,6 +118,7 @@ class VGRPOModule(L.LightningModule):
         self.record: IterationRecord | None = None
         self.reference: Snapshot | None = None
         self.iteration: Iteration | Any = None  # None between iterations
+        self.replay = Replay()
         self._continuation: Continuation | None = None
         self._stops = False
         # Checkpoints hold only trained weights; the frozen ones come from the policy's checkpoint.
@@ -158,7 +159,8 @@ class VGRPOModule(L.LightningModule):
         record = self.scores.record(rollout, scores, groups, advantages, self.sampler)
         self.ledger.count_images(len(scores))
         local = advantages.split(len(rollout))[self.global_rank]
-        return Iteration.prepared(self.objective, self.policy, rollout, local, record, batch, self.ledger)
+        replayed = self.replay.exchange(rollout, local, batch) if self.objective.replay else None
+        return Iteration.prepared(self.objective, self.policy, rollout, local, record, batch, self.ledger, replayed)
 
     # --- one update ------------------------------------------------------------------------------------------------
 
@@ -322,6 +324,7 @@ class VGRPOModule(L.LightningModule):
             "objective": self.objective.state_dict(),
             # Include the images of an unfinished iteration, so that no rollout is repeated.
             "iteration": self.iteration.state_dict(self.all_ranks) if self.iteration is not None else None,
+            "replay": self.replay.state_dict(self.all_ranks),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -330,6 +333,7 @@ class VGRPOModule(L.LightningModule):
         self.objective.load_state_dict(state["objective"])
         self.guard.load_state_dict(state)
         self.ledger.load_state_dict(state["ledger"])
+        self.replay.load_state_dict(state["replay"])
         self.evaluator.load_state_dict(state["evaluator"])
         if self.has_trainer and self.trainer.state.fn == "fit":  # else only the weights are wanted
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]

@@ -12,6 +12,7 @@ from torch import Tensor
 # A new use gets a new number, so that runs stay reproducible.
 STREAM_ROLLOUT, STREAM_PAIRS, STREAM_HELDOUT, STREAM_DATA = 1, 2, 3, 4
 STREAM_GROUP_NOISE, STREAM_SDE, STREAM_TIMES, STREAM_STEPS = 5, 6, 7, 8
+STREAM_BASES = 9
 
 WORTH_A_THREAD = 2**18
 """Number of values below which one thread is faster than several: about 1 ms of work."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isqrt
+from math import isqrt, lcm
 from typing import Literal
 
 import torch
@@ -69,6 +69,7 @@ class Sizes:
         micro_batch_size: Maximum number of images in a rank's forward and backward pass; ``"auto"`` until a size is
             chosen.
         split_updates: Every update uses a different share of the images, instead of all of them.
+        ranks: Ranks that the iteration is divided among, which only :attr:`shared_passes` needs.
     """
 
     prompts_per_iteration: int
@@ -76,6 +77,7 @@ class Sizes:
     updates_per_iteration: int = 1
     micro_batch_size: int | Literal["auto"] = 8
     split_updates: bool = False
+    ranks: int = 1
 
     @property
     def uses_per_image(self) -> int:
@@ -91,6 +93,24 @@ class Sizes:
     def holds_whole_groups(self) -> bool:
         """True if every micro-batch is known to consist of whole groups."""
         return self.micro_batch_size != "auto" and self.micro_batch_size % self.group_size == 0
+
+    @property
+    def splits_groups(self) -> bool:
+        """True if an update trains on a part of a group."""
+        return self.split_updates and self.prompts_per_iteration % self.updates_per_iteration != 0
+
+    @property
+    def shared_passes(self) -> float:
+        """Passes per image of a pair that the images of a group share: one for each part of a group in a micro-batch.
+
+        >>> [Sizes(6, 4, micro_batch_size=size).shared_passes for size in (4, 12, 2)]
+        [0.25, 0.25, 0.5]
+        """
+        group = self.group_size // max(1, self.ranks // self.prompts_per_iteration)
+        share = self.images_per_share(self.ranks)
+        micro = share if self.micro_batch_size == "auto" else min(self.micro_batch_size, share)
+        period = lcm(group, micro)
+        return 1 / group + 1 / micro - 1 / period
 
     @property
     def later_share(self) -> float:

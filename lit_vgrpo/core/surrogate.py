@@ -8,14 +8,15 @@ The times of pairs are drawn from the sampler's, or from a part of the continuou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import group_statistics
 from lit_vgrpo.core.noise import unit_noise
+from lit_vgrpo.core.ranges import Count, PositiveFloat, checked
 
 ERROR_FLOOR = 1e-6
 
@@ -46,6 +47,10 @@ class SamplerTimes:
                 f"{self.times.min():.3g} and {self.times.max():.3g}. Widen it, or use more rollout.steps."
             )
         return SamplerTimes(kept)
+
+    def below_one(self) -> SamplerTimes:
+        """Leave out pure noise."""
+        return SamplerTimes(self.times[self.times < 1])
 
     def noisiest(self, number: int, progress: float = 0.0) -> SamplerTimes:
         """Keep the noisiest ``number`` times, or more as ``progress`` goes from 0 to 1, at which all are kept."""
@@ -116,35 +121,78 @@ class ContinuousTimes:
 TimePool = SamplerTimes | ContinuousTimes
 
 
+@checked
+@dataclass(frozen=True)
+class TimeGrid:
+    """Fixed times ``t = s u / (1 + (s - 1) u)`` at ``u = 1, (n - 1) / n, ..., 1 / n``.
+
+    Args:
+        grid: Number of times n.
+        shift: Resolution shift s; 1 for none.
+    """
+
+    grid: Count
+    shift: PositiveFloat = 1.0
+
+    def times(self) -> Tensor:
+        """Return the times ``(n,)``, float32, noisiest first.
+
+        >>> TimeGrid(4).times()
+        tensor([1.0000, 0.7500, 0.5000, 0.2500])
+        """
+        u = torch.arange(self.grid, 0, -1) / self.grid
+        return self.shift * u / (1 + (self.shift - 1) * u)
+
+
 @dataclass
 class Pairs:
     """Monte-Carlo pairs ``(t_j, eps_j)`` and which of their rows each image uses.
 
     Attributes:
         times: Shape ``(K, N)``, float32 in (0, 1].
-        noise: Shape ``(K, N, ...)``, float32.
+        noise: Shape ``(K, N, ...)``, float32: the noise; of a shared pair the noisy latent ``z``, which at ``t = 1`` is
+            the noise.
         rows: Shape ``(B,)``, int64 in ``0 .. K-1``.
+        shared: The first pairs, for which one network pass per row serves all images of the row.
+        predictions: Named predictions of copies of the weights at the shared pairs, each ``(K, shared, ...)``.
     """
 
     times: Tensor
     noise: Tensor
     rows: Tensor
+    shared: int = 0
+    predictions: dict[str, Tensor] = field(default_factory=dict)
 
     def select(self, index: slice | Tensor) -> Pairs:
         """Return the pairs of some of the images; the rows themselves are shared, not copied."""
-        return Pairs(self.times, self.noise, self.rows[index])
+        return replace(self, rows=self.rows[index])
 
     def compact(self) -> Pairs:
         """Return pairs with only the rows that some image uses."""
         used, rows = torch.unique(self.rows, return_inverse=True)
-        return Pairs(self.times[used], self.noise[used], rows)
+        return self.with_table({name: values[used] for name, values in self.table().items()}, rows)
+
+    def table(self) -> dict[str, Tensor]:
+        """Return all tensors with one row per ``K``, by name."""
+        return {"times": self.times, "noise": self.noise, **self.predictions}
+
+    def with_table(self, table: Mapping[str, Tensor], rows: Tensor) -> Pairs:
+        """Return pairs with other values of :meth:`table` and other rows."""
+        values = dict(table)
+        return Pairs(values.pop("times"), values.pop("noise"), rows, self.shared, values)
+
+    def joined_with(self, other: Pairs) -> Pairs:
+        """Return the pairs of these images and of others, alike in all but their rows."""
+        table = {name: torch.cat([values, other.table()[name]]) for name, values in self.table().items()}
+        return self.with_table(table, torch.cat([self.rows, other.rows + len(self.times)]))
 
     def of_images(self) -> tuple[Tensor, Tensor]:
         """Return ``times (B, N)`` and ``noise (B, N, ...)``, one row per image."""
         return self.times[self.rows], self.noise[self.rows]
 
     def to(self, device: torch.device | str) -> Pairs:
-        return Pairs(self.times.to(device), self.noise.to(device), self.rows.to(device))
+        table = {name: values.to(device) for name, values in self.table().items()}
+        return self.with_table(table, self.rows.to(device))
 
 
 def draw_pairs(
@@ -155,6 +203,7 @@ def draw_pairs(
     *,
     times: TimePool,
     stratified: bool = True,
+    pure_noise: bool = False,
 ) -> Pairs:
     """Draw one row of pairs for each generator.
 
@@ -165,8 +214,12 @@ def draw_pairs(
         latent_shape: ``(C, h, w)``.
         times: Schedule to draw the times from.
         stratified: Draw one time from each of N_MC parts of the schedule.
+        pure_noise: Put the first pair at ``t = 1``, and draw only the other times.
     """
-    drawn = torch.stack([times.draw(num_pairs, stratified, generator) for generator in generators])
+    first = int(pure_noise)
+    drawn = torch.ones(len(generators), num_pairs)
+    if num_pairs > first:
+        drawn[:, first:] = torch.stack([times.draw(num_pairs - first, stratified, each) for each in generators])
     return Pairs(drawn.float(), unit_noise(generators, (num_pairs, *latent_shape)), rows)
 
 

@@ -390,6 +390,17 @@ class Experience:
             extras={name: value[index] for name, value in self.extras.items()},
         )
 
+    def joined_with(self, other: Experience) -> Experience:
+        """Return these images, then others that the same method prepared."""
+        return Experience(
+            latents=torch.cat([self.latents, other.latents]),
+            advantages=torch.cat([self.advantages, other.advantages]),
+            conditioning=self.conditioning.joined_with(other.conditioning),
+            rows=torch.cat([self.rows, other.rows + len(self.conditioning)]),
+            pairs=None if self.pairs is None or other.pairs is None else self.pairs.joined_with(other.pairs),
+            extras={name: torch.cat([value, other.extras[name]]) for name, value in self.extras.items()},
+        )
+
     def micro_batches(self, size: int) -> list[Experience]:
         """Return the rows cut into micro-batches of ``size`` images, in order."""
         return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]

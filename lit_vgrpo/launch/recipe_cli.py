@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+from dataclasses import replace
 from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
@@ -240,9 +241,10 @@ class RecipeCLI(LightningCLI):
 
     def plan(self) -> str:
         """Return a table of the batch sizes at this world size."""
-        sizes = self.datamodule.sizes
-        passes = self.model.objective.passes_per_image(sizes, self.model.policy)
-        return sizes.plan(self.trainer.world_size).table(passes)
+        ranks = self.trainer.world_size
+        sizes = replace(self.datamodule.sizes, ranks=ranks)
+        plan = sizes.plan(ranks)  # raises where the sizes do not fit
+        return plan.table(self.model.objective.passes_per_image(sizes, self.model.policy))
 
     def about_prompts(self) -> list[str]:
         """Return lines on the prompts that were read, and on those that a reward cannot score."""

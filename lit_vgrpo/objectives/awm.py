@@ -122,7 +122,7 @@ class AWM(DrawnTimesObjective):
                 errors = stored_errors(context, later, "v", None, self.guidance_in("training", policy))
             experience.extras["old_log_likelihood"] = context.placed(self._log_likelihood(later, errors))
         for name in self._pulls():
-            experience.extras[f"{name}_prediction"] = self.copy_predictions(context, experience, name)
+            self.store_copy(context, experience, name)
         self.store_anchor(context, experience)
         return experience
 

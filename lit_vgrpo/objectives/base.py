@@ -38,6 +38,7 @@ class PrepareContext:
         ledger: Counter of extra network passes.
         later: ``(K,)``, int64: the images that the first update does not train on, if every update takes a
             separate share; ``None`` if all updates train on all images.
+        is_trial: The images are dummies, to measure memory.
     """
 
     policy: Policy
@@ -47,6 +48,7 @@ class PrepareContext:
     updates: int = 1
     ledger: PassLedger = field(default_factory=PassLedger)
     later: Tensor | None = None
+    is_trial: bool = False
 
     def later_of(self, experience: Experience) -> Experience:
         """Return the images whose policy has moved by the time they are trained on, in the order of the updates."""
@@ -106,6 +108,7 @@ class Objective(ABC):
     reference_guidance: float | None = None
     anchor_weight: float = 0.0
     anchor_decay: float | None = None
+    replay: bool = False
 
     def __init__(
         self, training_guidance: GuidanceScale | None = None, reference_guidance: GuidanceScale | None = None
@@ -173,6 +176,8 @@ class Objective(ABC):
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:
         """Return network passes per image by phase of the ledger; guidance counts twice, a backward is not counted.
 
+        With replay, those of every iteration but the first.
+
         Args:
             policy: Owner of the network; ``None`` means one that embeds no guidance scale.
         """
@@ -184,7 +189,7 @@ class Objective(ABC):
         training = _guidance_factor(self.guidance_in("training", policy), policy)
         reference = _guidance_factor(self.guidance_in("reference", policy), policy)
         for phase, count in self.prediction_passes(sizes).items():
-            passes[phase] = count * (reference if phase == "reference" else training)
+            passes[phase] = (1 + self.replay) * count * (reference if phase == "reference" else training)
         return passes
 
     @abstractmethod

@@ -19,7 +19,7 @@ from lit_vgrpo.core.surrogate import denoising_error, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import ForwardObjective
-from lit_vgrpo.objectives.pairs import distance_to, pairs_at
+from lit_vgrpo.objectives.pairs import distance_to, pairs_at, store_predictions
 from lit_vgrpo.policies.base import Policy
 
 
@@ -95,6 +95,8 @@ class DGPO(ForwardObjective):
     Args:
         num_times: Times per iteration, the same for all images and ranks.
         noisiest: Number of the sampler's noisiest times to draw from, without repetition; null for all.
+        share_passes: ``pure_noise`` makes one of the times ``t = 1``, where one pass serves all images of a group; see
+            :class:`~lit_vgrpo.objectives.vgrpo.VGRPO`. Ours, not the paper's.
         beta: How soon a satisfied group stops pulling: 100 (OCR, GenEval) or 10 (PickScore).
         advantage_clip: Bound on the advantages; null for none. Clipped advantages no longer sum to 0 in a group.
         kl_weight: Weight of the squared distance to the reference's predictions: 0.02, or 0.001.
@@ -114,6 +116,7 @@ class DGPO(ForwardObjective):
     num_times: Annotated[int, Range(1, 1000)] = 4
     noisiest: Annotated[int, Range(1, 1000)] | None = field(default=7, kw_only=True)
     beta: Annotated[float, Range(above=0)] = 100.0
+    share_passes: Literal["none", "pure_noise"] = "none"
     kl_weight: NonNegativeFloat = 0.02
     clip: Annotated[float, Range(above=0, below=1)] = 1e-2
     reference: Literal["frozen", "moving"] = "frozen"
@@ -125,7 +128,7 @@ class DGPO(ForwardObjective):
     def check(self, sizes: Sizes) -> list[str]:
         errors = super().check(sizes)
         prompts, updates = sizes.prompts_per_iteration, sizes.updates_per_iteration
-        if sizes.split_updates and prompts % updates:
+        if sizes.splits_groups:
             errors.append(
                 f"DGPO compares whole groups, but updates_per_iteration={updates} splits the {prompts} groups of "
                 f"{sizes.group_size}. Use a divisor of {prompts}, or data.split_updates=false."
@@ -137,13 +140,14 @@ class DGPO(ForwardObjective):
         return self.num_times
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        trained = sizes.uses_per_image * self.num_times
+        predictions = self.predictions_per_image(self.num_times, sizes)
+        trained = sizes.uses_per_image * predictions
         passes: dict[str, float] = {"update": trained, "old": trained}
         if self._needs_start:
-            passes["reference"] = self.num_times
+            passes["reference"] = predictions
         if not sizes.holds_whole_groups:
             passes["group"] = trained
-        return passes | self.anchor_passes(self.num_times)
+        return passes | self.anchor_passes(predictions)
 
     @property
     def _needs_start(self) -> bool:
@@ -163,11 +167,14 @@ class DGPO(ForwardObjective):
     def prepare(self, context: PrepareContext) -> Experience:
         rollout, device = context.rollout, context.rollout.latents.device
         generator = seeded_generator(rollout.seed, STREAM_TIMES, rollout.iteration)
-        times = self.sampler_times(rollout).pick(self.num_times, generator)
+        shares = self.share_passes != "none"
+        times = self.sampler_times(rollout, below_one=shares).pick(self.num_times - shares, generator)
+        pairs = pairs_at(context, torch.cat([torch.ones(int(shares)), times]), shared=True)
+        pairs.shared = int(shares)
         group_size = torch.full((len(rollout),), rollout.group_size, device=device)
         experience = context.experience(
             advantages=clamped(context.advantages, self.advantage_clip),
-            pairs=pairs_at(context, times, shared=True),
+            pairs=pairs,
             extras={"group_ids": rollout.group_ids.to(device), "group_size": group_size},
         )
         if "reference" in self.copies:
@@ -177,7 +184,7 @@ class DGPO(ForwardObjective):
             if self.reference == "frozen":
                 experience.extras["reference_losses"] = torch.cat([losses for _, losses in start])
             if self.kl_weight > 0:
-                experience.extras["reference_prediction"] = torch.cat([prediction for prediction, _ in start])
+                store_predictions(experience, "reference_prediction", micros, [prediction for prediction, _ in start])
         self.store_anchor(context, experience)
         return experience
 

@@ -22,15 +22,16 @@ from lit_vgrpo.core.ranges import (
 )
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.surrogate import ContinuousTimes, SamplerTimes, surrogate
+from lit_vgrpo.core.surrogate import ContinuousTimes, SamplerTimes, TimeGrid, surrogate
 from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.objectives.pairs import (
-    TimeSource,
+    SharePasses,
     distance_to_copy,
     pairs_at,
     predict_pairs,
-    stored_predictions,
+    store_predictions,
+    stored,
 )
 from lit_vgrpo.policies.base import Policy
 
@@ -44,9 +45,13 @@ class ForwardObjective(Objective):
         anchor_weight: Weight of the pull to the anchor, :func:`~lit_vgrpo.objectives.pairs.distance_to_copy`; 0 saves
             its passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
+        times: Train at the sampler's times, or at a fixed grid of them, ``{grid: 10}``, so that a rollout of few steps
+            can be trained at more times.
         time_range: Lowest and highest time to train at, in [0, 1], 1 = pure noise; null for all.
-        noisiest: Train only at this number of the sampler's noisiest times; null for all. On the continuous schedule
+        noisiest: Train only at this number of the noisiest times; null for all. On the continuous schedule
             they are the same share of it.
+        replay: Train on the images of the previous iteration too, with their advantages, new pairs and, as old policy,
+            the weights at the start of this iteration. An update and a micro-batch then have twice as many images.
         widen_over: Iterations over which the noisiest times widen linearly to all of them; null keeps them fixed.
         training_guidance: Guidance scale of the policy during training; null is 1, or the rollout's scale if the
             network embeds it, as in FLUX.1-dev.
@@ -55,14 +60,17 @@ class ForwardObjective(Objective):
 
     needs_ode: ClassVar[bool] = True
     """True if SDEs are refused because the method is defined on samples of the ODE."""
+    share_passes: SharePasses = "none"
 
     rollout: RolloutSpec | None = None
     _: KW_ONLY
     anchor_weight: NonNegativeFloat = 0.0
     anchor_decay: HalfOpenUnitInterval | None = None
+    times: Literal["sampler"] | TimeGrid = "sampler"
     time_range: tuple[ClosedUnitInterval, ClosedUnitInterval] | None = None
     noisiest: Annotated[int, Range(1, 1000)] | None = None
     widen_over: Annotated[Count, OnlyWith("noisiest")] | None = None
+    replay: bool = False
     training_guidance: GuidanceScale | None = None
     reference_guidance: GuidanceScale | None = None
 
@@ -78,12 +86,27 @@ class ForwardObjective(Objective):
         """Number of different times of the sampler that each image needs."""
         return 1
 
+    def predictions_per_image(self, pairs: int, sizes: Sizes) -> float:
+        """Return the predictions per image at its pairs, of which the images of a group may share some."""
+        at_one = 2 if getattr(self, "antithetic", False) else 1
+        shared = {"none": 0, "pure_noise": at_one, "group": pairs}[self.share_passes]
+        return shared * sizes.shared_passes + pairs - shared
+
     def check(self, sizes: Sizes) -> list[str]:
         errors, spec = super().check(sizes), self.spec
-        most = min(self.noisiest or spec.steps, spec.steps)
+        if self.share_passes != "none":
+            where = f"model.objective.share_passes={self.share_passes}"
+            if self.time_range is not None and self.time_range[1] < 1:
+                errors.append(f"{where} trains at t = 1, but time_range={[*self.time_range]} ends before it.")
+            if self.share_passes == "group" and sizes.splits_groups:
+                errors.append(
+                    f"{where} needs whole groups, but updates_per_iteration={sizes.updates_per_iteration} splits the "
+                    f"{sizes.prompts_per_iteration} groups. Use a divisor, or data.split_updates=false."
+                )
+        most = min(self.noisiest or self.num_times_in_all, self.num_times_in_all)
         if not 0 < self.times_per_image <= most:
             errors.append(
-                f"{type(self).__name__} trains each image at {self.times_per_image} of the sampler's {most} times. Set "
+                f"{type(self).__name__} trains each image at {self.times_per_image} of {most} times. Set "
                 "model.objective.num_times to less, or model.objective.noisiest to more with as many rollout.steps."
             )
         if self.needs_ode and spec.is_sde:
@@ -93,10 +116,28 @@ class ForwardObjective(Objective):
             )
         return errors
 
-    def sampler_times(self, rollout: Rollout) -> SamplerTimes:
-        """Return the sampler's times that the rollout's iteration is trained at."""
-        schedule = rollout.schedule.cpu()
+    @property
+    def num_times_in_all(self) -> int:
+        """Number of the sampler's times, or of the grid's."""
+        return self.times.grid if isinstance(self.times, TimeGrid) else self.spec.steps
+
+    def policy_errors(self, policy: type[Policy]) -> list[str]:
+        if self.share_passes != "none" and policy.path_kind != "flow":
+            return [
+                f"model.objective.share_passes={self.share_passes} needs a path that ends in pure noise, but that of "
+                f"{policy.__name__} keeps some of the image. Set it to none."
+            ]
+        return super().policy_errors(policy)
+
+    def sampler_times(self, rollout: Rollout, below_one: bool = False) -> SamplerTimes:
+        """Return the times of the sampler or the grid that the rollout's iteration is trained at.
+
+        Args:
+            below_one: Leave out ``t = 1``.
+        """
+        schedule = self.times.times() if isinstance(self.times, TimeGrid) else rollout.schedule.cpu()
         pool = SamplerTimes(schedule).within(self.time_range)
+        pool = pool.below_one() if below_one else pool
         return pool if self.noisiest is None else pool.noisiest(self.noisiest, self._progress(rollout))
 
     def continuous_times(self, rollout: Rollout, shift: float) -> ContinuousTimes:
@@ -121,16 +162,19 @@ class ForwardObjective(Objective):
         """Return :func:`~lit_vgrpo.objectives.pairs.predict_pairs` at the guidance of a use."""
         return predict_pairs(policy, micro, space, cap, self.guidance_in(use, policy))
 
-    def copy_predictions(self, context: PrepareContext, experience: Experience, name: str) -> Tensor:
-        """Return the predictions ``(B, N, ...)`` of ``copies[name]`` on all pairs."""
-        use: Literal["training", "reference"] = "reference" if name == "reference" else "training"
-        with self.with_copy(context.policy, name, context.ledger):
-            return stored_predictions(context, experience, self.guidance_in(use, context.policy))
+    @torch.no_grad()
+    def store_copy(self, context: PrepareContext, experience: Experience, copy: str, name: str | None = None) -> None:
+        """Keep the predictions of ``copies[copy]`` on all pairs under a name, ``{copy}_prediction`` unless given."""
+        policy, micros = context.policy, experience.micro_batches(context.micro_batch_size)
+        use: Literal["training", "reference"] = "reference" if copy == "reference" else "training"
+        with self.with_copy(policy, copy, context.ledger):
+            predicted = (self.predict(policy, micro, policy.path.prediction, use=use)[0] for micro in micros)
+            store_predictions(experience, name or f"{copy}_prediction", micros, predicted)
 
     def store_anchor(self, context: PrepareContext, experience: Experience) -> None:
         """Keep the anchor's predictions on all pairs, if there is an anchor."""
         if self.anchor is not None:
-            experience.extras["anchor_prediction"] = self.copy_predictions(context, experience, "anchor")
+            self.store_copy(context, experience, "anchor")
 
     def with_anchor(
         self,
@@ -144,26 +188,31 @@ class ForwardObjective(Objective):
         Args:
             predicted: Return value of :meth:`predict`.
         """
-        if "anchor_prediction" not in micro.extras:
+        if (of_anchor := stored(micro, "anchor_prediction")) is None:
             return loss, metrics
         prediction, error, scale = predicted
-        per_pair = distance_to_copy(prediction, micro.extras["anchor_prediction"], error, scale)
-        distance = surrogate(per_pair)
+        distance = surrogate(weighted(micro, distance_to_copy(prediction, of_anchor, error, scale)))
         return loss + self.anchor_weight * distance.mean(), metrics | {"anchor_distance": distance.detach()}
+
+
+def weighted(micro: Experience, values: Tensor) -> Tensor:
+    """Return values ``(M, N)`` times the images' importance weights, if a noisy latent is shared in each group."""
+    weights = micro.extras.get("importance")
+    return values if weights is None else values * weights
 
 
 @dataclass(eq=False)
 class DrawnTimesObjective(ForwardObjective):
-    """Base of the methods that draw their times from the sampler's or from the continuous schedule.
+    """Base of the methods that draw their times from the sampler's, a grid, or the continuous schedule.
 
     Args:
-        times: Draw from the sampler's times, or from the continuous schedule.
+        times: Draw from the sampler's times, from a fixed grid, ``{grid: 10}``, or from the continuous schedule.
         time_shift: Resolution shift of the continuous schedule.
         antithetic: Draw half as many pairs, and use each with its noise and with the negative noise.
     """
 
     _: KW_ONLY
-    times: TimeSource = "sampler"
+    times: Literal["sampler", "uniform"] | TimeGrid = "sampler"  # type: ignore[assignment]
     time_shift: Annotated[PositiveFloat, OnlyWith("times", "uniform")] = 1.0
     antithetic: bool = False
 
@@ -186,11 +235,11 @@ class DrawnTimesObjective(ForwardObjective):
         """Times to draw for them: half as many if each is used twice."""
         return self.num_pairs // 2 if self.antithetic else self.num_pairs
 
-    def time_pool(self, rollout: Rollout) -> SamplerTimes | ContinuousTimes:
+    def time_pool(self, rollout: Rollout, below_one: bool = False) -> SamplerTimes | ContinuousTimes:
         """Return the times that the rollout's iteration is trained at."""
         if self.times == "uniform":
-            return self.continuous_times(rollout, self.time_shift)
-        return self.sampler_times(rollout)
+            return self.continuous_times(rollout, self.time_shift)  # contains 1 with probability 0
+        return self.sampler_times(rollout, below_one)
 
 
 def nft_decay(decay_type: Literal[0, 1, 2], num_updates: int) -> float:
@@ -234,7 +283,8 @@ class LaggedObjective(ForwardObjective):
 
     @property
     def times_per_image(self) -> int:
-        return self.num_times or (self.noisiest or self.spec.network_calls) - 1
+        in_all = self.num_times_in_all if isinstance(self.times, TimeGrid) else self.spec.network_calls
+        return self.num_times or (self.noisiest or in_all) - 1
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         times = self.times_per_image
@@ -268,7 +318,7 @@ class LaggedObjective(ForwardObjective):
             with self.with_copy(context.policy, "old", context.ledger):
                 self.store_old(context, experience)
         if "reference" in self.copies:
-            experience.extras["reference_prediction"] = self.copy_predictions(context, experience, "reference")
+            self.store_copy(context, experience, "reference")
         self.store_anchor(context, experience)
         return experience
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.noise import STREAM_PAIRS, image_generators, unit_noise
-from lit_vgrpo.core.probability_paths import Space, expand
+from lit_vgrpo.core.importance import (
+    balance_weights,
+    effective_sample_size,
+    negative_log_densities,
+    temperature_for,
+)
+from lit_vgrpo.core.noise import STREAM_BASES, STREAM_PAIRS, image_generators, unit_noise
+from lit_vgrpo.core.probability_paths import ProbabilityPath, Space, expand
 from lit_vgrpo.core.surrogate import (
     ContinuousTimes,
     Pairs,
@@ -24,6 +32,7 @@ from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies.base import Policy
 
 TimeSource = Literal["sampler", "uniform"]
+SharePasses = Literal["none", "pure_noise", "group"]
 Sharing = Literal["none", "group", "iteration"]
 """Images with the same times and noise: none, those of a group, or all in the iteration, on all ranks."""
 
@@ -37,6 +46,7 @@ def rollout_pairs(
     times: TimeSource | TimePool,
     shift: float = 1.0,
     antithetic: bool = False,
+    pure_noise: bool = False,
 ) -> Pairs:
     """Draw an iteration's pairs: one row per image, per group, or for all images.
 
@@ -48,7 +58,8 @@ def rollout_pairs(
         stratified: Draw one time from each of N parts of the times, or of N / 2 if ``antithetic``.
         times: Schedule to draw the times from.
         shift: Resolution shift of the continuous schedule, for ``times="uniform"``.
-        antithetic: Draw N / 2 pairs, and repeat them with the negative noise.
+        antithetic: Draw N / 2 pairs, and use each with the negative noise too.
+        pure_noise: Put the first drawn pair at ``t = 1``; one network pass per row then serves its images.
     """
     rollout = context.rollout
     if times == "sampler":
@@ -58,14 +69,67 @@ def rollout_pairs(
     owners, rows = pair_owners(rollout, shared)
     generators = image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist())
     drawn = num_pairs // 2 if antithetic else num_pairs
-    pairs = draw_pairs(generators, rows, drawn, rollout.latents.shape[1:], times=times, stratified=stratified)
-    pairs.times = context.policy.path.snap(pairs.times)
+    shape = rollout.latents.shape[1:]
+    pairs = draw_pairs(generators, rows, drawn, shape, times=times, stratified=stratified, pure_noise=pure_noise)
+    pairs.times, pairs.shared = context.policy.path.snap(pairs.times), int(pure_noise)
     return (with_negatives(pairs) if antithetic else pairs).to(rollout.latents.device)
 
 
 def with_negatives(pairs: Pairs) -> Pairs:
-    """Return ``(K, 2 N)`` pairs: the given ones, then the same times with the negative noise."""
-    return Pairs(pairs.times.repeat(1, 2), torch.cat([pairs.noise, -pairs.noise], dim=1), pairs.rows)
+    """Return ``(K, 2 N)`` pairs: each of the given ones, followed by the same time with the negative noise."""
+    noise = torch.stack([pairs.noise, -pairs.noise], dim=2).flatten(1, 2)
+    return Pairs(pairs.times.repeat_interleave(2, dim=1), noise, pairs.rows, 2 * pairs.shared)
+
+
+def share_noisy_latents(
+    context: PrepareContext,
+    pairs: Pairs,
+    all_ranks: Callable[[Tensor], Tensor],
+    temperature: float | None = None,
+    effective_samples: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Replace each group's noise by one noisy latent per pair, from one image of the group, and share its pass.
+
+    Args:
+        pairs: One row per group; changed in place.
+        all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; needed where ranks split groups.
+        temperature: See :func:`~lit_vgrpo.core.importance.balance_weights`; ``None`` takes 1.
+        effective_samples: Choose each pair's temperature by this effective sample size instead.
+
+    Returns:
+        The weights of each image in the mean over images, ``G w_ij``, and the effective sample sizes at temperature 1
+        and at the one used: ``(B, N)`` each, float32.
+    """
+    rollout, path = context.rollout, context.policy.path
+    owners, rows = pair_owners(rollout, "group")
+    size, num_pairs, home = rollout.group_size, pairs.times.shape[1], rollout.latents.device
+    is_split = len(rollout) < len(owners) * size
+    generators = image_generators(STREAM_BASES, rollout.seed, rollout.iteration, owners.tolist())
+    members = torch.stack([torch.randint(size, (num_pairs,), generator=generator) for generator in generators])
+    image, pair = (owners[rows, None] * size + members[rows] == rollout.image_ids[:, None]).nonzero(as_tuple=True)
+    bases = rollout.latents.new_zeros(len(owners), num_pairs, *rollout.latents.shape[1:])
+    bases[rows[image].to(home), pair.to(home)] = rollout.latents[image.to(home)]
+    if is_split:  # the image that a noisy latent starts from is on one of the group's ranks
+        found, groups = all_ranks(bases), all_ranks(owners)
+        bases = torch.stack([found[groups == owner].sum(dim=0) for owner in owners]).to(home)
+    noisy = path.interpolate(bases.flatten(0, 1), pairs.noise.flatten(0, 1), pairs.times.flatten())
+    pairs.noise, pairs.shared = noisy.unflatten(0, pairs.times.shape), num_pairs
+
+    times, noise = pairs.of_images()
+    a, b = path.coefficients(times.flatten())
+    own = negative_log_densities(noise, rollout.latents, a.view_as(times), b.view_as(times)).cpu()
+    densities, ids = (all_ranks(own), all_ranks(rollout.image_ids)) if is_split else (own, rollout.image_ids)
+    order = ids.argsort()
+    of_groups = densities[order].unflatten(0, (-1, size)).transpose(1, 2)  # (groups, N, G)
+    plain = effective_sample_size(balance_weights(of_groups))
+    chosen = 1.0 if temperature is None else temperature
+    weights = balance_weights(
+        of_groups, chosen if effective_samples is None else temperature_for(of_groups, effective_samples)
+    )
+    place = torch.searchsorted(ids[order], rollout.image_ids)  # of each image in the table of groups
+    of_image = (size * weights).transpose(1, 2).flatten(0, 1)[place]
+    sizes = [values[place // size] for values in (plain, effective_sample_size(weights))]
+    return of_image.float().to(home), torch.stack(sizes).float().to(home)
 
 
 def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool | Sharing) -> Pairs:
@@ -113,23 +177,79 @@ def predict_pairs(
     """
     home, micro = micro.latents.device, micro.to(policy.device)
     assert micro.pairs is not None
+    path, shared = policy.path, micro.pairs.shared
     times, noise = micro.pairs.of_images()
-    num_pairs = times.shape[1]
-    t, eps = times.flatten(), noise.flatten(0, 1)
-    x = micro.latents.repeat_interleave(num_pairs, dim=0)
-    rows = micro.rows.repeat_interleave(num_pairs)
-    prediction = policy(policy.path.interpolate(x, eps, t), t, micro.conditioning.select(rows), guidance)
-    scale = expand(policy.path.error_scale(space, t, cap), x)
-    error = scale * (prediction - policy.path.target(x, eps, t))
+    of_image = slice(shared, None)
+    own = times.shape[1] - shared
+    x = micro.latents.repeat_interleave(own, dim=0)
+    t, eps = times[:, of_image].flatten(), noise[:, of_image].flatten(0, 1)
+    z, rows = path.interpolate(x, eps, t), micro.rows.repeat_interleave(own)
+    if shared:
+        used, place = torch.unique(micro.pairs.rows, return_inverse=True)
+        row_of = micro.rows.new_zeros(len(used)).scatter(0, place, micro.rows)
+        z = torch.cat([micro.pairs.noise[used, :shared].flatten(0, 1), z])
+        t = torch.cat([micro.pairs.times[used, :shared].flatten(), t])
+        rows = torch.cat([row_of.repeat_interleave(shared), rows])
+    prediction = policy(z, t, micro.conditioning.select(rows), guidance)
+    if shared:
+        of_rows, rest = prediction.split([len(used) * shared, len(x)])
+        each = of_rows.unflatten(0, (len(used), shared))[place]
+        prediction = torch.cat([each, rest.unflatten(0, (len(micro), own))], dim=1).flatten(0, 1)
+        noise = torch.cat(
+            [_noise_from(path, micro.latents, noise[:, :shared], times[:, :shared]), noise[:, of_image]], 1
+        )
+    t, x = times.flatten(), micro.latents.repeat_interleave(times.shape[1], dim=0)
+    scale = expand(path.error_scale(space, t, cap), x)
+    error = scale * (prediction - path.target(x, noise.flatten(0, 1), t))
     prediction, error, scale = (value.unflatten(0, times.shape).to(home) for value in (prediction, error, scale))
     return prediction, error, scale
 
 
-@torch.no_grad()
-def stored_predictions(context: PrepareContext, experience: Experience, guidance: float) -> Tensor:
-    """Return the network's predictions on all pairs ``(B, N, ...)``, with the current weights."""
-    policy, micros = context.policy, experience.micro_batches(context.micro_batch_size)
-    return torch.cat([predict_pairs(policy, micro, policy.path.prediction, None, guidance)[0] for micro in micros])
+def _noise_from(path: ProbabilityPath, latents: Tensor, noisy: Tensor, times: Tensor) -> Tensor:
+    """Return the noise with which each image would give a noisy latent, ``(z - a o) / b``; ``(M, N, ...)``."""
+    a, b = (
+        expand(value, noisy.flatten(0, 1)).unflatten(0, times.shape) for value in path.coefficients(times.flatten())
+    )
+    return (noisy - a * latents[:, None]) / b
+
+
+def store_predictions(
+    experience: Experience,
+    name: str,
+    micros: Sequence[Experience],
+    predictions: Iterable[Tensor],
+    placed: Callable[[Tensor], Tensor] = lambda values: values,
+) -> None:
+    """Keep the predictions ``(M, N, ...)`` of an experience's micro-batches, those of a shared pass once.
+
+    Args:
+        name: Name for :func:`stored`.
+        predictions: One tensor per micro-batch, computed as they are asked for.
+        placed: Scatters the values of the micro-batches' images to all images.
+    """
+    pairs, of_images = experience.pairs, []
+    assert pairs is not None
+    shared = pairs.shared
+    for micro, prediction in zip(micros, predictions, strict=True):
+        assert micro.pairs is not None
+        if shared:
+            if name not in pairs.predictions:
+                table = (len(pairs.times), shared, *prediction.shape[2:])
+                pairs.predictions[name] = prediction.new_full(table, math.nan)
+            pairs.predictions[name][micro.pairs.rows] = prediction[:, :shared]
+            prediction = prediction[:, shared:].clone()  # a view would keep the shared part
+        of_images.append(prediction)
+    if shared < pairs.times.shape[1]:
+        experience.extras[name] = placed(torch.cat(of_images))
+
+
+def stored(micro: Experience, name: str) -> Tensor | None:
+    """Return what was kept under a name for a micro-batch's images, ``(M, N, ...)`` or ``(M, ...)``, if anything."""
+    own = micro.extras.get(name)
+    if micro.pairs is None or name not in micro.pairs.predictions:
+        return own
+    of_rows = micro.pairs.predictions[name][micro.pairs.rows]
+    return of_rows if own is None else torch.cat([of_rows, own], dim=1)
 
 
 @torch.no_grad()
@@ -146,19 +266,19 @@ def old_values(micro: Experience, name: str, current: Tensor) -> Tensor:
 
     An iteration's first update trains the old policy itself, so its images need no passes: NaN marks them.
     """
-    stored = micro.extras.get(name)
-    return current.detach() if stored is None else torch.where(stored.isnan(), current.detach(), stored)
+    old = stored(micro, name)
+    return current.detach() if old is None else torch.where(old.isnan(), current.detach(), old)
 
 
 def distance_to(micro: Experience, copy: str, prediction: Tensor) -> Tensor:
     """Return ``m((v_theta - v_copy)^2)``, mean over the pairs, ``(M,)``; zeros if the copy has none stored."""
-    stored = micro.extras.get(f"{copy}_prediction")
-    if stored is None:
+    of_copy = stored(micro, f"{copy}_prediction")
+    if of_copy is None:
         return prediction.new_zeros(len(prediction))
-    return surrogate(mean_over_pixels((prediction - stored).square(), 2))
+    return surrogate(mean_over_pixels((prediction - of_copy).square(), 2))
 
 
-def distance_to_copy(prediction: Tensor, stored: Tensor, error: Tensor, scale: Tensor) -> Tensor:
+def distance_to_copy(prediction: Tensor, of_copy: Tensor, error: Tensor, scale: Tensor) -> Tensor:
     """Return ``m((s (v_theta - v_copy))^2) / sg(m(|e|))`` of each pair; ``(B, N, ...) -> (B, N)``.
 
     Both predictions start from the same noisy latent, so their errors differ by ``s (v_theta - v_copy)``. Divided by
@@ -166,8 +286,8 @@ def distance_to_copy(prediction: Tensor, stored: Tensor, error: Tensor, scale: T
 
     Args:
         prediction: The network's prediction; carries grad.
-        stored: The copy's prediction.
+        of_copy: The copy's prediction.
         error: The policy's error in the space of the method's loss.
         scale: Factor ``s`` from an error of the prediction to one in that space, ``(B, N, 1...)``.
     """
-    return mean_over_pixels((scale * (prediction - stored)).square(), 2) / absolute_error(error)
+    return mean_over_pixels((scale * (prediction - of_copy)).square(), 2) / absolute_error(error)

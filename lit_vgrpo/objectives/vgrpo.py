@@ -1,6 +1,8 @@
 """V-GRPO (arXiv 2604.23380): GRPO whose likelihood is the ELBO surrogate."""
 
-from collections import defaultdict
+import math
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -9,17 +11,35 @@ from torch import Tensor
 
 from lit_vgrpo.core.advantages import soft_clip
 from lit_vgrpo.core.probability_paths import Space
-from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, OnlyWith, Range, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.surrogate import clipped_surrogate, denoising_error, mean_over_pixels, ratio_metrics, surrogate
+from lit_vgrpo.core.surrogate import (
+    Pairs,
+    clipped_surrogate,
+    denoising_error,
+    mean_over_pixels,
+    ratio_metrics,
+    surrogate,
+)
 from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.forward import DrawnTimesObjective
-from lit_vgrpo.objectives.pairs import Sharing, distance_to_copy, old_values, rollout_pairs
+from lit_vgrpo.objectives.forward import DrawnTimesObjective, weighted
+from lit_vgrpo.objectives.pairs import (
+    SharePasses,
+    Sharing,
+    distance_to_copy,
+    old_values,
+    rollout_pairs,
+    share_noisy_latents,
+    store_predictions,
+    stored,
+)
 from lit_vgrpo.policies.base import Policy
 
 KLTarget = Literal["reference", "behaviour"]
+LEAST_SAMPLES = 1.5
+"""Mean effective sample size below which a shared noisy latent trains hardly more than one image of its group."""
 
 
 @checked
@@ -31,6 +51,13 @@ class VGRPO(DrawnTimesObjective):
         num_mc_samples: Pairs (t, eps) per image (N_MC).
         share_pairs: One set of pairs for all images of a group (variance reduction 1), or of an iteration over all
             ranks. True and false stand for group and none.
+        share_passes: One network pass for all images of a group: at ``t = 1``, where they have the same noisy latent
+            (``pure_noise``; exact), or at every pair, at a noisy latent made from one image of the group (``group``),
+            with the weights of :mod:`lit_vgrpo.core.importance`. The first pair is then at ``t = 1``. Needs a rectified
+            flow and pairs shared in a group. Ours, not the paper's.
+        importance_temperature: Temperature of the weights of ``group``: 1 (null) is unbiased, a smaller one trades bias
+            for variance.
+        effective_samples: Choose each pair's temperature by this effective sample size, at most the group size.
         stratify: One time from each of N_MC equal parts of the times (variance reduction 2). As in the authors' code,
             parts of the sampler's times differ in size by at most one, larger first.
         space: Space of the denoising error; x with ``self_normalise`` is the adaptive weighting.
@@ -52,6 +79,9 @@ class VGRPO(DrawnTimesObjective):
 
     num_mc_samples: Annotated[int, Range(1, 1000)] = 4
     share_pairs: Sharing | bool = "group"
+    share_passes: SharePasses = "none"
+    importance_temperature: Annotated[float, Range(0, 1), OnlyWith("share_passes", "group")] | None = None
+    effective_samples: Annotated[float, Range(1, 10_000), OnlyWith("share_passes", "group")] | None = None
     stratify: bool = True
     space: Space = "x"
     self_normalise: bool = True
@@ -68,6 +98,20 @@ class VGRPO(DrawnTimesObjective):
 
     def check(self, sizes: Sizes) -> list[str]:
         errors = super().check(sizes)
+        if self.share_passes != "none" and (self.share_pairs != "group" or self.space == "eps"):
+            errors.append(
+                f"model.objective.share_passes={self.share_passes} needs share_pairs=group, and space x or v: the "
+                "noise has no error at t = 1."
+            )
+        if self.importance_temperature is not None and self.effective_samples is not None:
+            errors.append(
+                "model.objective.importance_temperature and effective_samples both set the weights. Use only one."
+            )
+        if self.effective_samples is not None and self.effective_samples > sizes.group_size:
+            errors.append(
+                f"model.objective.effective_samples={self.effective_samples} exceeds the {sizes.group_size} images "
+                f"of a group. Use {sizes.group_size / 2:g}."
+            )
         if self._has_kl_to("behaviour") and sizes.updates_per_iteration == 1:
             errors.append(
                 f"model.objective.kl_weight={self.kl_weight} has no effect with updates_per_iteration=1: the policy "
@@ -79,12 +123,13 @@ class VGRPO(DrawnTimesObjective):
         return self.kl_weight > 0 and (self.kl_to or "behaviour") == target
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        passes: dict[str, float] = {"update": sizes.uses_per_image * self.num_mc_samples}
+        predictions = self.predictions_per_image(self.num_mc_samples, sizes)
+        passes: dict[str, float] = {"update": sizes.uses_per_image * predictions}
         if sizes.updates_per_iteration > 1:
-            passes["old"] = self.num_mc_samples * sizes.later_share
+            passes["old"] = predictions * sizes.later_share
         if self._has_kl_to("reference"):
-            passes["reference"] = self.num_mc_samples
-        return passes | self.anchor_passes(self.num_mc_samples)
+            passes["reference"] = predictions
+        return passes | self.anchor_passes(predictions)
 
     def setup(self, policy: Policy) -> None:
         super().setup(policy)
@@ -97,46 +142,71 @@ class VGRPO(DrawnTimesObjective):
             self.num_mc_samples,
             shared=self.share_pairs,
             stratified=self.stratify,
-            times=self.time_pool(context.rollout),
+            times=self.time_pool(context.rollout, below_one=self.share_passes != "none"),
             antithetic=self.antithetic,
+            pure_noise=self.share_passes != "none",
         )
-        experience = context.experience(pairs, advantages=soft_clip(context.advantages, self.soft_clip))
+        extras = self._share_in_groups(context, pairs) if self.share_passes == "group" else {}
+        experience = context.experience(pairs, extras, soft_clip(context.advantages, self.soft_clip))
         # With one update the policy is the behaviour policy: the ratio is 1 and needs no passes.
         if context.updates > 1:
             with context.ledger.phase("old"):
-                experience.extras |= self._stored(context, experience)
+                self._store_old(context, experience)
         if self._has_kl_to("reference"):
-            experience.extras["kl_prediction"] = self.copy_predictions(context, experience, "reference")
+            self.store_copy(context, experience, "reference", "kl_prediction")
         self.store_anchor(context, experience)
         return experience
 
-    @torch.no_grad()
-    def _stored(self, context: PrepareContext, experience: Experience) -> dict[str, Tensor]:
-        """Return the surrogates of the current weights, and their predictions if the KL needs them."""
-        stored: dict[str, list[Tensor]] = defaultdict(list)
-        for micro in context.later_of(experience).micro_batches(context.micro_batch_size):
-            prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
-            stored["old_surrogate"].append(self._surrogate(error))
-            if self._has_kl_to("behaviour"):  # else they would waste as much memory as all pairs
-                stored["kl_prediction"].append(prediction)
-        return {name: context.placed(torch.cat(parts)) for name, parts in stored.items()}
+    def _share_in_groups(self, context: PrepareContext, pairs: Pairs) -> dict[str, Tensor]:
+        """Share each pair's pass in its group, and return the images' weights and effective sample sizes."""
+        chosen = (self.importance_temperature, self.effective_samples)
+        weights, (plain, used) = share_noisy_latents(context, pairs, self.all_ranks, *chosen)
+        if chosen == (None, None) and self.num_updates == 0 and not context.is_trial:
+            size = float(self.all_ranks(plain[:, 1:].flatten()).mean()) if plain.shape[1] > 1 else math.inf
+            if size < LEAST_SAMPLES:
+                raise ValueError(
+                    f"model.objective.share_passes=group: of the {context.rollout.group_size} images of a group only "
+                    f"{size:.2f} count at a shared noisy latent below t = 1, as is usual for large latents. Use "
+                    "pure_noise, or set effective_samples."
+                )
+        return {"importance": weights, "effective_samples": used.mean(dim=1)}
 
-    def _surrogate(self, error: Tensor) -> Tensor:
-        return surrogate(denoising_error(error, self.self_normalise))
+    @torch.no_grad()
+    def _store_old(self, context: PrepareContext, experience: Experience) -> None:
+        """Keep the surrogates of the current weights, and their predictions if the KL needs them."""
+        micros = context.later_of(experience).micro_batches(context.micro_batch_size)
+        surrogates: list[Tensor] = []
+
+        def predictions() -> Iterator[Tensor]:
+            for micro in micros:
+                prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
+                surrogates.append(self._surrogate(micro, error))
+                yield prediction
+
+        if self._has_kl_to("behaviour"):  # else they would waste as much memory as all pairs
+            store_predictions(experience, "kl_prediction", micros, predictions(), context.placed)
+        else:
+            deque(predictions(), maxlen=0)
+        experience.extras["old_surrogate"] = context.placed(torch.cat(surrogates))
+
+    def _surrogate(self, micro: Experience, error: Tensor) -> Tensor:
+        return surrogate(weighted(micro, denoising_error(error, self.self_normalise)))
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         prediction, error, scale = predicted = self.predict(policy, micro, self.space, self.scale_cap)
-        elbo = self._surrogate(error)
+        elbo = self._surrogate(micro, error)
         log_ratio = old_values(micro, "old_surrogate", elbo) - elbo
         objective = clipped_surrogate(log_ratio, micro.advantages, self.clip)
         distance = torch.zeros_like(elbo)
-        if "kl_prediction" in micro.extras:
-            stored = old_values(micro, "kl_prediction", prediction)
+        if stored(micro, "kl_prediction") is not None:
+            other = old_values(micro, "kl_prediction", prediction)
             if self._has_kl_to("behaviour"):
-                per_pair = mean_over_pixels((scale * (prediction - stored)).square(), 2)
+                per_pair = mean_over_pixels((scale * (prediction - other)).square(), 2)
             else:
-                per_pair = distance_to_copy(prediction, stored, error, scale)
-            distance = surrogate(per_pair)
+                per_pair = distance_to_copy(prediction, other, error, scale)
+            distance = surrogate(weighted(micro, per_pair))
         loss = (self.kl_weight * distance - objective).mean()
         metrics = {"surrogate": elbo.detach(), "kl": distance.detach(), **ratio_metrics(log_ratio, self.clip)}
+        if "effective_samples" in micro.extras:
+            metrics["effective_samples"] = micro.extras["effective_samples"]
         return self.with_anchor(loss, metrics, micro, predicted)

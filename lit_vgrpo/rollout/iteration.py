@@ -60,23 +60,32 @@ class Iteration:
         record: IterationRecord,
         batch: PromptBatch,
         ledger: PassLedger,
+        replayed: tuple[Rollout, Tensor] | None = None,
     ) -> Iteration:
         """Return the iteration with the loss's inputs for this rank's images, in the order of the batch's updates.
 
         Args:
             advantages: Advantages of this rank's images, ``(B,)``, in rollout order.
+            replayed: The previous iteration's images and advantages to train on too, see :class:`Replay`.
         """
         context = PrepareContext(
             policy, rollout, advantages, batch.micro_batch_size, batch.updates, ledger, batch.later
         )
         with timed(record.seconds, "prepare"):
-            experience = objective.prepare(context) if record.has_advantage else context.experience()
-        image_ids = rollout.image_ids
-        if batch.order is not None:
-            order = torch.tensor(batch.order)
-            record = replace(record, local_group_ids=record.local_group_ids[order])
+            if not record.has_advantage:
+                experience, replayed = context.experience(), None
+            else:
+                experience = objective.prepare(context)
+            if replayed is not None:
+                others = replace(context, rollout=replayed[0], advantages=replayed[1])
+                experience = experience.joined_with(objective.prepare(others))
+        order = training_order(batch, is_replayed=replayed is not None)
+        image_ids = rollout.image_ids if replayed is None else torch.cat([rollout.image_ids, replayed[0].image_ids])
+        if order is not None:
             experience, image_ids = experience.select(order.to(experience.latents.device)), image_ids[order]
-        return cls(experience, image_ids, record, batch.micro_batch_size, batch.updates)
+            record = replace(record, local_group_ids=image_ids // batch.group_size)
+        size = batch.micro_batch_size if replayed is None else 2 * batch.micro_batch_size
+        return cls(experience, image_ids, record, size, batch.updates)
 
     @property
     def is_over(self) -> bool:
@@ -109,21 +118,11 @@ class Iteration:
         Args:
             all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; collective.
         """
-        own = self.experience
-        state: dict[str, Any] = {
+        return {
             "updates_done": self.updates_done,
-            "image_ids": all_ranks(self.image_ids),
-            "latents": all_ranks(own.latents),
-            "advantages": all_ranks(own.advantages),
-            "extras": {name: all_ranks(value) for name, value in sorted(own.extras.items())},
-            **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors, all_ranks), strict=True)),
-            "pairs": None,
             "record": {name: getattr(self.record, name) for name in SAVED_OF_RECORD},
+            **gathered(self.experience, self.image_ids, all_ranks),
         }
-        if own.pairs is not None:
-            values = {"times": own.pairs.times, "noise": own.pairs.noise}
-            state["pairs"] = dict(zip(("rows", "values"), _table(own.pairs.rows, values, all_ranks), strict=True))
-        return state
 
     @classmethod
     def restored(cls, state: dict[str, Any], batch: PromptBatch, device: torch.device) -> Iteration:
@@ -133,31 +132,125 @@ class Iteration:
             RuntimeError: The state belongs to another iteration or other sizes.
         """
         _, wanted = group_layout(batch.slots, batch.group_size, batch.members)
-        if batch.order is not None:
-            wanted = wanted[torch.tensor(batch.order)]
-        saved = state["image_ids"].argsort()
-        position = torch.searchsorted(state["image_ids"][saved], wanted).clamp(max=len(saved) - 1)
-        position = saved[position]
-        if state["record"]["iteration"] != batch.iteration or not torch.equal(state["image_ids"][position], wanted):
+        is_replayed = len(state["image_ids"]) > batch.images
+        if is_replayed:
+            wanted = torch.cat([wanted, wanted + batch.images])
+        order = training_order(batch, is_replayed)
+        wanted = wanted if order is None else wanted[order]
+        experience = None
+        if state["record"]["iteration"] == batch.iteration:
+            experience = scattered(state, wanted, device)
+        if experience is None:
             raise RuntimeError(
                 f"The checkpoint was saved during iteration {state['record']['iteration'] + 1}, with different prompts "
                 f"or sizes from those of iteration {batch.iteration + 1} now. Resume with its recipe (RUN/config.yaml)."
             )
-        rows, conditioning = _compact(state["rows"][position], state["conditioning"], device)
-        pairs = None
-        if state["pairs"] is not None:
-            pair_rows, values = _compact(state["pairs"]["rows"][position], state["pairs"]["values"], device)
-            pairs = Pairs(values["times"], values["noise"], pair_rows)
-        experience = Experience(
-            latents=state["latents"][position].to(device),
-            advantages=state["advantages"][position].to(device),
-            conditioning=Conditioning(conditioning),
-            rows=rows,
-            pairs=pairs,
-            extras={name: value[position].to(device) for name, value in state["extras"].items()},
-        )
         record = IterationRecord(**state["record"], local_group_ids=wanted // batch.group_size, is_whole=False)
-        return cls(experience, wanted, record, batch.micro_batch_size, batch.updates, state["updates_done"])
+        size = 2 * batch.micro_batch_size if is_replayed else batch.micro_batch_size
+        return cls(experience, wanted, record, size, batch.updates, state["updates_done"])
+
+
+class Replay:
+    """The previous iteration's images and advantages, which an iteration trains on once more.
+
+    As images of this iteration they are numbered after its own, so that their pairs are new.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[Experience, Tensor] | None = None
+        self._saved: dict[str, Any] | None = None
+
+    def exchange(self, rollout: Rollout, advantages: Tensor, batch: PromptBatch) -> tuple[Rollout, Tensor] | None:
+        """Return the previous iteration's images with their advantages ``(B,)``, if any, and keep these.
+
+        Raises:
+            RuntimeError: A checkpoint's images belong to other sizes.
+        """
+        kept = self._kept
+        if self._saved is not None:
+            experience = scattered(self._saved, rollout.image_ids, rollout.latents.device)
+            if experience is None:
+                raise RuntimeError("The checkpoint's replayed images have other sizes. Resume with RUN/config.yaml.")
+            kept, self._saved = (experience, rollout.image_ids), None
+        values = advantages.to(rollout.latents.device)
+        self._kept = Experience(rollout.latents, values, rollout.conditioning, rollout.rows), rollout.image_ids
+        if kept is None:
+            return None
+        old, image_ids = kept
+        groups = rollout.group_ids + batch.images // batch.group_size
+        again = replace(
+            rollout,
+            latents=old.latents,
+            conditioning=old.conditioning,
+            rows=old.rows,
+            group_ids=groups,
+            image_ids=image_ids + batch.images,
+            trajectory=None,
+        )
+        return again, old.advantages
+
+    def state_dict(self, all_ranks: Gather) -> dict[str, Any] | None:
+        """Return all ranks' images; collective."""
+        return self._saved if self._kept is None else gathered(*self._kept, all_ranks)
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Keep a checkpoint's images until the next iteration knows this rank's share."""
+        self._saved, self._kept = state, None
+
+
+def training_order(batch: PromptBatch, is_replayed: bool) -> Tensor | None:
+    """Return the order in which this rank's images are trained on, ``(B,)``, or ``None`` for that of the rollout.
+
+    Replayed images come after the others in the rollout's order; each micro-batch has as many of them.
+    """
+    order = None if batch.order is None else torch.tensor(batch.order)
+    if not is_replayed:
+        return order
+    own = len(batch.slots) * len(batch.members)
+    order = torch.arange(own) if order is None else order
+    return torch.stack([order, order + own]).unflatten(1, (-1, batch.micro_batch_size)).transpose(0, 1).flatten()
+
+
+def gathered(own: Experience, image_ids: Tensor, all_ranks: Gather) -> dict[str, Any]:
+    """Return all ranks' images as CPU tensors; collective.
+
+    Args:
+        image_ids: Global index of each image, ``(B,)``.
+        all_ranks: Concatenates every rank's ``(B, ...)`` in rank order.
+    """
+    state: dict[str, Any] = {
+        "image_ids": all_ranks(image_ids),
+        "latents": all_ranks(own.latents),
+        "advantages": all_ranks(own.advantages),
+        "extras": {name: all_ranks(value) for name, value in sorted(own.extras.items())},
+        **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors, all_ranks), strict=True)),
+        "pairs": None,
+    }
+    if own.pairs is not None:
+        rows, values = _table(own.pairs.rows, own.pairs.table(), all_ranks)
+        state["pairs"] = {"rows": rows, "values": values, "shared": own.pairs.shared}
+    return state
+
+
+def scattered(state: dict[str, Any], wanted: Tensor, device: torch.device) -> Experience | None:
+    """Return the images of some global indices ``(B,)`` out of all, or ``None`` if one is missing."""
+    saved = state["image_ids"].argsort()
+    position = saved[torch.searchsorted(state["image_ids"][saved], wanted).clamp(max=len(saved) - 1)]
+    if not torch.equal(state["image_ids"][position], wanted):
+        return None
+    rows, conditioning = _compact(state["rows"][position], state["conditioning"], device)
+    pairs = None
+    if (of_pairs := state["pairs"]) is not None:
+        pair_rows, values = _compact(of_pairs["rows"][position], of_pairs["values"], device)
+        pairs = Pairs(values.pop("times"), values.pop("noise"), pair_rows, of_pairs["shared"], values)
+    return Experience(
+        latents=state["latents"][position].to(device),
+        advantages=state["advantages"][position].to(device),
+        conditioning=Conditioning(conditioning),
+        rows=rows,
+        pairs=pairs,
+        extras={name: value[position].to(device) for name, value in state["extras"].items()},
+    )
 
 
 def _table(rows: Tensor, values: dict[str, Tensor], all_ranks: Gather) -> tuple[Tensor, dict[str, Tensor]]:
