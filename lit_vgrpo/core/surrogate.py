@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -119,6 +120,8 @@ class ContinuousTimes:
 
 
 TimePool = SamplerTimes | ContinuousTimes
+SharePasses = Literal["none", "pure_noise", "group"]
+"""Pairs at which one network pass serves all images of a group: none, the first one at ``t = 1``, or all."""
 
 
 @checked

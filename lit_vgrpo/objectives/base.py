@@ -20,7 +20,7 @@ from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sampling import rollout_batches
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.surrogate import Pairs
+from lit_vgrpo.core.surrogate import Pairs, SharePasses
 from lit_vgrpo.core.types import Experience, Rollout, RolloutRequest, RolloutSpec
 from lit_vgrpo.policies.base import Policy
 
@@ -109,6 +109,7 @@ class Objective(ABC):
     anchor_weight: float = 0.0
     anchor_decay: float | None = None
     replay: bool = False
+    share_passes: SharePasses = "none"
 
     def __init__(
         self, training_guidance: GuidanceScale | None = None, reference_guidance: GuidanceScale | None = None

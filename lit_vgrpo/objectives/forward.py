@@ -26,7 +26,6 @@ from lit_vgrpo.core.surrogate import ContinuousTimes, SamplerTimes, TimeGrid, su
 from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.objectives.pairs import (
-    SharePasses,
     distance_to_copy,
     pairs_at,
     predict_pairs,
@@ -60,7 +59,6 @@ class ForwardObjective(Objective):
 
     needs_ode: ClassVar[bool] = True
     """True if SDEs are refused because the method is defined on samples of the ODE."""
-    share_passes: SharePasses = "none"
 
     rollout: RolloutSpec | None = None
     _: KW_ONLY

@@ -32,7 +32,6 @@ from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies.base import Policy
 
 TimeSource = Literal["sampler", "uniform"]
-SharePasses = Literal["none", "pure_noise", "group"]
 Sharing = Literal["none", "group", "iteration"]
 """Images with the same times and noise: none, those of a group, or all in the iteration, on all ranks."""
 

@@ -16,6 +16,7 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import (
     Pairs,
+    SharePasses,
     clipped_surrogate,
     denoising_error,
     mean_over_pixels,
@@ -26,7 +27,6 @@ from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import DrawnTimesObjective, weighted
 from lit_vgrpo.objectives.pairs import (
-    SharePasses,
     Sharing,
     distance_to_copy,
     old_values,

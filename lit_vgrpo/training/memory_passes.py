@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -102,13 +102,19 @@ def prepared(
     Args:
         conditioning: A single row, on the device of the rollout.
         latent_shape: ``(C, H, W)`` of an image's latent.
+        images: Images of the rollout; the experience has twice as many with replay.
         later: Indices of the images that the first update does not train on.
     """
     rollout = _dummy_rollout(objective, policy.path, conditioning, latent_shape, images, plan.group_size)
     advantages = torch.linspace(-1, 1, images, device=rollout.latents.device)
     updates = plan.updates_per_iteration
-    context = PrepareContext(policy, rollout, advantages, micro_batch_size, updates, later=later)
-    return rollout, objective.prepare(context)
+    context = PrepareContext(policy, rollout, advantages, micro_batch_size, updates, later=later, is_trial=True)
+    experience = objective.prepare(context)
+    if objective.replay:
+        groups = rollout.group_ids + images // rollout.group_size
+        others = replace(rollout, group_ids=groups, image_ids=rollout.image_ids + images)
+        experience = experience.joined_with(objective.prepare(replace(context, rollout=others)))
+    return rollout, experience
 
 
 def _dummy_rollout(

@@ -186,7 +186,7 @@ class Trial:
         with torch.enable_grad(), plugin.train_step_context() if plugin is not None else nullcontext():
             shape = policy.latent_shape
             _, experience = prepared(objective, policy, self.conditioning, shape, images, self.plan, images)
-            (micro,) = experience.micro_batches(images)
+            (micro,) = experience.micro_batches(len(experience))  # twice the images with replay
             objective.before_update(policy, [micro])
             loss, _ = objective.loss(policy, micro.to(self.device))
         if not isinstance(self.module.trainer.strategy, FSDP2):

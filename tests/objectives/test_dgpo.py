@@ -246,4 +246,4 @@ def test_settings_that_cannot_work_together_are_errors():
     sizes = Sizes(4, 4)
     assert DGPO().check(sizes) == []
     assert "is an SDE, but DGPO" in DGPO(RolloutSpec("flow_sde")).check(sizes)[0]
-    assert "trains each image at 4 of the sampler's 3 times" in DGPO(noisiest=3).check(sizes)[0]
+    assert "trains each image at 4 of 3 times" in DGPO(noisiest=3).check(sizes)[0]

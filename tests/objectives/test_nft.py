@@ -164,5 +164,5 @@ def test_settings_that_cannot_work_together_are_errors():
     assert DiffusionNFT().check(sizes) == []
     assert DiffusionNFT().passes_per_image(sizes) == {"rollout": 10, "update": 9, "old": 9, "reference": 9}
     assert "is an SDE, but DiffusionNFT" in DiffusionNFT(RolloutSpec("flow_sde")).check(sizes)[0]
-    assert "at 0 of the sampler's 1 times" in DiffusionNFT(RolloutSpec(steps=1)).check(sizes)[0]
-    assert "at 11 of the sampler's 10 times" in DiffusionNFT(num_times=11).check(sizes)[0]
+    assert "at 0 of 1 times" in DiffusionNFT(RolloutSpec(steps=1)).check(sizes)[0]
+    assert "at 11 of 10 times" in DiffusionNFT(num_times=11).check(sizes)[0]

@@ -1,6 +1,7 @@
 """Every training method in a small setting, and what it costs."""
 
 from lit_vgrpo import AWM, DGPO, EPG, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec
+from lit_vgrpo.core.surrogate import TimeGrid
 from lit_vgrpo.core.types import ScoutSpec
 
 S = 6  # sampling steps: enough for MixGRPO's window of four
@@ -9,6 +10,12 @@ SHARED = {**SDE, "shared_noise": True}
 WIDENING = {"noisiest": 2, "widen_over": 2}
 GUIDED = RolloutSpec(**SDE, guidance=2.0)
 ANCHOR = {"anchor_weight": 1.0, "anchor_decay": 0.3}
+
+
+def shared_passes(**options):
+    rollout, shared = RolloutSpec("dpm++", S), {"share_passes": "group", "importance_temperature": 0.05}
+    return VGRPO(rollout, 3, **shared, times=TimeGrid(8), **ANCHOR, **options)
+
 
 # Network passes an image: rollout, train with gradient, train without. One update an iteration, but where split.
 COSTS = {
@@ -19,11 +26,13 @@ COSTS = {
     "DiffusionNFT": (lambda: DiffusionNFT(RolloutSpec(steps=S)), 1, (S, S - 1, 2 * (S - 1))),
     "DGPO, no guidance": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5), 1, (S, 4, 8)),
     "AWM": (lambda: AWM(RolloutSpec(steps=S)), 1, (S, 6, 12)),
+    "V-GRPO, pure noise": (lambda: VGRPO(RolloutSpec(steps=S), share_passes="pure_noise"), 1, (S, 3 + 1 / 4, 0)),
 }
 METHODS = {
     **COSTS,
     "DiffusionNFT, on-policy": (lambda: DiffusionNFT(RolloutSpec(steps=S), decay_type=0), 1, (S, S - 1, S - 1)),
     "V-GRPO, scouts": (lambda: VGRPO(RolloutSpec(steps=S, scouts=ScoutSpec(2, 3))), 1, (S, 4, 2 * 3)),
+    "V-GRPO, shared passes": (lambda: shared_passes(clip=0.01), 2, (S, 2 * 3 / 4, 2 * 3 / 4)),
     "V-GRPO, widening": (lambda: VGRPO(RolloutSpec(steps=S), **WIDENING), 1, (S, 4, 0)),
     "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True, kl_weight=0.04), 1, (S, 3, 3)),
     "Flow-GRPO, cps": (lambda: FlowGRPO(RolloutSpec("cps", S), kl_weight=0.0), 1, (S, S - 1, 0)),
@@ -36,7 +45,10 @@ METHODS = {
     "AWM, anchor": (lambda: AWM(RolloutSpec(steps=S), kl_weight=0.0, ema_weight=0.0, **ANCHOR), 1, (S, 6, 6)),
     "MixGRPO, anchor": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, **ANCHOR), 1, (S, 4, 4)),
 }
+REPLAYED = {"V-GRPO, replay": (lambda: shared_passes(replay=True, clip=0.01), 2, None)}
+"""Costs differ between the first iteration and the others."""
 VARIANTS = (
+    "V-GRPO, pure noise",
     "V-GRPO, one step",
     "V-GRPO, widening",
     "DiffusionNFT, on-policy",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from all_methods import METHODS
+from all_methods import METHODS, REPLAYED
 from helpers import Brightness, make_data, make_module, make_trainer
 from processes import small_strategy
 
@@ -75,7 +75,7 @@ def job(folder, out, strategy, text):
     own = {"skip": Broken, "stop": Broken, "idle": anchored}
     # A larger eps: Adam makes whole steps of the rounding noise of a gradient that is zero, as that of a key bias is.
     chosen_parts = IDLE if name == "idle" else {"optimizer": OptimizerConfig(lr=1e-4, eps=1e-6)}
-    objective = own[name]() if name in own else METHODS[name][0]()
+    objective = own[name]() if name in own else (METHODS | REPLAYED)[name][0]()
     module = make_module(folder, objective, non_finite="skip" if name == "skip" else "stop", **chosen_parts)
     ema, seen = EMA(0.5), Seen()
     module.evaluator.observers.append(seen)

@@ -18,7 +18,7 @@ THREE_UPDATES, TWO_UPDATES, SPLIT = (
     f"{TWO},updates_per_iteration={words}" for words in ("3", "2", "2,split_updates=true")
 )
 IDLE = "iterations=3,updates_per_iteration=2"  # the second iteration has nothing to learn
-WHOLE = {"V-GRPO, three steps": THREE_UPDATES}
+WHOLE = {"V-GRPO, three steps": THREE_UPDATES, "V-GRPO, replay": TWO_UPDATES}
 OTHERS = {
     "MixGRPO, window 4": SPLIT,
     "idle": IDLE,
@@ -28,15 +28,15 @@ OTHERS = {
     "DanceGRPO": TWO,
 }
 CONTINUED = {
-    **dict.fromkeys(["DGPO, moving", "V-GRPO, three steps", "V-GRPO, scouts"], f"{TWO_UPDATES},middle=1"),
+    **dict.fromkeys([*WHOLE, "DGPO, moving", "V-GRPO, scouts"], f"{TWO_UPDATES},middle=1"),
     "MixGRPO, window 4": f"{SPLIT},middle=1",
 }
 # Two prompts on four ranks: every group is cut in two.
 CUT = dict.fromkeys(
-    ["DGPO, no guidance", "V-GRPO, scouts", "DGPO, moving"],
+    ["DGPO, no guidance", "V-GRPO, scouts", "DGPO, moving", "V-GRPO, replay"],
     f"{TWO},prompts_per_iteration=2,micro_batch_size=2",
 )
-SHARDED = {"DGPO, moving": TWO_UPDATES, "AWM": TWO_UPDATES}
+SHARDED = {"DGPO, moving": TWO_UPDATES, "AWM": TWO_UPDATES, "V-GRPO, replay": TWO_UPDATES}
 
 
 def train(checkpoint, out, ranks, jobs):
