@@ -56,11 +56,7 @@ class Conditioning:
         return Conditioning({name: value.to(device) for name, value in self.tensors.items()})
 
     def padded_to(self, length: int) -> Conditioning:
-        """Return prompts of ``length`` tokens, at least the current ones; the mask is 0 at the new ones.
-
-        Raises:
-            ValueError: There is no mask, so the network would read the padding as tokens.
-        """
+        """Return prompts of ``length`` tokens, the mask 0 at the new ones; ValueError without a mask."""
         if MASK not in self.tensors:
             raise ValueError(f"Prompts of different lengths need a tensor {MASK!r}. Pad all prompts to one length.")
         of_prompt = {name: lengthened(value, length) for name, value in self.tensors.items() if is_of_prompt(name)}
@@ -88,13 +84,11 @@ class BlockCache:
     Args:
         kind: ``taylorseer`` skips all blocks in fixed steps and extrapolates the network's output from earlier steps
             (arXiv 2503.06923), separately for each image. ``first_block`` runs the first block and adds what the others
-            last added, as long as the first one's output has changed little since; it decides for a batch as a whole,
-            so an image depends on its batch.
+            last added while the first one's output has changed little; it decides for a whole batch.
         interval: With ``taylorseer``, steps from one full pass to the next after the warm-up.
         warm_up: With ``taylorseer``, full passes before the first skipped step.
         order: With ``taylorseer``, order of the extrapolation, 0 to repeat the last output.
-        threshold: With ``first_block``, largest relative change of the first block's output for which the others are
-            skipped, 0 to skip none.
+        threshold: With ``first_block``, largest relative change of its output at which to skip the others, 0 for none.
     """
 
     kind: Literal["taylorseer", "first_block"]
@@ -392,14 +386,11 @@ class Experience:
 
     def joined_with(self, other: Experience) -> Experience:
         """Return these images, then others that the same method prepared."""
-        return Experience(
-            latents=torch.cat([self.latents, other.latents]),
-            advantages=torch.cat([self.advantages, other.advantages]),
-            conditioning=self.conditioning.joined_with(other.conditioning),
-            rows=torch.cat([self.rows, other.rows + len(self.conditioning)]),
-            pairs=None if self.pairs is None or other.pairs is None else self.pairs.joined_with(other.pairs),
-            extras={name: torch.cat([value, other.extras[name]]) for name, value in self.extras.items()},
-        )
+        latents, advantages = torch.cat([self.latents, other.latents]), torch.cat([self.advantages, other.advantages])
+        rows = torch.cat([self.rows, other.rows + len(self.conditioning)])
+        pairs = None if self.pairs is None or other.pairs is None else self.pairs.joined_with(other.pairs)
+        extras = {name: torch.cat([value, other.extras[name]]) for name, value in self.extras.items()}
+        return Experience(latents, advantages, self.conditioning.joined_with(other.conditioning), rows, pairs, extras)
 
     def micro_batches(self, size: int) -> list[Experience]:
         """Return the rows cut into micro-batches of ``size`` images, in order."""

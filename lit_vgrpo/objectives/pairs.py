@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -86,18 +87,18 @@ def share_noisy_latents(
     all_ranks: Callable[[Tensor], Tensor],
     temperature: float | None = None,
     effective_samples: float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Pairs, Tensor, Tensor]:
     """Replace each group's noise by one noisy latent per pair, from one image of the group, and share its pass.
 
     Args:
-        pairs: One row per group; changed in place.
+        pairs: One row per group.
         all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; needed where ranks split groups.
         temperature: See :func:`~lit_vgrpo.core.importance.balance_weights`; ``None`` takes 1.
         effective_samples: Choose each pair's temperature by this effective sample size instead.
 
     Returns:
-        The weights of each image in the mean over images, ``G w_ij``, and the effective sample sizes at temperature 1
-        and at the one used: ``(B, N)`` each, float32.
+        The new pairs; the weights of each image in the mean over images, ``G w_ij``, ``(B, N)``, float32; and the
+        effective sample sizes at temperature 1 and at the one used, ``(2, B, N)``.
     """
     rollout, path = context.rollout, context.policy.path
     owners, rows = pair_owners(rollout, "group")
@@ -112,7 +113,7 @@ def share_noisy_latents(
         found, groups = all_ranks(bases), all_ranks(owners)
         bases = torch.stack([found[groups == owner].sum(dim=0) for owner in owners]).to(home)
     noisy = path.interpolate(bases.flatten(0, 1), pairs.noise.flatten(0, 1), pairs.times.flatten())
-    pairs.noise, pairs.shared = noisy.unflatten(0, pairs.times.shape), num_pairs
+    pairs = replace(pairs, noise=noisy.unflatten(0, pairs.times.shape), shared=num_pairs)
 
     times, noise = pairs.of_images()
     a, b = path.coefficients(times.flatten())
@@ -128,7 +129,7 @@ def share_noisy_latents(
     place = torch.searchsorted(ids[order], rollout.image_ids)  # of each image in the table of groups
     of_image = (size * weights).transpose(1, 2).flatten(0, 1)[place]
     sizes = [values[place // size] for values in (plain, effective_sample_size(weights))]
-    return of_image.float().to(home), torch.stack(sizes).float().to(home)
+    return pairs, of_image.float().to(home), torch.stack(sizes).float().to(home)
 
 
 def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool | Sharing) -> Pairs:

@@ -146,7 +146,9 @@ class VGRPO(DrawnTimesObjective):
             antithetic=self.antithetic,
             pure_noise=self.share_passes != "none",
         )
-        extras = self._share_in_groups(context, pairs) if self.share_passes == "group" else {}
+        extras: dict[str, Tensor] = {}
+        if self.share_passes == "group":
+            pairs, extras = self._share_in_groups(context, pairs)
         experience = context.experience(pairs, extras, soft_clip(context.advantages, self.soft_clip))
         # With one update the policy is the behaviour policy: the ratio is 1 and needs no passes.
         if context.updates > 1:
@@ -157,10 +159,10 @@ class VGRPO(DrawnTimesObjective):
         self.store_anchor(context, experience)
         return experience
 
-    def _share_in_groups(self, context: PrepareContext, pairs: Pairs) -> dict[str, Tensor]:
-        """Share each pair's pass in its group, and return the images' weights and effective sample sizes."""
+    def _share_in_groups(self, context: PrepareContext, pairs: Pairs) -> tuple[Pairs, dict[str, Tensor]]:
+        """Return pairs whose passes groups share, and the images' weights and effective sample sizes."""
         chosen = (self.importance_temperature, self.effective_samples)
-        weights, (plain, used) = share_noisy_latents(context, pairs, self.all_ranks, *chosen)
+        pairs, weights, (plain, used) = share_noisy_latents(context, pairs, self.all_ranks, *chosen)
         if chosen == (None, None) and self.num_updates == 0 and not context.is_trial:
             size = float(self.all_ranks(plain[:, 1:].flatten()).mean()) if plain.shape[1] > 1 else math.inf
             if size < LEAST_SAMPLES:
@@ -169,7 +171,7 @@ class VGRPO(DrawnTimesObjective):
                     f"{size:.2f} count at a shared noisy latent below t = 1, as is usual for large latents. Use "
                     "pure_noise, or set effective_samples."
                 )
-        return {"importance": weights, "effective_samples": used.mean(dim=1)}
+        return pairs, {"importance": weights, "effective_samples": used.mean(dim=1)}
 
     @torch.no_grad()
     def _store_old(self, context: PrepareContext, experience: Experience) -> None:

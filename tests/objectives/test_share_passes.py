@@ -115,7 +115,7 @@ def test_the_balance_heuristic_is_unbiased_and_equal_weights_are_not():
     found = {}
     for temperature in (None, 0.0):
         pairs = Pairs(times, torch.randn(1, draws, 1, 1, 1, generator=generator), torch.zeros(3, dtype=torch.int64))
-        weights, sizes = share_noisy_latents(group_of(points, 0), pairs, lambda values: values, temperature)
+        pairs, weights, sizes = share_noisy_latents(group_of(points, 0), pairs, lambda values: values, temperature)
         assert pairs.shared == draws
         torch.testing.assert_close(weights.mean(dim=0), torch.ones(draws))
         assert sizes.min() >= 1
