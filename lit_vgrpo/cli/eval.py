@@ -16,10 +16,12 @@ from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.cli.eval_scores import HeldOutEvaluation, ImageScores
 from lit_vgrpo.cli.saved_policy import RunOptions
+from lit_vgrpo.config.parts import with_full_key
 from lit_vgrpo.config.recipe import refuse_overrides
 from lit_vgrpo.data.datasets import Rows, held_out_error
 from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.launch.build import build
+from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.metrics import diversity
@@ -123,7 +125,9 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
     try:
         rows = data.heldout_rows()
     except (ValueError, ModuleNotFoundError) as error:
-        raise UserError(str(error)) from error
+        raise UserError(with_full_key(str(error), cli.recipe.values)) from error
+    if errors := picture_errors(cli.model.policy, rows, "held-out prompts"):
+        raise UserError(*(f"data.heldout: {error}" for error in errors))
     images = len(rows) * data.heldout_images_per_prompt
     if message := held_out_error(images, data.eval_batch_size, cli.trainer.world_size):
         raise UserError(message)

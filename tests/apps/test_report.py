@@ -14,7 +14,7 @@ from PIL import Image
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.apps.report import verdict
-from lit_vgrpo.apps.report.page import read_pairs
+from lit_vgrpo.apps.report.page import read_kept, read_pairs
 from lit_vgrpo.apps.report.run_data import Point, RunData, read_run, read_scores
 from lit_vgrpo.apps.report.verdict import Verdict
 
@@ -180,6 +180,19 @@ def test_images_are_the_cells_of_the_sample_grids_and_the_best_and_worst(inside)
     assert all(verdict.score(score) in page.text for score in best[0]["scores"].values())
 
 
+def test_no_picture_of_another_folder_is_shown(inside):
+    folder = Path("runs/tiny/report")
+    Image.new("RGB", (32, 32), "red").save("secret.png")
+    table = json.loads((folder / "images.json").read_text())
+    (folder / table["images"][0]["file"]).unlink()
+    (folder / table["images"][0]["file"]).symlink_to(Path("secret.png").absolute())
+    for name in (table["images"][0]["file"], "../../../secret.png", str(Path("secret.png").absolute())):
+        for changed, shown in (({"file": name}, []), ({"file": table["images"][1]["file"], "edited": name}, [None])):
+            (folder / "images.json").write_text(json.dumps({"images": [{**table["images"][0], **changed}]}))
+            kept = read_kept(Path("runs/tiny"), set()).values()
+            assert [entry["edited"] for entries in kept for entry in entries] == shown
+
+
 def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux_folder):
     monkeypatch.chdir(trained)
     rows = [{"prompt": "make it green", "image": f"{colour}.png"} for colour in ("red", "blue")]
@@ -190,6 +203,9 @@ def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux
     data = ["data.train=edits.jsonl", "data.heldout=edits.jsonl", "data.heldout_images_per_prompt=2"]
     policy = f"model.policy={{class_path: KontextPolicy, init_args: {options}}}"
     train("name=edits", policy, *data, "trainer.max_epochs=2", "trainer.callbacks+=Report")
+    for row in rows:
+        Path(row["image"]).unlink()
+    assert report(["runs/edits"]) == 0  # from its copies
     page = Parsed("runs/edits/report.html")
     shown = [image["src"] for image in page.all("img") if image["alt"] == "Picture to edit: make it green"]
     assert len(shown) == len(

@@ -293,6 +293,11 @@ def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
         (["runs/tiny", "--checkpoint=lst.ckpt"], "--checkpoint lst.ckpt does not exist. Did you mean last.ckpt?"),
         (["runs/tiny", "model.optimizer.lr=1"], "model.optimizer.lr has no effect on an evaluation."),
         (["runs/tiny", "ckpt_path=x"], "ckpt_path has no effect on an evaluation. Use --checkpoint FILE."),
+        (["runs/tiny", "data.heldout=shapes"], "data.heldout: shapes does not exist."),
+        (
+            ["runs/tiny", "data.heldout=shipped:prompts/edit_heldout.jsonl"],
+            "data.heldout: SD3Policy cannot edit pictures, but row 1 of the held-out prompts",
+        ),
         (["runs/tiny", "data.heldout=null"], "The run's recipe has no held-out prompts. Set data.heldout=prompts.txt."),
         (["runs/tiny", "data.heldout=none.txt"], "none.txt does not exist."),
         (["runs/tiny", "--features=none.pt"], "none.pt does not exist."),
