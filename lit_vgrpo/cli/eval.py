@@ -25,9 +25,10 @@ from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.metrics import diversity
-from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, feature_network
+from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, TransformersFeatures, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
 from lit_vgrpo.metrics.statistics import bootstrap_interval
+from lit_vgrpo.rewards import CLIPScore, as_weighted
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.folder import CONFIG_NAME, candidates
@@ -137,6 +138,8 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
 def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], FeatureNetwork | None]:
     """Return the recipe's FID callbacks, or one from the options, and the feature network of the diversity.
 
+    A CLIP network also measures the similarity of image and prompt, as a held-out :class:`CLIPScore`.
+
     Raises:
         UserError: A metric's check fails.
     """
@@ -153,6 +156,11 @@ def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], 
     errors += network.check() if network is not None and not fids else []
     if errors:
         raise UserError(*errors)
+    evaluator = cli.model.evaluator
+    if isinstance(network, TransformersFeatures) and network.is_clip:
+        similarity = CLIPScore(network.source)
+        if similarity.name not in evaluator.observed.part_names and not similarity.check():
+            evaluator.observed = evaluator.observed.observing(as_weighted(similarity))
     return fids, network if cli.datamodule.heldout_images_per_prompt > 1 else None
 
 

@@ -290,12 +290,38 @@ def test_did_it_cheat(start, end, likely, words):
     found = Verdict(RunData(Path("run"), {}, {}, [], points))
     assert found.cheating.is_likely == likely
     assert words in found.cheating.words
+    hacked = "docs/when_it_goes_wrong.md#the-reward-rises-but-the-images-got-worse"
+    assert (hacked in found.help) == likely
     points[0].costs["iterations"] = 1
     late = Verdict(RunData(Path("run"), {}, {}, [], points))
     assert late.cheating.words.startswith("Not checked: that needs an evaluation at the start")
     if likely:
         assert found.headline == f"Reward rose, and {found.cheating.signs[0]}"
         assert f"and {found.cheating.signs[0]}: +0.300" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("outcome", "end", "title"),
+    [
+        ("finished", 0.1, "The reward falls, or all images look alike"),
+        ("collapsed", 0.3, "The reward falls, or all images look alike"),
+        ("reward hacking", 0.3, "The reward rises, but the images got worse"),
+        ("finished", 0.2, "The reward does not move"),
+        ("failed", 0.3, "Out of memory"),
+        ("unfinished", 0.3, "It hangs"),
+        ("finished", 0.3, None),
+    ],
+)
+def test_a_result_names_the_section_that_helps(outcome, end, title):
+    points = [Point({"iterations": number}, {"reward": reward}) for number, reward in ((0, 0.2), (9, end))]
+    alarms = ["Reward hacking?"] if outcome == "reward hacking" else []
+    reason = "CUDA out of memory." if outcome == "failed" else None
+    summary = {"outcome": outcome, "reason": reason, "alarms": alarms}
+    page = Path(__file__).parents[2] / "docs" / "when_it_goes_wrong.md"
+    assert title is None or f"## {title}\n" in page.read_text()
+    slug = "" if title is None else re.sub("[^a-z -]", "", title.lower()).replace(" ", "-")
+    found = Verdict(RunData(Path("run"), {}, summary, [], points)).help
+    assert found == ([f"docs/when_it_goes_wrong.md#{slug}"] if title else [])
 
 
 def test_files_of_an_earlier_part_of_a_resumed_run_do_not_count(inside):
