@@ -28,7 +28,7 @@ from lit_vgrpo.metrics import diversity
 from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, TransformersFeatures, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
 from lit_vgrpo.metrics.statistics import bootstrap_interval
-from lit_vgrpo.rewards import CLIPScore, as_weighted
+from lit_vgrpo.rewards import CLIPScore, Weighted, as_weighted
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.folder import CONFIG_NAME, candidates
@@ -72,8 +72,10 @@ def evaluate(options: EvaluateOptions) -> int:
         cli.model.policy.ignore_start()
     rows, data = heldout_rows(cli), cli.datamodule
     fids, network = image_metrics(cli, options)
+    rewards = rewards_with_similarity(cli.model.evaluator.observed, network)
+    network = network if data.heldout_images_per_prompt > 1 else None
     variants = [variant, *([REFERENCE] if options.reference else [])]
-    module = HeldOutEvaluation(cli.model, rows, data, saved, variants, fids, network)
+    module = HeldOutEvaluation(cli.model, rows, data, saved, variants, rewards, fids, network)
     # The recipe's callbacks and loggers train, save and log into the run directory.
     cli.trainer.callbacks, cli.trainer.loggers = [], []  # type: ignore[attr-defined]
     try:
@@ -85,7 +87,6 @@ def evaluate(options: EvaluateOptions) -> int:
     leave_together()
     if not cli.trainer.is_global_zero:
         return 0
-    weights = cli.model.evaluator.observed.weight_of
     report = {
         "run": str(options.run),
         "checkpoint": {
@@ -102,7 +103,7 @@ def evaluate(options: EvaluateOptions) -> int:
         "seed": cli.model.seed,
         "overrides": options.words,
         "interval": {"level": LEVEL, "resamples": RESAMPLES, "of": "prompts"},
-        "rewards": {name: {"weight": weight, "held_out": weight == 0} for name, weight in weights.items()},
+        "rewards": {name: {"weight": weight, "held_out": weight == 0} for name, weight in rewards.weight_of.items()},
         "world_size": cli.trainer.world_size,
         "versions": versions(),
         **results(module.of_variants, data.heldout_images_per_prompt),
@@ -138,8 +139,6 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
 def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], FeatureNetwork | None]:
     """Return the recipe's FID callbacks, or one from the options, and the feature network of the diversity.
 
-    A CLIP network also measures the similarity of image and prompt, as a held-out :class:`CLIPScore`.
-
     Raises:
         UserError: A metric's check fails.
     """
@@ -156,12 +155,16 @@ def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], 
     errors += network.check() if network is not None and not fids else []
     if errors:
         raise UserError(*errors)
-    evaluator = cli.model.evaluator
+    return fids, network
+
+
+def rewards_with_similarity(rewards: Weighted, network: FeatureNetwork | None) -> Weighted:
+    """Return the rewards, with a CLIPScore of weight 0 if the feature network is a CLIP model, which embeds prompts."""
     if isinstance(network, TransformersFeatures) and network.is_clip:
         similarity = CLIPScore(network.source)
-        if similarity.name not in evaluator.observed.part_names and not similarity.check():
-            evaluator.observed = evaluator.observed.observing(as_weighted(similarity))
-    return fids, network if cli.datamodule.heldout_images_per_prompt > 1 else None
+        if similarity.name not in rewards.part_names and not similarity.check():
+            return rewards.observing(as_weighted(similarity))
+    return rewards
 
 
 def interval(values: Sequence[float], prompts: Sequence[int]) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def recipe_error(error: BaseException, tree: Mapping[str, Any], root: Any = None
 def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
     keys, classes = KEY.findall(text), CLASS.findall(text)
     key = ".".join(dict.fromkeys(keys)).replace(".init_args", "")
-    if message := _misplaced_option(tree, key):
-        return message
+    if misplaced := _misplaced_option(tree, key):
+        return misplaced
     if NO_CLASS.search(text):
         return f"{key} names no class. Write {{class_path: NAME, init_args: {{OPTION: VALUE}}}}."
     if missing := REQUIRED.search(text):

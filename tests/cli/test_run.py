@@ -166,7 +166,7 @@ def test_one_word_swaps_the_method_and_its_settings_are_its_own(tiny_recipe, cap
     text = tiny_recipe.read_text().replace("num_mc_samples: 2", "num_mc_samples: 2, kl_weight: 1.0, anchor_decay: 0.3")
     tiny_recipe.write_text(text)
     assert run([str(tiny_recipe), "model.objective=DiffusionNFT", "trainer.max_epochs=1"]) == 0
-    assert "DiffusionNFT starts from its own defaults" in capsys.readouterr().out
+    assert "DiffusionNFT uses its default options" in capsys.readouterr().out
     objective = yaml.safe_load(Path("runs/tiny_DiffusionNFT/config.yaml").read_text())["model"]["objective"]
     assert objective["init_args"]["kl_weight"] == 1e-4
     assert objective["init_args"]["rollout"]["steps"] == 2
