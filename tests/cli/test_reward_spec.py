@@ -110,5 +110,5 @@ def test_a_recipe_without_a_reward(tmp_path):
 
 def test_a_held_out_reward_that_is_trained_on(recipe):
     recipe.write_text(RECIPE.replace("own_rewards:other", "own_rewards:score"))
-    with pytest.raises(UserError, match=r'model\.heldout_reward has a "score", as model\.reward does'):
+    with pytest.raises(UserError, match=r'model\.heldout_reward and model\.reward both have a "score"'):
         build_reward([str(recipe)])
