@@ -27,11 +27,15 @@ STANDARD_ERRORS = 2.0
 class RewardHackAlarm(StopsRun):
     """Alarm for a trained reward that rises while the images degenerate or an untrained score falls.
 
-    After every evaluation the held-out images are compared with those at the start: whether images of different
-    prompts became alike, and whether images became blurred, noisy, faded or oversaturated. The limits are those of
-    the report's "Did it cheat?". An untrained score is compared with the evaluation where it was highest. (Training
-    images are not comparable, since their prompts change.) A change of a score counts if it exceeds both a share of
-    the baseline and two standard errors of the per-image differences. The warning is given once per divergence.
+    It judges by images and by an untrained score, both at every held-out evaluation, while ``heldout/reward`` rises:
+
+    - Images are compared with those at the start: whether images of different prompts became alike (diversity across
+      prompts), blurred or noisy (sharpness), faded or oversaturated (saturation). The limits are those of the report's
+      "Did it cheat?". This needs no network and no other reward.
+    - An untrained score is compared with the evaluation where it was highest. A change of a score counts if it exceeds
+      both a share of the baseline and two standard errors of the per-image differences.
+
+    Training images are not comparable, since their prompts change. The warning is given once per divergence.
 
     Args:
         metric: The held-out metric that must not fall while ``heldout/reward`` rises, if it is measured; null compares

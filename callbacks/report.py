@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lit_vgrpo.apps.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME
 from lit_vgrpo.core.gather import objects_of_all_ranks
-from lit_vgrpo.core.pictures import PICTURE
+from lit_vgrpo.core.pictures import PICTURE, read_picture
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.data.batch import PromptBatch
@@ -156,6 +156,9 @@ class KeptImages:
         if trainer.is_global_zero:
             iteration = module.record.iteration + 1 if module.record is not None else trainer.current_epoch
             folder = Path(trainer.default_root_dir) / KEPT
+            edited = {
+                place: f"{iteration:05d}_{slots[place]:06d}_edited.png" for place, *_ in chosen if asked[place][1]
+            }
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 _add_scores(folder, iteration, asked, scores)
@@ -164,7 +167,7 @@ class KeptImages:
                         "file": f"{iteration:05d}_{slots[place]:06d}.png",
                         "image": slots[place],
                         "prompt": asked[place][0],
-                        "edited": asked[place][1],
+                        "edited": edited.get(place),
                         "reason": reason,
                         "pair": pair,
                         "scores": {name: x if math.isfinite(x := of[place]) else None for name, of in scores.items()},
@@ -174,9 +177,14 @@ class KeptImages:
                 for entry in entries:
                     with new_file(folder / entry["file"]) as file:
                         images[entry["image"]].save(file, format="PNG")
+                for place, name in edited.items():
+                    picture = to_pil(read_picture(str(asked[place][1]))[None] / 255)[0]
+                    picture.thumbnail((SIDE, SIDE))
+                    with new_file(folder / name) as file:
+                        picture.save(file, format="PNG")
                 table = {"iteration": iteration, "of": len(slots), "images": entries}
                 write_atomically(folder / IMAGES_NAME, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
-                kept = {entry["file"] for entry in entries}
+                kept = {*edited.values(), *(entry["file"] for entry in entries)}
                 for path in folder.glob("[0-9]*_[0-9]*.png"):  # of the previous evaluation
                     if path.name not in kept:
                         path.unlink(missing_ok=True)

@@ -63,6 +63,8 @@ def printable(body: bytes, most: int) -> str:
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that was probably meant, or ``None``; case is ignored."""
     known = list(known)
+    if ends := [name for name in known if name.endswith(f".{word}")]:
+        return ends[0]
     folded = {**{name.lower(): name for name in known}, **{name: name for name in known}}
     if close := get_close_matches(word, known, n=1, cutoff=0.6):
         return close[0]

@@ -63,6 +63,9 @@ def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3):
 def test_a_loader_is_no_data_module(tiny_sd3, tmp_path):
     with pytest.raises(TypeError, match="datamodule=DataLoader is not a data module. Pass datamodule=PromptDataModule"):
         make_trainer(tmp_path).fit(make_module(tiny_sd3), datamodule=DataLoader(["a cat"]))
+    for verb in ("validate", "test"):
+        with pytest.raises(TypeError, match=r"of type list, not a PromptBatch. Pass datamodule=PromptDataModule\("):
+            getattr(make_trainer(tmp_path), verb)(make_module(tiny_sd3), DataLoader(["a cat"]))
 
 
 def test_a_pipeline_that_is_already_in_memory_and_a_second_fit(tiny_sd3):

@@ -16,16 +16,19 @@ from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.cli.eval_scores import HeldOutEvaluation, ImageScores
 from lit_vgrpo.cli.saved_policy import RunOptions
+from lit_vgrpo.config.parts import with_full_key
 from lit_vgrpo.config.recipe import refuse_overrides
 from lit_vgrpo.data.datasets import Rows, held_out_error
 from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.launch.build import build
+from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.metrics import diversity
-from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, feature_network
+from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, TransformersFeatures, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
 from lit_vgrpo.metrics.statistics import bootstrap_interval
+from lit_vgrpo.rewards import CLIPScore, Weighted, as_weighted
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.folder import CONFIG_NAME, candidates
@@ -69,8 +72,10 @@ def evaluate(options: EvaluateOptions) -> int:
         cli.model.policy.ignore_start()
     rows, data = heldout_rows(cli), cli.datamodule
     fids, network = image_metrics(cli, options)
+    rewards = rewards_with_similarity(cli.model.evaluator.observed, network)
+    network = network if data.heldout_images_per_prompt > 1 else None
     variants = [variant, *([REFERENCE] if options.reference else [])]
-    module = HeldOutEvaluation(cli.model, rows, data, saved, variants, fids, network)
+    module = HeldOutEvaluation(cli.model, rows, data, saved, variants, rewards, fids, network)
     # The recipe's callbacks and loggers train, save and log into the run directory.
     cli.trainer.callbacks, cli.trainer.loggers = [], []  # type: ignore[attr-defined]
     try:
@@ -82,7 +87,6 @@ def evaluate(options: EvaluateOptions) -> int:
     leave_together()
     if not cli.trainer.is_global_zero:
         return 0
-    weights = cli.model.evaluator.observed.weight_of
     report = {
         "run": str(options.run),
         "checkpoint": {
@@ -99,7 +103,7 @@ def evaluate(options: EvaluateOptions) -> int:
         "seed": cli.model.seed,
         "overrides": options.words,
         "interval": {"level": LEVEL, "resamples": RESAMPLES, "of": "prompts"},
-        "rewards": {name: {"weight": weight, "held_out": weight == 0} for name, weight in weights.items()},
+        "rewards": {name: {"weight": weight, "held_out": weight == 0} for name, weight in rewards.weight_of.items()},
         "world_size": cli.trainer.world_size,
         "versions": versions(),
         **results(module.of_variants, data.heldout_images_per_prompt),
@@ -123,7 +127,9 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
     try:
         rows = data.heldout_rows()
     except (ValueError, ModuleNotFoundError) as error:
-        raise UserError(str(error)) from error
+        raise UserError(with_full_key(str(error), cli.recipe.values)) from error
+    if errors := picture_errors(cli.model.policy, rows, "held-out prompts"):
+        raise UserError(*(f"data.heldout: {error}" for error in errors))
     images = len(rows) * data.heldout_images_per_prompt
     if message := held_out_error(images, data.eval_batch_size, cli.trainer.world_size):
         raise UserError(message)
@@ -149,7 +155,16 @@ def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], 
     errors += network.check() if network is not None and not fids else []
     if errors:
         raise UserError(*errors)
-    return fids, network if cli.datamodule.heldout_images_per_prompt > 1 else None
+    return fids, network
+
+
+def rewards_with_similarity(rewards: Weighted, network: FeatureNetwork | None) -> Weighted:
+    """Return the rewards, with a CLIPScore of weight 0 if the feature network is a CLIP model, which embeds prompts."""
+    if isinstance(network, TransformersFeatures) and network.is_clip:
+        similarity = CLIPScore(network.source)
+        if similarity.name not in rewards.part_names and not similarity.check():
+            return rewards.observing(as_weighted(similarity))
+    return rewards
 
 
 def interval(values: Sequence[float], prompts: Sequence[int]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from lit_vgrpo.data.datasets import HeldOutDataset, LocalSampler, Rows
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.metrics.features import FeatureNetwork
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.rewards import Scores
+from lit_vgrpo.rewards import Scores, Weighted
 from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights, load_policy
 
 
@@ -66,6 +66,7 @@ class HeldOutEvaluation(L.LightningModule):
         data: The run's data module, for the images per prompt and the batch size.
         saved: The checkpoint.
         variants: The sets of weights by name.
+        rewards: Score the images.
         fids: FID callbacks, updated with the held-out images.
         network: Feature network for the diversity; ``None`` leaves it out.
     """
@@ -77,13 +78,14 @@ class HeldOutEvaluation(L.LightningModule):
         data: PromptDataModule,
         saved: SavedWeights,
         variants: list[str],
+        rewards: Weighted,
         fids: list[FID],
         network: FeatureNetwork | None,
     ) -> None:
         super().__init__()
         self.policy, self.evaluator = module.policy, module.evaluator
         self.rows, self.data = rows, data
-        self.saved = saved
+        self.saved, self.rewards = saved, rewards
         self.variants, self.fids, self.feature_network = variants, fids, network
         self.of_variants: dict[str, ImageScores] = {}
 
@@ -124,7 +126,7 @@ class HeldOutEvaluation(L.LightningModule):
         images = self.evaluator.generate_batch(batch)
         for fid in self.fids:
             fid.update(images, batch)
-        scores = Scores.joined([self.evaluator.observed.score(images, batch.prompts, batch.rows)])
+        scores = Scores.joined([self.rewards.score(images, batch.prompts, batch.rows)])
         features = None if self.feature_network is None else self.feature_network(images).cpu()
         rewards = {name: part.double() for name, part in {"reward": scores.total, **scores.parts}.items()}
         return ImageScores(

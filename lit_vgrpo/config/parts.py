@@ -17,6 +17,7 @@ from jsonargparse import ArgumentParser
 from lit_vgrpo.config.tree import Place, leaves, typed_key
 from lit_vgrpo.errors import UserError, error_in_user_code, nearest, one_line, unknown_option
 
+CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
 KEY = re.compile(r"""Parser key ["']([\w.+]+)["']""")
 CLASS = re.compile(r"class_path '([\w.]+)'")
@@ -28,6 +29,8 @@ OF_CONSTRUCTOR = re.compile(r"- (\w+=.*)")
 LIMIT = re.compile(r"(Input should be .+?) \[type=")
 EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value|$)", re.MULTILINE)
 GIVEN = re.compile(r"(?:Given value|Got value|input_value)[:=] ?(.*)")
+REQUIRED = re.compile(r"the following arguments are required: (.+)")
+NO_CLASS = re.compile(r"is abstract|class_path 'lightning.Callback'")
 TYPES = {"NoneType": "null", "bool": "true or false", "float": "a number", "str": "text", "dict": "a mapping"}
 
 
@@ -72,7 +75,16 @@ def recipe_error(error: BaseException, tree: Mapping[str, Any], root: Any = None
 def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
     keys, classes = KEY.findall(text), CLASS.findall(text)
     key = ".".join(dict.fromkeys(keys)).replace(".init_args", "")
-    if unknown := UNKNOWN.search(text):
+    if misplaced := _misplaced_option(tree, key):
+        return misplaced
+    if NO_CLASS.search(text):
+        return f"{key} names no class. Write {{class_path: NAME, init_args: {{OPTION: VALUE}}}}."
+    if missing := REQUIRED.search(text):
+        names = [f"{key}.{name}".removeprefix(".") for name in missing[1].split(", ")]
+        return f"The recipe lacks {', '.join(names)}. For a complete one: lightning init my_run"
+    if (unknown := UNKNOWN.search(text)) and unknown[2] in keys:  # of another class that the option accepts
+        text, unknown = text[: unknown.start()], None
+    if unknown:
         owner, group = _imported(classes[-1]) if classes else root, unknown[1] or ""
         for step in filter(None, group.split(".")):
             owner = _member(owner, step)
@@ -102,6 +114,17 @@ def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
     if plain.startswith("Does not validate") and (reason := OF_CLASS.search(text)):
         return f"{reason[1]}: {reason[2]}"
     return f"{key}: {plain}" if key else one_line(plain)
+
+
+def _misplaced_option(tree: Mapping[str, Any], key: str) -> str | None:
+    """Return the message for an option next to its ``class_path``, at or below a dotted key."""
+    classes = {place[:-1]: value for place, value in leaves(tree) if place and place[-1] == "class_path"}
+    for place, _ in leaves(tree):
+        for part, option in ((place[:end], step) for end, step in enumerate(place)):
+            if part in classes and option not in CLASS_KEYS and typed_key(part).startswith(key):
+                form = f"{{class_path: {classes[part]}, init_args: {{{option}: VALUE}}}}"
+                return f"{typed_key(part)}: {option} is an option of the class. Write {form}."
+    return None
 
 
 def _type_name(kind: str) -> str:

@@ -26,7 +26,7 @@ from lit_vgrpo.config.tree import (
     replaced,
     typed_key,
 )
-from lit_vgrpo.errors import UserError, nearest, unknown_option
+from lit_vgrpo.errors import UserError, nearest, one_line, unknown_option
 from lit_vgrpo.system.paths import CONFIG_NAME, import_from_here, shipped_root
 
 RESUME = "--resume"
@@ -140,8 +140,10 @@ def find_overlay(text: str) -> Path:
         UserError: No overlay has that name.
     """
     if text.partition(".")[0] in SECTIONS and Path(text).suffix not in SUFFIXES:
-        raise UserError(f"{text} is not an overlay. An override is a single argument: {text}=VALUE.")
-    return _find(text, {**shipped_overlays(), **shipped_recipes()}, "an overlay", " An override is written key=value.")
+        key = text.partition(":")[0]
+        raise UserError(f"{text} is not an overlay. An override is a single argument: {key}=VALUE.")
+    hint = " An override is written key=value, without spaces."
+    return _find(text, {**shipped_overlays(), **shipped_recipes()}, "an overlay", hint)
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -264,9 +266,7 @@ def _readable(recipe: Path) -> Iterator[None]:
     try:
         yield
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{recipe}{where} is not YAML: {getattr(error, 'problem', error)}.") from error
+        raise UserError(_yaml_error(recipe, error)) from error
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "a value"
         if missing := MISSING_VARIABLE.search(str(error)):
@@ -277,3 +277,18 @@ def _readable(recipe: Path) -> Iterator[None]:
         raise UserError(f"Cannot read {recipe}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{recipe} is not a text file in UTF-8.") from error
+
+
+def _yaml_error(recipe: Path, error: yaml.YAMLError) -> str:
+    """Return a syntax error in one line, with the lines between which the mistake is."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f"{recipe} is not YAML: {one_line(error)}."
+    first = last = error.problem_mark.line
+    # The parser notices a missing colon, quote or bracket too late. A block's context is only where it begins.
+    if error.context_mark is not None and re.match("while (scanning a|parsing a flow)", error.context or ""):
+        first = error.context_mark.line
+    lines = f"line {first + 1}" if first == last else f"lines {first + 1} to {last + 1}"
+    text = "".join(recipe.read_text(encoding="utf-8").splitlines()[first : first + 1]).strip()[:60]
+    is_syntax = isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError)
+    advice = ' Write "key: value", indented with spaces as far as the other lines of its section.' if is_syntax else ""
+    return f'{recipe} is not YAML at {lines}, "{text}": {error.problem}.{advice}'

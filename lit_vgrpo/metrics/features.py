@@ -176,6 +176,13 @@ class TransformersFeatures(FeatureNetwork):
         error = explain_unloadable(self.source, "config.json", "features")
         return [error] if error else []
 
+    @property
+    def is_clip(self) -> bool:
+        """True if it is a CLIP model, which embeds texts too."""
+        from transformers import AutoConfig
+
+        return bool(AutoConfig.from_pretrained(source_of(self.source)).model_type == "clip")
+
     def _load(self) -> Any:
         from transformers import AutoImageProcessor, AutoModel
 

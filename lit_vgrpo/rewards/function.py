@@ -65,6 +65,11 @@ class PythonReward(Reward):
     def __str__(self) -> str:
         return self.function if isinstance(self.function, str) else getattr(self.function, "__name__", "function")
 
+    @property
+    def _shown(self) -> str:
+        """The function with its key for messages; recipes name it under ``python``."""
+        return f"{self.option('function' if self.key is None else 'python')}={self}"
+
     def check(self) -> list[str]:
         """Report a module that cannot be imported, a missing name, or arguments the function does not accept."""
         try:
@@ -111,7 +116,7 @@ class PythonReward(Reward):
             signature = inspect.signature(function)
         except (Exception, SystemExit) as error:  # importing the user's module may raise anything
             reason = error_in_user_code(error) or f"{type(error).__name__}: {error}"
-            raise RewardError(f"{self.option('function')}={self} cannot be imported ({reason.rstrip('.')}).") from error
+            raise RewardError(f"{self._shown} cannot be imported ({reason.rstrip('.')}).") from error
         takes_references = "references" in signature.parameters and "references" not in self.options
         given = {**self.options, **({"references": None} if takes_references else {})}
         for count in (3, 2):
@@ -120,7 +125,7 @@ class PythonReward(Reward):
                 return function, takes_references, count
             except TypeError as error:
                 reason = str(error)
-        raise RewardError(f"{self} cannot be called with (images, prompts, rows): {reason}")
+        raise RewardError(f"{self._shown} cannot be called with (images, prompts, rows): {reason}")
 
 
 def as_reward(reward: RewardLike) -> Reward:

@@ -172,7 +172,14 @@ class Evaluator:
 
     @in_own_precision
     def add(self, batch: PromptBatch) -> None:
-        """Sample a held-out batch's images, show them to the observers and queue them for scoring."""
+        """Sample a held-out batch's images, show them to the observers and queue them for scoring.
+
+        Raises:
+            TypeError: The batch is not a PromptBatch.
+        """
+        if not isinstance(batch, PromptBatch):
+            what = f"a batch of type {type(batch).__name__}, not a PromptBatch"
+            raise TypeError(f"The evaluation got {what}. Pass datamodule=PromptDataModule(...) instead of a loader.")
         if not self.is_pending:
             self.looks.start_over()
         with torch.inference_mode(mode=False), torch.no_grad(), self._queue.closed_on_error():

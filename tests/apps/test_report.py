@@ -14,7 +14,7 @@ from PIL import Image
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.apps.report import verdict
-from lit_vgrpo.apps.report.page import read_pairs
+from lit_vgrpo.apps.report.page import read_kept, read_pairs
 from lit_vgrpo.apps.report.run_data import Point, RunData, read_run, read_scores
 from lit_vgrpo.apps.report.verdict import Verdict
 
@@ -180,6 +180,19 @@ def test_images_are_the_cells_of_the_sample_grids_and_the_best_and_worst(inside)
     assert all(verdict.score(score) in page.text for score in best[0]["scores"].values())
 
 
+def test_no_picture_of_another_folder_is_shown(inside):
+    folder = Path("runs/tiny/report")
+    Image.new("RGB", (32, 32), "red").save("secret.png")
+    table = json.loads((folder / "images.json").read_text())
+    (folder / table["images"][0]["file"]).unlink()
+    (folder / table["images"][0]["file"]).symlink_to(Path("secret.png").absolute())
+    for name in (table["images"][0]["file"], "../../../secret.png", str(Path("secret.png").absolute())):
+        for changed, shown in (({"file": name}, []), ({"file": table["images"][1]["file"], "edited": name}, [None])):
+            (folder / "images.json").write_text(json.dumps({"images": [{**table["images"][0], **changed}]}))
+            kept = read_kept(Path("runs/tiny"), set()).values()
+            assert [entry["edited"] for entries in kept for entry in entries] == shown
+
+
 def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux_folder):
     monkeypatch.chdir(trained)
     rows = [{"prompt": "make it green", "image": f"{colour}.png"} for colour in ("red", "blue")]
@@ -190,6 +203,9 @@ def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux
     data = ["data.train=edits.jsonl", "data.heldout=edits.jsonl", "data.heldout_images_per_prompt=2"]
     policy = f"model.policy={{class_path: KontextPolicy, init_args: {options}}}"
     train("name=edits", policy, *data, "trainer.max_epochs=2", "trainer.callbacks+=Report")
+    for row in rows:
+        Path(row["image"]).unlink()
+    assert report(["runs/edits"]) == 0  # from its copies
     page = Parsed("runs/edits/report.html")
     shown = [image["src"] for image in page.all("img") if image["alt"] == "Picture to edit: make it green"]
     assert len(shown) == len(
@@ -274,12 +290,38 @@ def test_did_it_cheat(start, end, likely, words):
     found = Verdict(RunData(Path("run"), {}, {}, [], points))
     assert found.cheating.is_likely == likely
     assert words in found.cheating.words
+    hacked = "docs/when_it_goes_wrong.md#the-reward-rises-but-the-images-got-worse"
+    assert (hacked in found.help) == likely
     points[0].costs["iterations"] = 1
     late = Verdict(RunData(Path("run"), {}, {}, [], points))
     assert late.cheating.words.startswith("Not checked: that needs an evaluation at the start")
     if likely:
         assert found.headline == f"Reward rose, and {found.cheating.signs[0]}"
         assert f"and {found.cheating.signs[0]}: +0.300" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("outcome", "end", "title"),
+    [
+        ("finished", 0.1, "The reward falls, or all images look alike"),
+        ("collapsed", 0.3, "The reward falls, or all images look alike"),
+        ("reward hacking", 0.3, "The reward rises, but the images got worse"),
+        ("finished", 0.2, "The reward does not move"),
+        ("failed", 0.3, "Out of memory"),
+        ("unfinished", 0.3, "It hangs"),
+        ("finished", 0.3, None),
+    ],
+)
+def test_a_result_names_the_section_that_helps(outcome, end, title):
+    points = [Point({"iterations": number}, {"reward": reward}) for number, reward in ((0, 0.2), (9, end))]
+    alarms = ["Reward hacking?"] if outcome == "reward hacking" else []
+    reason = "CUDA out of memory." if outcome == "failed" else None
+    summary = {"outcome": outcome, "reason": reason, "alarms": alarms}
+    page = Path(__file__).parents[2] / "docs" / "when_it_goes_wrong.md"
+    assert title is None or f"## {title}\n" in page.read_text()
+    slug = "" if title is None else re.sub("[^a-z -]", "", title.lower()).replace(" ", "-")
+    found = Verdict(RunData(Path("run"), {}, summary, [], points)).help
+    assert found == ([f"docs/when_it_goes_wrong.md#{slug}"] if title else [])
 
 
 def test_files_of_an_earlier_part_of_a_resumed_run_do_not_count(inside):

@@ -284,6 +284,19 @@ def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
     assert diversity == pytest.approx(means(report, "reference")["diversity"], abs=SAME)
 
 
+def test_a_clip_network_measures_the_similarity_of_image_and_prompt(inside, tiny_clip):
+    reward = f"{{class_path: CLIPScore, init_args: {{checkpoint: {tiny_clip}}}}}"
+    found = []
+    for words in (["--features", str(tiny_clip)], [f"model.heldout_reward={reward}"]):
+        assert evaluate(["runs/plain", "--out=runs/plain/eval-clip.json", *words]) == 0
+        path = max(Path("runs/plain").glob("eval-clip*.json"), key=lambda file: file.stat().st_mtime_ns)
+        report = json.loads(path.read_text())
+        assert report["rewards"]["clipscore"] == {"weight": 0.0, "held_out": True}
+        found.append(report["variants"]["trained"]["means"]["clipscore"])
+    assert found[0] == found[1]
+    assert (found[0]["count"], found[0]["failed"]) == (IMAGES, 0)
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -293,6 +306,11 @@ def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
         (["runs/tiny", "--checkpoint=lst.ckpt"], "--checkpoint lst.ckpt does not exist. Did you mean last.ckpt?"),
         (["runs/tiny", "model.optimizer.lr=1"], "model.optimizer.lr has no effect on an evaluation."),
         (["runs/tiny", "ckpt_path=x"], "ckpt_path has no effect on an evaluation. Use --checkpoint FILE."),
+        (["runs/tiny", "data.heldout=shapes"], "data.heldout: shapes does not exist."),
+        (
+            ["runs/tiny", "data.heldout=shipped:prompts/edit_heldout.jsonl"],
+            "data.heldout: SD3Policy cannot edit pictures, but row 1 of the held-out prompts",
+        ),
         (["runs/tiny", "data.heldout=null"], "The run's recipe has no held-out prompts. Set data.heldout=prompts.txt."),
         (["runs/tiny", "data.heldout=none.txt"], "none.txt does not exist."),
         (["runs/tiny", "--features=none.pt"], "none.pt does not exist."),

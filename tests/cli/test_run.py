@@ -84,7 +84,7 @@ def test_what_is_missing_is_named(tmp_path, capsys):
     path = tmp_path / "empty.yaml"
     path.write_text("model: {reward: ShapesReward}\ndata: {train: p.txt}\n")
     assert run([str(path)]) == 2
-    assert capsys.readouterr().err.startswith("the following arguments are required: ")
+    assert capsys.readouterr().err.startswith("The recipe lacks model.policy, model.obj")
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

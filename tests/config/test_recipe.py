@@ -78,7 +78,10 @@ def test_a_path_may_hold_an_equals_sign(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("a: [1\nb: 2", "line 2 is not YAML"),
+        ("a: [1\nb: 2", r'not YAML at lines 1 to 2, "a: \[1": '),
+        ("a: 1\nb\nc: 2", 'not YAML at lines 2 to 3, "b": '),
+        ("a:\n  b: 1\n   c: 2", 'not YAML at line 3, "c: 2": .* Write "key: value", indented'),
+        ("a: 1\na: 2", r'not YAML at line 2, "a: 2": found duplicate key a\.$'),
         ("- 1", "top level must be a mapping"),
         ("a: ${b.c}", r"a: Interpolation key 'b.c' not found"),
     ],

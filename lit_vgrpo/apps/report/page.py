@@ -139,14 +139,15 @@ def read_kept(run: Path, known: set[str]) -> dict[str, list[dict[str, Any]]]:
     disagree, and the picture that is ``edited``, if any.
     """
     found: dict[str, list[dict[str, Any]]] = {}
+    # The table may name any file of the disk, and the page is made to be sent around.
+    files = {file.name: file for file in (run / KEPT).glob("*.png") if file.is_file() and not file.is_symlink()}
     try:
         for entry in json.loads((run / KEPT / IMAGES_NAME).read_text(encoding="utf-8"))["images"]:
             scores = {name: verdict.score(score) for name, score in entry["scores"].items()}
-            edited = Path(entry["edited"] or run / "none")
-            image = _read_picture(run / KEPT / entry["file"])
+            image, edited = _read_picture(files[entry["file"]]), files.get(entry["edited"])
             shown = {
                 "picture": image,
-                "edited": _read_picture(edited, EDITED_SIDE) if edited.is_file() else None,
+                "edited": None if edited is None else _read_picture(edited, EDITED_SIDE),
                 "scores": scores if len(scores) > 2 else {"reward": scores["reward"]},  # a single reward is the sum
             }
             if image.source not in known:

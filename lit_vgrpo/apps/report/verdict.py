@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lit_vgrpo.apps.report.run_data import RUNNING, UNFINISHED, Interval, RunData, difference, interval
+from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import counted
 from lit_vgrpo.metrics.looks import ACROSS, DISTANCE, SATURATION, SHARPNESS, WITHIN
 
@@ -30,7 +31,8 @@ MEANING = {
 }
 LEAST_CHANGE = 0.01
 """Smaller changes of these metrics, which are in [0, 1], are never a sign."""
-ADVICE = "add model.heldout_reward, a reward that is not trained on"
+HELP = "docs/when_it_goes_wrong.md"
+ADVICE = "add model.heldout_reward, such as CLIPScore, the similarity of image and prompt"
 
 
 def signs(start: Mapping[str, float], end: Mapping[str, float]) -> list[str]:
@@ -154,6 +156,11 @@ class Verdict:
         return [found[name] for name in MEANING if name in found]
 
     @property
+    def unseen(self) -> str:
+        """Short name of the class of the reward that was not trained on; empty if it is unknown."""
+        return class_name((self.run.recipe.get("model") or {}).get("heldout_reward"))
+
+    @property
     def other_changes(self) -> list[Change]:
         """The rewards and metrics that :attr:`evidence` lacks."""
         return [change for change in self.changes if change not in self.evidence]
@@ -198,6 +205,21 @@ class Verdict:
         change = f"{score(reward.change, '+')} {brackets(reward.difference, '+')}".rstrip()
         so_far = " so far" if run.outcome == RUNNING else ""
         return f"Held-out reward {verb} {start} to {end}{so_far}{self._and_signs}: {change} after {cost}."
+
+    @property
+    def help(self) -> list[str]:
+        """The sections of the documentation's page on problems that speak of this result."""
+        run, direction = self.run, self.reward.direction if self.reward and self.reward.start is not None else 1
+        newest = run.iterations[-1].metrics if run.iterations else {}
+        is_flat = direction == 0 or newest.get("reward/no_spread", 0) >= FLAT
+        found = {
+            "the-reward-falls-or-all-images-look-alike": direction < 0 or run.outcome in ("diverged", "collapsed"),
+            "the-reward-rises-but-the-images-got-worse": self.cheating.is_likely or run.summary.get("alarms"),
+            "the-reward-does-not-move": is_flat and run.outcome != RUNNING,
+            "out-of-memory": "out of memory" in str(run.summary.get("reason")).lower(),
+            "it-hangs": run.outcome == UNFINISHED,
+        }
+        return [f"{HELP}#{section}" for section, applies in found.items() if applies]
 
     @cached_property
     def alarms(self) -> list[str]:
