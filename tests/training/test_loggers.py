@@ -1,5 +1,6 @@
 """The table of a run that goes on holds what came before, once; another file of its name is moved aside."""
 
+import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -134,6 +135,35 @@ def test_a_tracker_that_cannot_start_is_one_line():
 def test_a_missing_tracker_is_one_line_with_the_command(tiny_recipe, capsys):
     assert run([str(tiny_recipe), "trainer.logger=WandbLogger"]) == 2
     assert capsys.readouterr().err.startswith("WandbLogger: Requirement 'wandb>=")
+
+
+def test_litlogger_needs_a_login_and_gets_metrics_recipe_and_grids(tiny_recipe, monkeypatch, capsys):
+    logged = {}
+
+    class Experiment:
+        def __init__(self, name, save_logs, **kwargs):
+            assert not save_logs  # it would run the command again
+            self.finalize = self.print_url = lambda *args: None
+
+        def __getitem__(self, key):
+            return SimpleNamespace(append=lambda value, step=None: logged.setdefault(key, []).append((value, step)))
+
+        def __setitem__(self, key, value):
+            logged[key] = value
+
+    auth = SimpleNamespace(api_key=None, auth_token=None, load=lambda: False)
+    login = SimpleNamespace(Auth=lambda: auth)
+    monkeypatch.setitem(sys.modules, "litlogger", SimpleNamespace(Experiment=Experiment, Image=lambda image: image))
+    monkeypatch.setitem(sys.modules, "lightning_sdk.lightning_cloud.login", login)
+    grid = "trainer.callbacks=[{class_path: SampleGrid, init_args: {every_n_iterations: 1, num_prompts: 1}}]"
+    words = [str(tiny_recipe), "trainer.logger={class_path: LitLogger, init_args: {name: x}}", grid]
+    assert run(words) == 2
+    assert "LitLogger cannot start: not logged in. Run lightning-sdk login" in capsys.readouterr().err
+    auth.api_key = "key"
+    assert run(words) == 0
+    assert "SD3Policy" in logged["model"]
+    assert {"samples", "reward/mean"} <= logged.keys()
+    assert isinstance(logged["samples"][0][0], Image.Image)
 
 
 def test_another_logger_leaves_tensorboard(tmp_path):
