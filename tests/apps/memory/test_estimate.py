@@ -178,7 +178,7 @@ def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, 
     shutil.copytree(tiny_sd3, tmp_path / "some")
     (tmp_path / "some" / "transformer" / "config.json").unlink()
     assert check([str(tiny_recipe), f"model.policy.checkpoint={tmp_path / 'some'}"]) == 0
-    assert f"memory: not estimated, {tmp_path / 'some'} is not here" in capsys.readouterr().out
+    assert f"memory: not estimated, {tmp_path / 'some'} is not in the local cache" in capsys.readouterr().out
 
 
 def test_what_a_folder_names_beside_its_libraries_is_not_imported(tiny_sd3, tmp_path, monkeypatch):
