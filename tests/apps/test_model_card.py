@@ -98,7 +98,7 @@ def test_a_model_that_edits_pictures_says_how_to_call_it(tmp_path):
         "evaluation": {"steps": 5, "guidance": 3.0},
     }
     size = "max_area=1536, _auto_resize=False, height=32, width=48, max_sequence_length=4"
-    start = f'image = pipe("a prompt", image=picture, {size}'
+    start = f'image = pipe(prompt="a prompt", image=picture, {size}'
     line = sample_call(policy, model)
     assert line == f"{start}, num_inference_steps=5, true_cfg_scale=3.0, negative_prompt=['']).images[0]"
     assert sample_call(policy, {}) == f"{start}).images[0]"

@@ -182,8 +182,9 @@ def sample_call(policy: Policy, model: Mapping[str, Any]) -> str:
     if {"steps", "guidance"} <= plan.keys():
         options |= {"num_inference_steps": plan["steps"], **policy.pipeline_guidance(plan["guidance"], 1)}
     options |= policy.pipeline_options
-    given = ["image=picture" if name == "image" else f"{name}={value!r}" for name, value in options.items()]
-    return f'image = pipe("a prompt", {", ".join(given)}).images[0]'
+    picture = ["image=picture"] if policy.edits else []
+    given = [f"{name}={value!r}" for name, value in options.items() if not isinstance(value, torch.Tensor)]
+    return f'image = pipe(prompt="a prompt", {", ".join([*picture, *given])}).images[0]'
 
 
 def _quoted(path: object) -> str:
