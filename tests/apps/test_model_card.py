@@ -93,17 +93,13 @@ def test_the_licence_is_that_of_the_base_models_card(tmp_path):
 def test_a_model_that_edits_pictures_says_how_to_call_it(tmp_path):
     options = {"max_sequence_length": 4, "height": 32, "width": 48}
     policy = KontextPolicy("shipped:assets/tiny_edit", **options).load()
-    model = {
-        "objective": {"init_args": {"rollout": {"steps": 9, "guidance": 1.0}}},
-        "evaluation": {"steps": 5, "guidance": 3.0},
-    }
+    model = {"objective": {"init_args": {"rollout": {"steps": 5, "guidance": 3.0}}}, "evaluation": None}
     size = "max_area=1536, _auto_resize=False, height=32, width=48, max_sequence_length=4"
     start = f'image = pipe(prompt="a prompt", image=picture, {size}'
     line = sample_call(policy, model)
     assert line == f"{start}, num_inference_steps=5, true_cfg_scale=3.0, negative_prompt=['']).images[0]"
     assert sample_call(policy, {}) == f"{start}).images[0]"
-    shown = {**SHOWN, "lines": [line]}
-    text = card(read_run(tmp_path), None, is_adapter=True, base="tiny_edit", edits=True, **shown)
+    text = card(read_run(tmp_path), None, is_adapter=True, base="tiny_edit", edits=True, **{**SHOWN, "lines": [line]})
     head = yaml.safe_load(text.split("---\n")[1])
     assert (head["pipeline_tag"], head["tags"][0]) == ("image-to-image", "image-to-image")
     assert line in text

@@ -3,6 +3,7 @@
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -138,32 +139,20 @@ def test_a_missing_tracker_is_one_line_with_the_command(tiny_recipe, capsys):
 
 
 def test_litlogger_needs_a_login_and_gets_metrics_recipe_and_grids(tiny_recipe, monkeypatch, capsys):
-    logged = {}
-
-    class Experiment:
-        def __init__(self, name, save_logs, **kwargs):
-            assert not save_logs  # it would run the command again
-            self.finalize = self.print_url = lambda *args: None
-
-        def __getitem__(self, key):
-            return SimpleNamespace(append=lambda value, step=None: logged.setdefault(key, []).append((value, step)))
-
-        def __setitem__(self, key, value):
-            logged[key] = value
-
-    auth = SimpleNamespace(api_key=None, auth_token=None, load=lambda: False)
-    login = SimpleNamespace(Auth=lambda: auth)
-    monkeypatch.setitem(sys.modules, "litlogger", SimpleNamespace(Experiment=Experiment, Image=lambda image: image))
-    monkeypatch.setitem(sys.modules, "lightning_sdk.lightning_cloud.login", login)
-    grid = "trainer.callbacks=[{class_path: SampleGrid, init_args: {every_n_iterations: 1, num_prompts: 1}}]"
-    words = [str(tiny_recipe), "trainer.logger={class_path: LitLogger, init_args: {name: x}}", grid]
+    tracker, auth = MagicMock(), SimpleNamespace(api_key=None, auth_token=None, load=lambda: False)
+    monkeypatch.setitem(sys.modules, "litlogger", tracker)
+    monkeypatch.setitem(sys.modules, "lightning_sdk.lightning_cloud.login", SimpleNamespace(Auth=lambda: auth))
+    logger = "trainer.logger={class_path: LitLogger, init_args: {name: x}}"
+    words = [str(tiny_recipe), logger, "trainer.callbacks=[SampleGrid]"]
     assert run(words) == 2
     assert "LitLogger cannot start: not logged in. Run lightning-sdk login" in capsys.readouterr().err
     auth.api_key = "key"
     assert run(words) == 0
-    assert "SD3Policy" in logged["model"]
-    assert {"samples", "reward/mean"} <= logged.keys()
-    assert isinstance(logged["samples"][0][0], Image.Image)
+    experiment = tracker.Experiment.return_value
+    assert not tracker.Experiment.call_args.kwargs["save_logs"]  # it would run the command again
+    assert "SD3Policy" in dict(call.args for call in experiment.__setitem__.call_args_list)["model"]
+    assert {"samples", "reward/mean"} <= {call.args[0] for call in experiment.__getitem__.call_args_list}
+    assert isinstance(tracker.Image.call_args.args[0], Image.Image)
 
 
 def test_another_logger_leaves_tensorboard(tmp_path):
