@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from lightning.pytorch import loggers
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from PIL import Image
@@ -127,6 +128,33 @@ class TensorBoard(TensorBoardLogger):
                 raise
             self._has_failed = True
             rank_zero_warn(f"TensorBoard logging has stopped: {cause.strerror}. metrics.csv continues.")
+
+
+class LitLogger(loggers.LitLogger, Logger):
+    """Lightning's logger for lightning.ai, as a subclass of the Trainer's ``Logger``, with images.
+
+    Lightning's derives from Fabric's ``Logger`` only, and ``save_logs`` reruns the command to record the terminal.
+    """
+
+    def __init__(self, name: str | None = None, teamspace: str | None = None, root_dir: str | None = None) -> None:
+        super().__init__(root_dir, name, teamspace, save_logs=False)
+
+    @override
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Log the recipe; without a login, raise RuntimeError instead of waiting for one in a browser."""
+        from lightning_sdk.lightning_cloud.login import Auth
+
+        login = Auth()
+        if not (login.api_key or login.auth_token or login.load()):
+            raise RuntimeError("not logged in. Run lightning-sdk login, or set LIGHTNING_USER_ID and LIGHTNING_API_KEY")
+        super().log_hyperparams(params)
+
+    def log_image(self, key: str, images: list[Image.Image], step: int | None = None) -> None:
+        """Write images, as W&B's logger does."""
+        import litlogger
+
+        for image in images:
+            self.experiment[key].append(litlogger.Image(image), step)
 
 
 def _add_image(logger: TensorBoardLogger, key: str, image: Image.Image, step: int | None) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from commands import check, run
@@ -47,6 +48,16 @@ def test_stages_are_recipes_beside_the_file_or_shipped_ones_in_its_order(here):
     stages = curriculum("three.yaml").stages
     assert [stage.folder for stage in stages] == ["1_second", "2_tiny_shapes", "3_first"]
     assert stages[0].recipe.parent == (here / "three.yaml").parent.relative_to(here)
+
+
+def test_overlays_are_found_beside_the_file_as_recipes_are(here, monkeypatch):
+    (here / "set.yaml").write_text("stages: [first]\noverlays: [small, strategy/ddp]\n")
+    (here / "small.yaml").write_text("data: {group_size: 4}\n")
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    found = curriculum("../set.yaml")
+    assert [Path(word).parent.resolve() == here for word in found.saved] == [True, False]
+    assert found.saved[1].endswith("ddp.yaml")
 
 
 def test_overrides_are_for_all_stages_or_for_one_and_the_last_word_is_the_commands(here):

@@ -8,7 +8,7 @@ from commands import export, run
 from diffusers import DiffusionPipeline
 
 from lit_vgrpo.apps.report import verdict
-from lit_vgrpo.apps.report.model_card import base_licence, card, edit_call
+from lit_vgrpo.apps.report.model_card import base_licence, card, sample_call
 from lit_vgrpo.apps.report.run_data import differences, read_run, without_secrets
 from lit_vgrpo.policies import KontextPolicy
 from lit_vgrpo.training.checkpoint_file import read, write
@@ -77,7 +77,7 @@ def test_the_licence_is_that_of_the_base_models_card(tmp_path):
     base = tmp_path / "base.md"
     base.write_text("---\nlicense: mit\nlicense_link: LICENSE.md\ntags: [a]\n---\n# Base\n")
     assert base_licence(base) == {"license": "mit", "license_link": "LICENSE.md"}
-    shown = {**SHOWN, "base": "some/model", "edit": ""}
+    shown = {**SHOWN, "base": "some/model", "edits": False}
     (tmp_path / "config.yaml").write_text("model: {objective: VGRPO, reward: JPEGCompressibility}\nname: '````'\n")
     text = card(read_run(tmp_path), base, is_adapter=True, **shown)
     head = yaml.safe_load(text.split("---\n")[1])
@@ -92,9 +92,14 @@ def test_the_licence_is_that_of_the_base_models_card(tmp_path):
 
 def test_a_model_that_edits_pictures_says_how_to_call_it(tmp_path):
     options = {"max_sequence_length": 4, "height": 32, "width": 48}
-    line = edit_call(KontextPolicy("shipped:assets/tiny_edit", **options).load())
-    assert line == "pipe(prompt, image=picture, max_area=1536, _auto_resize=False, height=32, width=48)"
-    text = card(read_run(tmp_path), None, is_adapter=True, base="tiny_edit", edit=line, **SHOWN)
+    policy = KontextPolicy("shipped:assets/tiny_edit", **options).load()
+    model = {"objective": {"init_args": {"rollout": {"steps": 5, "guidance": 3.0}}}, "evaluation": None}
+    size = "max_area=1536, _auto_resize=False, height=32, width=48, max_sequence_length=4"
+    start = f'image = pipe(prompt="a prompt", image=picture, {size}'
+    line = sample_call(policy, model)
+    assert line == f"{start}, num_inference_steps=5, true_cfg_scale=3.0, negative_prompt=['']).images[0]"
+    assert sample_call(policy, {}) == f"{start}).images[0]"
+    text = card(read_run(tmp_path), None, is_adapter=True, base="tiny_edit", edits=True, **{**SHOWN, "lines": [line]})
     head = yaml.safe_load(text.split("---\n")[1])
     assert (head["pipeline_tag"], head["tags"][0]) == ("image-to-image", "image-to-image")
     assert line in text

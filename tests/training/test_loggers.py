@@ -1,7 +1,9 @@
 """The table of a run that goes on holds what came before, once; another file of its name is moved aside."""
 
+import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -134,6 +136,23 @@ def test_a_tracker_that_cannot_start_is_one_line():
 def test_a_missing_tracker_is_one_line_with_the_command(tiny_recipe, capsys):
     assert run([str(tiny_recipe), "trainer.logger=WandbLogger"]) == 2
     assert capsys.readouterr().err.startswith("WandbLogger: Requirement 'wandb>=")
+
+
+def test_litlogger_needs_a_login_and_gets_metrics_recipe_and_grids(tiny_recipe, monkeypatch, capsys):
+    tracker, auth = MagicMock(), SimpleNamespace(api_key=None, auth_token=None, load=lambda: False)
+    monkeypatch.setitem(sys.modules, "litlogger", tracker)
+    monkeypatch.setitem(sys.modules, "lightning_sdk.lightning_cloud.login", SimpleNamespace(Auth=lambda: auth))
+    logger = "trainer.logger={class_path: LitLogger, init_args: {name: x}}"
+    words = [str(tiny_recipe), logger, "trainer.callbacks=[SampleGrid]"]
+    assert run(words) == 2
+    assert "LitLogger cannot start: not logged in. Run lightning-sdk login" in capsys.readouterr().err
+    auth.api_key = "key"
+    assert run(words) == 0
+    experiment = tracker.Experiment.return_value
+    assert not tracker.Experiment.call_args.kwargs["save_logs"]  # it would run the command again
+    assert "SD3Policy" in dict(call.args for call in experiment.__setitem__.call_args_list)["model"]
+    assert {"samples", "reward/mean"} <= {call.args[0] for call in experiment.__getitem__.call_args_list}
+    assert isinstance(tracker.Image.call_args.args[0], Image.Image)
 
 
 def test_another_logger_leaves_tensorboard(tmp_path):

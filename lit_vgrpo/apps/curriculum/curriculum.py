@@ -88,8 +88,9 @@ class Curriculum:
             raise UserError(*(unknown_option(str(key), "a curriculum", KEYS) for key in unknown))
         if not content[STAGES]:
             raise UserError(f"{file} lists no recipes. Write {STAGES}: [first, second].")
-        stages = [Stage(number, _find_stage(file, text)) for number, text in enumerate(content[STAGES], start=1)]
-        saved = _settings(Command.parse([str(file), *(str(word) for key in LISTS for word in content.get(key) or [])]))
+        stages = [Stage(number, find_recipe(_near(file, text))) for number, text in enumerate(content[STAGES], start=1)]
+        overlays, overrides = (map(str, content.get(key) or []) for key in LISTS)
+        saved = _settings(Command.parse([str(file), *(_near(file, word) for word in overlays), *overrides]))
         typed = [word for word in _settings(command) if not word.startswith("run_dir=")]
         if errors := [error for word in (*saved, *typed) for error in _misplaced(word, len(stages))]:
             raise UserError(*errors)
@@ -128,10 +129,10 @@ def is_curriculum(file: Path) -> bool:
     return STAGES in loaded(file)
 
 
-def _find_stage(file: Path, text: Any) -> Path:
-    """Return the recipe of that name in the curriculum's folder, or else the shipped one."""
+def _near(file: Path, text: Any) -> str:
+    """Return the path of the recipe or overlay of that name in the curriculum's folder, or else the name itself."""
     near = [path for path in (file.parent / str(text), file.parent / f"{text}.yaml") if path.is_file()]
-    return near[0] if near else find_recipe(str(text))
+    return str(near[0] if near else text)
 
 
 def _settings(command: Command) -> list[str]:

@@ -95,7 +95,7 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
     import diffusers
 
     name, folder = policy.checkpoint, config_folder(policy.checkpoint, policy.revision)
-    download = f'hf download {name} --include "*.json" "*.txt" "*.model"'
+    download = f'hf download {name} --include "*.json" --include "*.txt" --include "*.model"'
     missing = NotEstimated(f"{name} is not in the local cache. Its configuration files are enough: {download}")
     if folder is None:
         raise missing

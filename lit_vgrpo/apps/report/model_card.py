@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -64,6 +65,7 @@ def add_card(
     lines.insert(0, "import diffusers, torch")
     try:
         data = read_run(run)
+        lines.append(sample_call(policy, data.recipe.get("model") or {}))
         is_evaluated, data = is_whole and variant == data.weights, _until(data, iterations)
         # The last evaluation may be of an earlier iteration, and rounded weights were not measured.
         if not is_evaluated or dtype != torch.float32 or [p.iteration for p in data.evaluations][-1:] != [iterations]:
@@ -81,25 +83,25 @@ def add_card(
             "iterations": iterations,
             "has_picture": has_picture,
         }
-        shown |= {"base": base_name(policy.checkpoint), "edit": edit_call(policy) if policy.edits else ""}
+        shown |= {"base": base_name(policy.checkpoint), "edits": policy.edits}
         write_atomically(folder / CARD_NAME, card(data, base_card, is_adapter, **shown))
     except (OSError, UserError) as error:
         report([f"No model card in {written}: {error}"])
     return what, lines
 
 
-def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, edit: str, **shown: Any) -> str:
+def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, edits: bool, **shown: Any) -> str:
     """Return the card's text, with the metadata that hubs read in front.
 
     Args:
         base_card: The base model's card, if it is on this machine.
         is_adapter: The export is loaded on top of the base model.
         base: Name of the model that training started from.
-        edit: The call that edits a picture; empty if the model takes none.
+        edits: The model edits pictures.
         shown: Additional values for the template.
     """
     licence = base_licence(base_card)
-    task = "image-to-image" if edit else "text-to-image"
+    task = "image-to-image" if edits else "text-to-image"
     relation = "adapter" if is_adapter else "finetune"
     head: dict[str, Any] = {
         "library_name": "diffusers",
@@ -118,7 +120,7 @@ def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, edit
             run=run,
             verdict=Verdict(run),
             base=base,
-            edit=edit,
+            edits=edits,
             licence=licence,
             method=class_name(model.get("objective")) or "not known",
             rewards=run.reward_names or [class_name(model.get("reward"))],
@@ -165,13 +167,24 @@ def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path
     return f"pipe = diffusers.DiffusionPipeline.from_pretrained({arguments})"
 
 
-def edit_call(policy: Policy) -> str:
-    """Return the line of Python that edits a picture at the training size, without resizing it."""
+def sample_call(policy: Policy, model: Mapping[str, Any]) -> str:
+    """Return the line of Python that samples as the run's evaluation did; a picture to edit is not resized.
+
+    Args:
+        model: The recipe's ``model``; without a rollout in it, steps and guidance are left to the pipeline.
+    """
     height, width = policy.image_size or (1, 1)
-    references = policy.pipeline_references(torch.zeros(1, 3, height, width))
-    options = {**references, "height": height, "width": width, **policy.pipeline_options}
-    given = [f"{name}={value!r}" for name, value in options.items() if name != "image"]
-    return f"pipe(prompt, image=picture, {', '.join(given)})"
+    known = inspect.signature(type(policy.pipeline).__call__).parameters
+    options = policy.pipeline_references(torch.zeros(1, 3, height, width)) if policy.edits else {}
+    options |= {"height": height, "width": width}
+    options |= {name: getattr(policy, name) for name in ("max_sequence_length",) if name in known}
+    plan = model.get("evaluation") or ((model.get("objective") or {}).get("init_args") or {}).get("rollout") or {}
+    if {"steps", "guidance"} <= plan.keys():
+        options |= {"num_inference_steps": plan["steps"], **policy.pipeline_guidance(plan["guidance"], 1)}
+    options |= policy.pipeline_options
+    picture = ["image=picture"] if options.pop("image", None) is not None else []
+    given = [f"{name}={value!r}" for name, value in options.items() if not isinstance(value, torch.Tensor)]
+    return f'image = pipe(prompt="a prompt", {", ".join([*picture, *given])}).images[0]'
 
 
 def _quoted(path: object) -> str:
