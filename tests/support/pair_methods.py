@@ -15,7 +15,8 @@ ADVANTAGES = torch.tensor([1.0, -0.5, -0.5, 0.0, 2.0, -2.0])
 def roll(policy, objective, slots=(0, 1)):
     prompts = [PROMPTS[k] for k in slots]
     rows = [{"prompt": prompt} for prompt in prompts]
-    return objective.roll_out(policy, RolloutRequest(prompts, rows, list(slots), GROUP, iteration=0, seed=0))
+    conditioning = policy.encode(prompts, policy.blank_references(len(prompts)))
+    return objective.roll_out(policy, RolloutRequest(prompts, rows, list(slots), GROUP, conditioning=conditioning))
 
 
 def prepare(policy, objective, advantages=ADVANTAGES, updates=1, micro_batch_size=6, ledger=None, slots=(0, 1)):
