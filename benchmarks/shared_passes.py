@@ -1,0 +1,107 @@
+"""Bias and variance of one shared noisy latent per group, against a pass per image, in latents of SD 3.5's size.
+
+    python benchmarks/shared_passes.py
+
+The network has random weights and SD3's architecture, small; the 24 images of the group are Gaussian latents (16, 64,
+64) of standard deviation 1 and correlation 0.5. For each time and each choice of the weights, the gradient of V-GRPO's
+surrogate is averaged over draws of the noise and the image that the latent starts from. Printed are the effective sample
+size, the cosine with the gradient of a pass per image, and the same between two halves of that gradient's own draws,
+which is the most that the number of draws lets a cosine reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor
+
+from lit_vgrpo.core.importance import (
+    balance_weights,
+    effective_sample_size,
+    negative_log_densities,
+    temperature_for,
+)
+from lit_vgrpo.core.surrogate import denoising_error
+
+GROUP, SHAPE, CORRELATION = 24, (16, 64, 64), 0.5
+TIMES = (0.99, 0.96, 0.91, 0.86, 0.7)
+CHOICES: dict[str, Callable[[Tensor], Tensor | float]] = {
+    "tau = 1": lambda densities: 1.0,
+    "samples = 2": lambda densities: temperature_for(densities, 2.0),
+    "samples = 6": lambda densities: temperature_for(densities, 6.0),
+    "samples = 12": lambda densities: temperature_for(densities, 12.0),
+    "tau = 0": lambda densities: 0.0,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=64, help="draws of the noise per time")
+    draws = parser.parse_args().draws
+    torch.manual_seed(0)
+    network = SD3Transformer2DModel(
+        sample_size=64,
+        patch_size=4,
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        caption_projection_dim=64,
+        pooled_projection_dim=32,
+        out_channels=16,
+        pos_embed_max_size=64,
+    )
+    prompt, pooled = torch.randn(1, 4, 32), torch.randn(1, 32)
+    common, own = torch.randn(1, *SHAPE), torch.randn(GROUP, *SHAPE)
+    images = math.sqrt(CORRELATION) * common + math.sqrt(1 - CORRELATION) * own
+    advantages = torch.randn(GROUP)
+    advantages = (advantages - advantages.mean()) / advantages.std(correction=0)
+
+    def predict(noisy: Tensor, t: float) -> Tensor:
+        rows = len(noisy)
+        return network(noisy, prompt.expand(rows, -1, -1), pooled.expand(rows, -1), torch.full((rows,), 1000 * t))[0]
+
+    def gradient(noisy: Tensor, t: float, weights: Tensor) -> Tensor:
+        """The gradient of ``sum_i w_i A_i l_i``, with one pass or with a pass per image."""
+        estimate = noisy - t * predict(noisy, t)
+        errors = denoising_error((estimate - images)[:, None], self_normalised=True)[:, 0]
+        parts = torch.autograd.grad((weights * advantages * errors).sum(), list(network.parameters()), allow_unused=True)
+        return torch.cat([part.flatten() for part in parts if part is not None])
+
+    print("time   weights        effective samples   cosine   length / a pass per image's")
+    for t in TIMES:
+        plain: list[Tensor] = []
+        shared: dict[str, list[Tensor]] = {name: [] for name in CHOICES}
+        sizes: dict[str, list[float]] = {name: [] for name in CHOICES}
+        for _ in range(draws):
+            noise = torch.randn(1, *SHAPE)
+            plain.append(gradient((1 - t) * images + t * noise, t, torch.full((GROUP,), 1 / GROUP)))
+            noisy = (1 - t) * images[torch.randint(GROUP, (1,))] + t * noise
+            columns = torch.full((GROUP, 1), 1 - t), torch.full((GROUP, 1), t)
+            densities = negative_log_densities(noisy.expand(GROUP, 1, *SHAPE), images, *columns).T
+            for name, choose in CHOICES.items():
+                weights = balance_weights(densities, choose(densities))
+                sizes[name].append(effective_sample_size(weights).item())
+                shared[name].append(gradient(noisy, t, weights[0].float()))
+        whole = torch.stack(plain)
+        halves = whole[::2].mean(dim=0), whole[1::2].mean(dim=0)
+        rows = {"a pass per image": (GROUP, cosine(*halves), 1.0)}
+        for name, found in shared.items():
+            mean = torch.stack(found).mean(dim=0)
+            length = (mean.norm() / whole.mean(dim=0).norm()).item()
+            rows[name] = (sum(sizes[name]) / draws, cosine(mean, whole.mean(dim=0)), length)
+        for name, (size, angle, length) in rows.items():
+            print(f"{t:.2f}   {name:16} {size:12.1f} {angle:15.3f} {length:12.2f}", flush=True)
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    return torch.dot(one, other).item() / (one.norm() * other.norm()).item()
+
+
+if __name__ == "__main__":
+    main()
