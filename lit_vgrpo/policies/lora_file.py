@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.loading import bare_network
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.trained import is_target, name_in_block
-from lit_vgrpo.system.hub import LoadError, quiet_libraries
+from lit_vgrpo.system.hub import LoadError, loading, quiet_libraries
 
 KEY = "model.policy.start_from"
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -35,6 +34,16 @@ SPELLINGS = {
 """Endings of the matrices' names in other programs."""
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.", "unet.", "lora_unet_", "lora_transformer_", "")
 ALPHA = ".alpha"
+FREE = {
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),  # read here, or seen in the tensors
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "inference_mode"),
+    *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "fan_in_fan_out"),
+    *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "velora_config"),
+}
+"""Options in peft's ``adapter_config.json`` that may have any value; others must be off or have peft's default."""
+KEEPING_BASE = {("init_lora_weights", value) for value in ("gaussian", "eva", "orthogonal", "mica")}
+"""Initialisations that leave the base's weights unchanged; pissa, olora, corda, lora_ga and loftq change them."""
+REMEDY = "Use a plain LoRA of this model, or merge it with its trainer's tools and set model.policy.checkpoint."
 
 
 def lora_file_error(policy: PipelinePolicy, file: Path) -> str | None:
@@ -87,23 +96,26 @@ def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
     Raises:
         LoadError: The file cannot be read, or a tensor of it has no place in the network.
     """
-    tensors, config = _read(policy, file)
-    attempts: list[list[str]] = []
-    for convert in (_converted, _renamed):
-        layers = convert(policy, tensors, network)
-        attempts.append(_unmatched(layers, network) or _unused(tensors, layers))
-        if not attempts[-1]:
-            break
-    else:
-        odd = min(attempts, key=len)
-        raise LoadError(
-            f"{KEY}={policy.start_from} is not a LoRA of {type(network).__name__} alone: it does not fit "
-            f"{len(odd)} of the {len(tensors)} tensors, such as {odd[0]}. Use a plain LoRA of this model, or merge it "
-            "with its trainer's tools and set model.policy.checkpoint to the result."
-        )
-    names = [name.removesuffix(DOWN) for name in layers if name.endswith(DOWN)]
-    pairs = {name: (layers[name + DOWN].detach(), layers[name + UP].detach()) for name in names}
-    return {name: (down, up * _scale_of(config, name, len(down))) for name, (down, up) in pairs.items()}
+    with loading(f"{KEY}={policy.start_from}", "Download or save it again."):
+        tensors, config = _read(policy, file)
+        attempts: list[list[str]] = []
+        for convert in (_converted, _renamed):
+            layers = convert(policy, tensors, network)
+            attempts.append(_unmatched(layers, network) or _unused(tensors, layers))
+            if not attempts[-1]:
+                break
+        else:
+            odd = min(attempts, key=len)
+            raise LoadError(
+                f"{KEY}={policy.start_from} is not a LoRA of {type(network).__name__} alone: it does not fit "
+                f"{len(odd)} of the {len(tensors)} tensors, such as {odd[0]}. {REMEDY}"
+            )
+        names = [name.removesuffix(DOWN) for name in layers if name.endswith(DOWN)]
+        pairs = {name: (layers[name + DOWN].detach(), layers[name + UP].detach()) for name in names}
+        updates = {name: (down, up * _scale_of(config, name, len(down))) for name, (down, up) in pairs.items()}
+        if any(not (down.isfinite().all() and up.isfinite().all()) for down, up in updates.values()):
+            raise ValueError("contains weights that are not finite")
+        return updates
 
 
 def _scale_of(config: Mapping[str, Any], layer: str, rank: int) -> float:
@@ -118,22 +130,31 @@ def _scale_of(config: Mapping[str, Any], layer: str, rank: int) -> float:
 def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a file's tensors in float32, and the adapter's options in its header or in peft's file next to it."""
     what, prefix = f"{KEY}={policy.start_from}", f"{policy.network_name}."
-    try:
-        with safe_open(file, framework="pt") as content:
-            tensors = {name: content.get_tensor(name).float() for name in content.keys()}  # noqa: SIM118  not a mapping
-            header = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        if file.name == PEFT_FILE:
-            header = json.loads((file.parent / PEFT_CONFIG).read_text(encoding="utf-8"))
-        config = {name.removeprefix(prefix): value for name, value in header.items()}
-    except (OSError, ValueError, AttributeError, SafetensorError) as error:
-        raise LoadError(f"{what} cannot be read: {one_line(error)[:200]}. Download or save it again.") from error
+    with safe_open(file, framework="pt") as content:
+        tensors = {name: content.get_tensor(name).float() for name in content.keys()}  # noqa: SIM118  not a mapping
+        header = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    if file.name == PEFT_FILE:
+        header = json.loads((file.parent / PEFT_CONFIG).read_text(encoding="utf-8"))
+    config = {name.removeprefix(prefix): value for name, value in header.items()}
+    if (variant := _variant(config)) is not None:
+        raise LoadError(f"{what} is not a plain LoRA: its adapter's options have {variant}. {REMEDY}")
     if config and (alphas := [name for name in tensors if name.endswith(ALPHA)]):
         raise LoadError(
             f"{what} has two LoRA scales, in its adapter's options and in {alphas[0]}. Save it with one of them."
         )
-    if any(not tensor.isfinite().all() for tensor in tensors.values()):
-        raise LoadError(f"{what} contains weights that are not finite. Download or save it again.")
     return {name: tensor.requires_grad_() for name, tensor in tensors.items()}, config
+
+
+def _variant(config: Mapping[str, Any]) -> str | None:
+    """Return an adapter's option under which its tensors are not a plain LoRA of the base model, or ``None``."""
+    from peft import LoraConfig
+
+    plain = LoraConfig().to_dict()
+    for name, value in config.items():
+        is_plain = name in FREE or "." in name or not value or value == plain.get(name)  # with a dot: of other networks
+        if not is_plain and (name, str(value).lower()) not in KEEPING_BASE:
+            return f"{name}={value}"
+    return None
 
 
 def _unused(tensors: Mapping[str, Tensor], layers: Mapping[str, Tensor]) -> list[str]:
@@ -213,7 +234,7 @@ def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:
         down, up = layers.get(layer + DOWN), layers.get(layer + UP)
         if weight is None or layer == name or down is None or up is None:
             odd.append(name)
-        elif down.shape[1:] != weight.shape[1:] or len(up) != len(weight) or up.shape[1] != len(down):
+        elif down.shape[1:] != weight.shape[1:] or len(up) != len(weight) or not up.shape[1] == len(down) > 0:
             odd.append(f"{name} {tuple(tensor.shape)}")
     return odd
 

@@ -30,7 +30,7 @@ from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
-from lit_vgrpo.training.saved_weights import start_hash
+from lit_vgrpo.training.saved_weights import start_hashes
 
 FREE = ("data.heldout", "model.heldout", "model.evaluat", "model.non_finite", "model.failed_images")
 """Prefixes of settings that no weight depends on."""
@@ -197,8 +197,7 @@ def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
     with unreadable:
         found["model.policy.checkpoint"] = _configs_of(module.policy)
     with unreadable:
-        if (start := start_hash(module.policy)) is not None:
-            found["model.policy.start_from"] = {"weights": start}
+        found["model.policy.start_from"] = start_hashes(module.policy)
     for part in module.reward.parts:
         with unreadable:
             if part.weight and (source := _source_of(part.reward)) is not None:  # weight 0: not trained on

@@ -19,7 +19,7 @@ from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_FILE, lora_file_error, put_lora
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
-from lit_vgrpo.system.paths import CONFIG_NAME, resolve_path
+from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path
 from lit_vgrpo.system.process import report_on_first
 from lit_vgrpo.training.checkpoint_file import RECIPE_KEY, CheckpointDamage, averages, read_sound
 from lit_vgrpo.training.folder import find_run
@@ -232,23 +232,24 @@ def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:
     saved.put_into(policy, variant)
 
 
-def start_hash(policy: Policy) -> str | None:
-    """Return a hash of the file that a policy starts from, whose weights are the reference in a resumed run too.
+def start_hashes(policy: Policy) -> dict[str, str]:
+    """Return hashes of the files that a policy starts from, whose weights are the reference in a resumed run too.
 
     Raises:
         LoadError: The file cannot be read.
     """
     if policy.start_from is None:
-        return None
+        return {}
     lora = find_lora(policy)
     path = _saved(policy)[0].path if lora is None else lora.at_hand()
     if path is None:
-        return None
+        return {}
     if path.suffix == SUFFIX:
-        return sha256(path.read_bytes()).hexdigest()
+        config = {PEFT_CONFIG: file_sha256(path.parent / PEFT_CONFIG)} if path.name == PEFT_FILE else {}
+        return {"weights": file_sha256(path), **config}
     with zipfile.ZipFile(path) as archive:  # torch's checkpoint: its checksums are together at the end of the file
         parts = [(part.filename.partition("/")[2], part.CRC) for part in archive.infolist()]
-    return sha256(repr(parts).encode()).hexdigest()
+    return {"weights": sha256(repr(parts).encode()).hexdigest()}
 
 
 def _saved(policy: Policy, say: Callable[[str], None] = lambda line: None) -> tuple[SavedWeights, str]:

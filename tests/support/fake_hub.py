@@ -1,4 +1,4 @@
-"""A small model hub on loopback: the requests that huggingface_hub makes to create a repository and commit files.
+"""A small model hub on loopback: the requests that huggingface_hub makes to write and read a repository.
 
 ``python tests/support/fake_hub.py PORT`` serves it; then ``HF_ENDPOINT=http://127.0.0.1:PORT HF_TOKEN=writes`` use it.
 """
@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -45,7 +46,10 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self.route({r"/api/whoami-v2": self.whoami, r"/api/models/(.+)/tree/main": self.tree})
+        pages = {r"/api/whoami-v2": self.whoami, r"/api/models/(.+)/tree/main": self.tree}
+        self.route({**pages, r"/(.+)/resolve/main/(.+)": self.file})
+
+    do_HEAD = do_GET
 
     def do_POST(self):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -83,6 +87,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self.refuse(404, "RepoNotFound")
         entries = [{"type": "file", "path": path, "size": len(data), "oid": "0"} for path, data in files.items()]
         return self.answer(entries)
+
+    def file(self, name, path):
+        data = self.server.hub.repositories.get(name, {}).get(path)
+        if data is None:
+            return self.refuse(404, "EntryNotFound")
+        return self.answer(data, headers={"ETag": sha256(data).hexdigest(), "X-Repo-Commit": "1" * 40})
 
     def create(self):
         asked = json.loads(self.body)
@@ -129,14 +139,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer({"error": "refused"}, status, {"X-Error-Code": code} if code else {})
 
     def answer(self, body, status=200, headers=()):
-        text = json.dumps(body).encode()
+        text = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         for name, value in dict(headers).items():
             self.send_header(name, value)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        self.wfile.write(text)
+        if self.command != "HEAD":
+            self.wfile.write(text)
 
 
 if __name__ == "__main__":

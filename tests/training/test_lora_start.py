@@ -1,15 +1,19 @@
 """A run that starts from a LoRA file: each program's naming gives the same picture, and what does not fit is said."""
 
 import json
+import math
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from commands import export, run
+from fake_hub import FakeHub
 from helpers import make_module, repeating
 from huggingface_hub import constants
+from peft import LoraConfig
 from policies.contract import HEIGHT, WIDTH, inputs
 from policies.families import make_family
 from safetensors.torch import load_file, save_file
@@ -18,7 +22,8 @@ from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.training.saved_weights import load_policy, policy_errors, start_hash
+from lit_vgrpo.training.resume_guard import changed_inputs
+from lit_vgrpo.training.saved_weights import load_policy, policy_errors, start_hashes
 
 GREY_LEVEL = 1 / 255
 LAYERS = {  # of each family: name -> rank, alpha; those in one tuple share their down matrix, as fused layers do
@@ -129,8 +134,8 @@ class Loras:
                 key = f"base_model.model.{layer}"
                 tensors |= {f"{key}.lora_A.weight": down.clone(), f"{key}.lora_B.weight": up}
             alphas = {layer.removeprefix("transformer_blocks."): alpha for layer, (_, _, alpha) in layers.items()}
-            config = {"peft_type": "LORA", "r": 4, "lora_alpha": alphas.pop("0.attn.to_q"), "alpha_pattern": alphas}
-            (path.parent / "adapter_config.json").write_text(json.dumps(config))
+            options = {"lora_dropout": 0.1, "init_lora_weights": "gaussian", "lora_alpha": alphas.pop("0.attn.to_q")}
+            LoraConfig(r=4, alpha_pattern=alphas, target_modules=list(layers), **options).save_pretrained(path.parent)
         elif naming == "ai_toolkit":
             for layer, (down, up, alpha) in layers.items():
                 key, scale = f"diffusion_model.{layer}", alpha / len(down)
@@ -183,7 +188,7 @@ def test_full_weights_take_it_in_and_other_ranks_stay_free(loras):
     wide = load_policy(loras.started("sd3", file, lora_rank=7, lora_targets=[*loras.targets("sd3"), "attn.to_k"]))
     assert (picture(wide) - loras.picture("sd3")).abs().max() <= GREY_LEVEL
     assert {len(p) for name, p in trainable_parameters(wide).items() if "lora_A" in name} == {7}
-    assert start_hash(wide) != start_hash(loras.started("sd3", loras.file("sd3", "ai_toolkit")))
+    assert start_hashes(wide) != start_hashes(loras.started("sd3", loras.file("sd3", "ai_toolkit")))
 
 
 def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, tiny_recipe, capsys):
@@ -263,6 +268,64 @@ def test_what_does_not_fit_is_one_line(loras, tmp_path, change, options, words):
         load_policy(policy)
     assert words in error
     assert "\n" not in error
+
+
+@pytest.fixture
+def peft_folder(loras, tmp_path):
+    """A copy of an adapter that peft saved, and a function that changes its options."""
+    folder = Path(shutil.copytree(loras.file("sd3", "peft").parent, tmp_path / "peft"))
+
+    def change(**options):
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | options))
+        return folder
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *[("init_lora_weights", value) for value in ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga", "loftq")],
+        *[("use_dora", True), ("alora_invocation_tokens", [1]), ("layer_replication", [[0, 1]]), ("peft_type", "LOHA")],
+        ("option_of_a_later_peft", True),
+    ],
+)
+def test_an_option_under_which_the_tensors_are_not_a_plain_lora_is_refused(loras, peft_folder, option, value):
+    (error,) = policy_errors(loras.started("sd3", peft_folder(**{option: value})))
+    assert f"is not a plain LoRA: its adapter's options have {option}={value}. Use a plain LoRA of this mo" in error
+
+
+@pytest.mark.parametrize("alpha", [None, "8", math.nan])
+def test_a_scale_that_is_no_number_is_one_line(loras, peft_folder, alpha):
+    (error,) = policy_errors(loras.started("sd3", peft_folder(lora_alpha=alpha)))
+    assert re.fullmatch(r"Cannot load model\.policy\.start_from=.*peft: .*\. Download or save it again\.", error)
+
+
+def test_another_alpha_is_another_start(loras, peft_folder):
+    policy = loras.started("sd3", peft_folder())
+    before = start_hashes(policy)
+    peft_folder(lora_alpha=9)
+    assert changed_inputs({"start": before}, {"start": start_hashes(policy)}) == [
+        "start: adapter_config.json changed since the checkpoint was written"
+    ]
+
+
+def test_an_adapter_of_peft_on_the_hub_is_read_with_its_options(loras, tmp_path, monkeypatch):
+    local = loras.file("sd3", "peft")
+    files = {f"v2/{file.name}": file.read_bytes() for file in local.parent.iterdir()}
+    with FakeHub() as hub:
+        pages = "/{repo_id}/resolve/{revision}/{filename}"
+        names = {"ENDPOINT": hub.address, "HUGGINGFACE_CO_URL_TEMPLATE": hub.address + pages}
+        for name, value in {**names, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path)}.items():
+            monkeypatch.setattr(constants, name, value)
+        hub.repositories = {"owner/whole": files, "owner/half": {f"v2/{local.name}": local.read_bytes()}}
+        whole = loras.started("sd3", f"owner/whole/v2/{local.name}")
+        assert policy_errors(whole) == []
+        assert (picture(load_policy(whole)) - loras.picture("sd3")).abs().max() <= GREY_LEVEL
+        assert start_hashes(whole) == start_hashes(loras.started("sd3", local))
+        with pytest.raises(LoadError, match=r"^Cannot load owner/half: 404 .* Set model\.policy\.start_from=[^\n]*$"):
+            load_policy(loras.started("sd3", f"owner/half/v2/{local.name}"))
 
 
 def test_a_name_that_is_no_file_is_looked_for_on_the_hub(loras, tmp_path, monkeypatch):

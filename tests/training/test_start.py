@@ -16,7 +16,7 @@ from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.checkpoint_file import read, write
 from lit_vgrpo.training.folder import CONFIG_NAME
-from lit_vgrpo.training.saved_weights import SavedWeights, load_policy, policy_errors, start_hash
+from lit_vgrpo.training.saved_weights import SavedWeights, load_policy, policy_errors, start_hashes
 
 LAST = "runs/first/checkpoints/last.ckpt"
 RECIPE = """
@@ -147,9 +147,9 @@ def test_other_trained_weights_are_refused(inside, tiny_sd3, options, words):
 
 def test_its_fingerprint_is_that_of_the_weights(inside, tmp_path, tiny_sd3):
     shutil.copy(LAST, tmp_path / "moved.ckpt")
-    first = start_hash(policy(tiny_sd3, start_from=LAST))
-    assert start_hash(policy(tiny_sd3, start_from=str(tmp_path / "moved.ckpt"))) == first
+    first = start_hashes(policy(tiny_sd3, start_from=LAST))
+    assert start_hashes(policy(tiny_sd3, start_from=str(tmp_path / "moved.ckpt"))) == first
     content = torch.load(LAST, weights_only=True)
     content["state_dict"][min(content["state_dict"])].view(-1)[0] += 1
     write(content, tmp_path / "moved.ckpt")
-    assert start_hash(policy(tiny_sd3, start_from=str(tmp_path / "moved.ckpt"))) != first
+    assert start_hashes(policy(tiny_sd3, start_from=str(tmp_path / "moved.ckpt"))) != first
