@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
 from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
@@ -17,7 +18,6 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.rollout.scores import Gather
 
 SAVED_OF_RECORD = (
     *("iteration", "rewards", "group_ids", "parts", "errors", "images"),
@@ -103,26 +103,22 @@ class Iteration:
         if took_step:
             self.record.add_update()
 
-    def state_dict(self, all_ranks: Gather) -> dict[str, Any]:
-        """Return all ranks' images as CPU tensors, so that any number of ranks can continue.
-
-        Args:
-            all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; collective.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return all ranks' images as CPU tensors, so that any number of ranks can continue; all ranks must call it."""
         own = self.experience
         state: dict[str, Any] = {
             "updates_done": self.updates_done,
-            "image_ids": all_ranks(self.image_ids),
-            "latents": all_ranks(own.latents),
-            "advantages": all_ranks(own.advantages),
-            "extras": {name: all_ranks(value) for name, value in sorted(own.extras.items())},
-            **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors, all_ranks), strict=True)),
+            "image_ids": of_all_ranks(self.image_ids),
+            "latents": of_all_ranks(own.latents),
+            "advantages": of_all_ranks(own.advantages),
+            "extras": {name: of_all_ranks(value) for name, value in sorted(own.extras.items())},
+            **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors), strict=True)),
             "pairs": None,
             "record": {name: getattr(self.record, name) for name in SAVED_OF_RECORD},
         }
         if own.pairs is not None:
             values = {"times": own.pairs.times, "noise": own.pairs.noise}
-            state["pairs"] = dict(zip(("rows", "values"), _table(own.pairs.rows, values, all_ranks), strict=True))
+            state["pairs"] = dict(zip(("rows", "values"), _table(own.pairs.rows, values), strict=True))
         return state
 
     @classmethod
@@ -160,17 +156,17 @@ class Iteration:
         return cls(experience, wanted, record, batch.micro_batch_size, batch.updates, state["updates_done"])
 
 
-def _table(rows: Tensor, values: dict[str, Tensor], all_ranks: Gather) -> tuple[Tensor, dict[str, Tensor]]:
+def _table(rows: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return all ranks' rows and the values they index, as one table."""
     length = torch.tensor([len(next(iter(values.values())))])
-    longest = int(all_ranks(length).max())
+    longest = int(of_all_ranks(length).max())
     padded = {
         name: torch.cat([value, value.new_zeros(longest - len(value), *value.shape[1:])])
         for name, value in sorted(values.items())
     }
-    joined = all_ranks(rows)
+    joined = of_all_ranks(rows)
     first = torch.arange(len(joined) // len(rows)).repeat_interleave(len(rows)) * longest
-    return joined + first, {name: all_ranks(value) for name, value in padded.items()}
+    return joined + first, {name: of_all_ranks(value) for name, value in padded.items()}
 
 
 def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

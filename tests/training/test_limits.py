@@ -41,7 +41,7 @@ def counting(module):
         ({"overfit_batches": 1, "fast_dev_run": True}, "overfit_batches=1 would drop images"),
         ({"limit_val_batches": 0}, "limit_val_batches=0 disables data.heldout. Set data.heldout=null"),
         ({"min_epochs": 3}, "trainer.min_epochs=3 has no effect with max_epochs=1. Set max_epochs to at least 3."),
-        ({"accumulate_grad_batches": 3}, "accumulate_grad_batches=3 is set by the sizes. Leave it out; use data.micro_b"),
+        ({"accumulate_grad_batches": 3}, "accumulate_grad_batches=3 is set by the sizes. Leave it out; use data"),
         ({"max_steps": 3}, "max_steps=3 ends within an iteration .* multiple of 2, such as 4."),
     ],
 )
