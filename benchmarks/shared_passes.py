@@ -70,7 +70,9 @@ def main() -> None:
         """The gradient of ``sum_i w_i A_i l_i``, with one pass or with a pass per image."""
         estimate = noisy - t * predict(noisy, t)
         errors = denoising_error((estimate - images)[:, None], self_normalised=True)[:, 0]
-        parts = torch.autograd.grad((weights * advantages * errors).sum(), list(network.parameters()), allow_unused=True)
+        parts = torch.autograd.grad(
+            (weights * advantages * errors).sum(), list(network.parameters()), allow_unused=True
+        )
         return torch.cat([part.flatten() for part in parts if part is not None])
 
     print("time   weights        effective samples   cosine   length / a pass per image's")

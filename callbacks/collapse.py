@@ -146,6 +146,7 @@ class CollapseStop(StopsRun):
         if self.low_evaluations < self.patience_evaluations:
             return ""
         return (
-            f"{TRAINED} is {now:.4g}, {units:.1f} standard deviations of the first rewards below the "
-            f"{self.best:.4g} of iteration {self.best_iteration}, low for {self.low_evaluations} evaluations in a row."
+            f"{TRAINED} is {now:.4g}, {units:.1f} times the standard deviation of the first iteration's rewards below "
+            f"the {self.best:.4g} of iteration {self.best_iteration}, low for {self.low_evaluations} evaluations "
+            "in a row."
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import lightning as L
 import torch
 
+from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.ranges import Count, PositiveInt, Range, checked
 from lit_vgrpo.core.surrogate import coefficient_of_variation
 from lit_vgrpo.objectives.forward import ForwardObjective
@@ -69,7 +70,7 @@ class SurrogateDiagnostics(L.Callback):
             found = snr_by_time(objective, policy, micros, groups, times, self.snr_draws, seed)
         if found:
             # Each rank's ratio is that of its images.
-            mean = pl_module.all_ranks(torch.tensor([found])).double().mean(dim=0) * trainer.world_size**0.5
+            mean = of_all_ranks(torch.tensor([found])).double().mean(dim=0) * trainer.world_size**0.5
             names = [f"surrogate/snr_t{time:.2f}" for time in times.tolist()]
             self._snr = dict(zip(names, mean.tolist(), strict=True))
 
@@ -83,7 +84,7 @@ class SurrogateDiagnostics(L.Callback):
         assert record is not None
         values = record.first_update("surrogate")
         if batch.iteration % self.every_n_iterations == 0 and values is not None:
-            values, groups = pl_module.all_ranks(values), pl_module.all_ranks(record.local_group_ids)
+            values, groups = of_all_ranks(values), of_all_ranks(record.local_group_ids)
             metrics = {
                 **metrics,
                 "surrogate/cv": coefficient_of_variation(values),

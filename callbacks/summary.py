@@ -74,8 +74,9 @@ class RunSummary(L.Callback):
         end = pl_module.evaluator.latest.get(TRAINED, math.nan)
         if start - end > spread > 0 and not _stopped(trainer):
             self._outcome = "diverged"
-            fall = f"{TRAINED} fell from {start:.3f} to {end:.3f}, {(start - end) / spread:.1f} standard deviations of "
-            self.reason = f"Diverged: {fall}the first images. Lower model.optimizer.lr. {describe_best(trainer)}"
+            fall = f"{TRAINED} fell from {start:.3f} to {end:.3f}, {(start - end) / spread:.1f} times the standard "
+            fall += "deviation of the first evaluation's rewards."
+            self.reason = f"Diverged: {fall} Lower model.optimizer.lr. {describe_best(trainer)}"
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 

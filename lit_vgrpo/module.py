@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.batches import BATCH_SIZE
+from lit_vgrpo.core.gather import of_all_ranks, rank_and_world_size
 from lit_vgrpo.core.ranges import BatchSize, Seed, checked
 from lit_vgrpo.core.records import IterationRecord, PassLedger
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
@@ -105,7 +106,7 @@ class VGRPOModule(L.LightningModule):
         self.failed_images = failed_images
 
         self.ledger, queue, spec = PassLedger(), ScoreQueue(self.reward), objective.rollout_spec(0)
-        collecting = policy, queue if objective.needs_reward else None, self.all_ranks, failed_images == "stop"
+        collecting = policy, queue if objective.needs_reward else None, failed_images == "stop"
         self.scores = ScoreCollector(*collecting)
         sampler = Sampler(policy, objective, self.ledger, seed, rollout_batch_size)
         has_scouts = spec.scouts is not None and objective.needs_reward
@@ -129,9 +130,10 @@ class VGRPOModule(L.LightningModule):
     @in_own_precision
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch; the first step of an iteration samples its images."""
-        self.iteration = self._resumed(batch) or (self.collect(batch) if batch.is_first else self.iteration)
+        left = self._continuation and self._continuation.take_up(batch, self.rollout_device or self.device)
+        self.iteration = left or (self.collect(batch) if batch.is_first else self.iteration)
         iteration, self.record = self.iteration, self.iteration.record
-        if self.is_idle:
+        if not iteration.record.has_advantage:
             return torch.zeros((), device=self.device)
         if batch.starts_update:
             self.objective.before_update(self.policy, iteration.micros_of_update(batch), self.ledger)
@@ -154,7 +156,7 @@ class VGRPOModule(L.LightningModule):
             with self.ledger.phase("reward"):
                 scores = self.scores.result(f"images of iteration {batch.iteration + 1}")
         rollout = Rollout.joined(parts)
-        groups = self.all_ranks(rollout.group_ids)
+        groups = of_all_ranks(rollout.group_ids)
         advantages = compare(scores, groups, self.reward, self.advantage_std, self.advantage_aggregate)
         record = self.scores.record(rollout, scores, groups, advantages, self.sampler)
         self.ledger.count_images(len(scores))
@@ -164,27 +166,18 @@ class VGRPOModule(L.LightningModule):
 
     # --- one update ------------------------------------------------------------------------------------------------
 
-    @property
-    def is_idle(self) -> bool:
-        """``True`` in an iteration without advantages, which takes no step.
-
-        Without this, Adam would turn the KL's rounding error into full-size steps.
-        """
-        return self.iteration is not None and not self.iteration.record.has_advantage
-
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if not self.is_idle:
+        # Without advantages no step is taken: Adam would turn the KL's rounding error into full-size steps.
+        if self.iteration.record.has_advantage:
             super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        weights = list(trainable_parameters(self.policy).values())
-        self.guard.look(self.trainer, weights, self.all_ranks, self.iteration.place)
+        self.guard.look(self.trainer, self.policy, self.iteration.place)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        # The iteration's first step rolls out inside the closure; only then is_idle is known.
-        loss = optimizer_closure()
+        loss = optimizer_closure()  # the iteration's first step rolls out in it
         took_step = False
-        if not self.is_idle:
+        if self.iteration.record.has_advantage:
             super().optimizer_step(epoch, batch_idx, optimizer, lambda: loss)
             took_step = self.guard.took_step(self.trainer)
             if took_step:
@@ -229,12 +222,11 @@ class VGRPOModule(L.LightningModule):
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         self.evaluator.add(batch)
 
+    test_step = validation_step
+
     def on_validation_epoch_end(self) -> None:
         self._finish_evaluation()
         self.log_dict(self.evaluator.latest)
-
-    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        self.evaluator.add(batch)
 
     def on_test_epoch_end(self) -> None:
         means = self.evaluator.means(self)
@@ -258,27 +250,12 @@ class VGRPOModule(L.LightningModule):
             set_up(self)
             self.reward.enter_run(Path(self.trainer.default_root_dir))
 
-    @property
-    def has_trainer(self) -> bool:
-        """``True`` while the module is attached to a trainer."""
-        try:
-            return self.trainer is not None
-        except RuntimeError:  # Lightning raises this if there is no trainer
-            return False
-
-    def all_ranks(self, values: Tensor) -> Tensor:
-        """Concatenate every rank's ``(B, ...)`` in rank order, on the CPU."""
-        if not self.has_trainer or self.trainer.world_size == 1:
-            return values.cpu()
-        gathered: Any = self.all_gather(values.to(self.device))
-        return gathered.flatten(0, 1).cpu()
-
     def configure_model(self) -> None:
         if self.reference is not None:
             return
         load_policy(self.policy)
-        self.ledger.attach(self.policy.network, self.trainer.world_size if self.has_trainer else 1)
-        self.objective.connect(self.all_ranks, self.rollout_device, self.seed)
+        self.ledger.attach(self.policy.network, rank_and_world_size()[1])
+        self.objective.connect(self.rollout_device, self.seed)
         self.objective.setup(self.policy)
         # One copy of the start is enough if the method already has it.
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
@@ -323,8 +300,8 @@ class VGRPOModule(L.LightningModule):
             **self.guard.state_dict(),
             "objective": self.objective.state_dict(),
             # Include the images of an unfinished iteration, so that no rollout is repeated.
-            "iteration": self.iteration.state_dict(self.all_ranks) if self.iteration is not None else None,
-            "replay": self.replay.state_dict(self.all_ranks),
+            "iteration": self.iteration.state_dict() if self.iteration is not None else None,
+            "replay": self.replay.state_dict(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -335,15 +312,10 @@ class VGRPOModule(L.LightningModule):
         self.ledger.load_state_dict(state["ledger"])
         self.replay.load_state_dict(state["replay"])
         self.evaluator.load_state_dict(state["evaluator"])
-        if self.has_trainer and self.trainer.state.fn == "fit":  # else only the weights are wanted
-            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            self._continuation = Continuation(state["iteration"], progress)
-
-    def _resumed(self, batch: PromptBatch) -> Iteration | None:
-        """Return the rest of the checkpoint's unfinished iteration, once."""
-        if self._continuation is None:
-            return None
-        return self._continuation.take_up(batch, self.rollout_device or self.device)
+        with suppress(RuntimeError):  # without a trainer, only the weights are wanted
+            if self.trainer.state.fn == "fit":
+                progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+                self._continuation = Continuation(state["iteration"], progress)
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:

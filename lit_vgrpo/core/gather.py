@@ -1,4 +1,4 @@
-"""Collectives for metrics; without a process group every function is the identity."""
+"""Collectives over all ranks; without a process group every function is the identity."""
 
 from __future__ import annotations
 
@@ -29,17 +29,23 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total.cpu()
 
 
+def of_all_ranks(values: Tensor) -> Tensor:
+    """Return every rank's ``(B, ...)``, of equal shapes, concatenated in rank order, on the CPU."""
+    if not _is_group():
+        return values.cpu()
+    local = values.detach().to(_device()).contiguous()
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local)
+    return torch.cat(parts).cpu()
+
+
 def rows_of_all_ranks(values: Tensor) -> Tensor:
     """Return all ranks' rows ``(n, ...)`` in rank order, on the CPU; ``n`` may differ between ranks."""
-    if not _is_group():
-        return values
-    rank, world_size = rank_and_world_size()
-    counts = sum_over_ranks(torch.eye(world_size, dtype=torch.int64)[rank] * len(values)).tolist()
-    padded = values.new_zeros((max(counts), *values.shape[1:]), device=_device())
+    counts = of_all_ranks(torch.tensor([len(values)])).tolist()
+    padded = values.new_zeros((max(counts), *values.shape[1:]))
     padded[: len(values)] = values
-    parts = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:count].cpu() for part, count in zip(parts, counts, strict=True)])
+    parts = of_all_ranks(padded).chunk(len(counts))
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def objects_of_all_ranks(value: T) -> list[T]:

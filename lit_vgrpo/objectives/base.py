@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
+from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.ranges import GuidanceScale, checked
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sampling import rollout_batches
@@ -83,7 +84,7 @@ class Objective(ABC):
         copies: The copies of the trained weights that the method keeps, by name; part of the checkpoint, except
             ``"reference"``, the copy of the start.
         num_updates: Gradient steps done, over all iterations; decays by steps count these.
-        all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; the trainer's module sets it.
+        all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; collective.
         rollout_device: Device of an iteration's tensors; ``None`` keeps them on the network's device.
         seed: The run's seed, which the trainer's module sets.
 
@@ -129,7 +130,7 @@ class Objective(ABC):
         self.copies: dict[str, Snapshot] = {}
         self.num_updates = 0
         self.seed = 0
-        self.all_ranks: Callable[[Tensor], Tensor] = _of_one_rank
+        self.all_ranks: Callable[[Tensor], Tensor] = of_all_ranks
 
     @property
     def spec(self) -> RolloutSpec:
@@ -206,11 +207,9 @@ class Objective(ABC):
         as_sampled = self.trains_on_sampling_steps or (policy is not None and policy.embeds_guidance)
         return self.rollout_spec(0).guidance if as_sampled else 1.0
 
-    def connect(
-        self, all_ranks: Callable[[Tensor], Tensor], rollout_device: torch.device | None, seed: int = 0
-    ) -> None:
+    def connect(self, rollout_device: torch.device | None, seed: int = 0) -> None:
         """Set the attributes that a trainer's module knows; called before :meth:`setup`."""
-        self.all_ranks, self.rollout_device, self.seed = all_ranks, rollout_device, seed
+        self.rollout_device, self.seed = rollout_device, seed
 
     def setup(self, policy: Policy) -> None:
         """Copy the loaded policy's weights as the method needs."""
@@ -316,10 +315,6 @@ class Objective(ABC):
 
     def _moving_copies(self) -> dict[str, Snapshot]:
         return {name: copy for name, copy in self.copies.items() if name != "reference"}
-
-
-def _of_one_rank(values: Tensor) -> Tensor:
-    return values
 
 
 def _guidance_factor(guidance: float, policy: Policy | None) -> int:

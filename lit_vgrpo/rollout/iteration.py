@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
 from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
@@ -17,7 +18,6 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.rollout.scores import Gather
 
 SAVED_OF_RECORD = (
     *("iteration", "rewards", "group_ids", "parts", "errors", "images"),
@@ -112,16 +112,12 @@ class Iteration:
         if took_step:
             self.record.add_update()
 
-    def state_dict(self, all_ranks: Gather) -> dict[str, Any]:
-        """Return all ranks' images as CPU tensors, so that any number of ranks can continue.
-
-        Args:
-            all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; collective.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return all ranks' images as CPU tensors, so that any number of ranks can continue; all ranks must call it."""
         return {
             "updates_done": self.updates_done,
             "record": {name: getattr(self.record, name) for name in SAVED_OF_RECORD},
-            **gathered(self.experience, self.image_ids, all_ranks),
+            **gathered(self.experience, self.image_ids),
         }
 
     @classmethod
@@ -189,9 +185,9 @@ class Replay:
         )
         return again, old.advantages
 
-    def state_dict(self, all_ranks: Gather) -> dict[str, Any] | None:
-        """Return all ranks' images; collective."""
-        return self._saved if self._kept is None else gathered(*self._kept, all_ranks)
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return all ranks' images; all ranks must call it."""
+        return self._saved if self._kept is None else gathered(*self._kept)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Keep a checkpoint's images until the next iteration knows this rank's share."""
@@ -211,23 +207,22 @@ def training_order(batch: PromptBatch, is_replayed: bool) -> Tensor | None:
     return torch.stack([order, order + own]).unflatten(1, (-1, batch.micro_batch_size)).transpose(0, 1).flatten()
 
 
-def gathered(own: Experience, image_ids: Tensor, all_ranks: Gather) -> dict[str, Any]:
-    """Return all ranks' images as CPU tensors; collective.
+def gathered(own: Experience, image_ids: Tensor) -> dict[str, Any]:
+    """Return all ranks' images as CPU tensors; all ranks must call it.
 
     Args:
         image_ids: Global index of each image, ``(B,)``.
-        all_ranks: Concatenates every rank's ``(B, ...)`` in rank order.
     """
     state: dict[str, Any] = {
-        "image_ids": all_ranks(image_ids),
-        "latents": all_ranks(own.latents),
-        "advantages": all_ranks(own.advantages),
-        "extras": {name: all_ranks(value) for name, value in sorted(own.extras.items())},
-        **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors, all_ranks), strict=True)),
+        "image_ids": of_all_ranks(image_ids),
+        "latents": of_all_ranks(own.latents),
+        "advantages": of_all_ranks(own.advantages),
+        "extras": {name: of_all_ranks(value) for name, value in sorted(own.extras.items())},
+        **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors), strict=True)),
         "pairs": None,
     }
     if own.pairs is not None:
-        rows, values = _table(own.pairs.rows, own.pairs.table(), all_ranks)
+        rows, values = _table(own.pairs.rows, own.pairs.table())
         state["pairs"] = {"rows": rows, "values": values, "shared": own.pairs.shared}
     return state
 
@@ -253,17 +248,17 @@ def scattered(state: dict[str, Any], wanted: Tensor, device: torch.device) -> Ex
     )
 
 
-def _table(rows: Tensor, values: dict[str, Tensor], all_ranks: Gather) -> tuple[Tensor, dict[str, Tensor]]:
+def _table(rows: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return all ranks' rows and the values they index, as one table."""
     length = torch.tensor([len(next(iter(values.values())))])
-    longest = int(all_ranks(length).max())
+    longest = int(of_all_ranks(length).max())
     padded = {
         name: torch.cat([value, value.new_zeros(longest - len(value), *value.shape[1:])])
         for name, value in sorted(values.items())
     }
-    joined = all_ranks(rows)
+    joined = of_all_ranks(rows)
     first = torch.arange(len(joined) // len(rows)).repeat_interleave(len(rows)) * longest
-    return joined + first, {name: all_ranks(value) for name, value in padded.items()}
+    return joined + first, {name: of_all_ranks(value) for name, value in padded.items()}
 
 
 def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

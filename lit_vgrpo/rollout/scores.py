@@ -6,7 +6,7 @@ The images of a policy that edits are also compared with the pictures that they 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd, combined_advantages, no_spread_share
-from lit_vgrpo.core.gather import objects_of_all_ranks
+from lit_vgrpo.core.gather import objects_of_all_ranks, of_all_ranks
 from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.records import IterationRecord, timed
 from lit_vgrpo.core.types import Rollout
@@ -31,9 +31,6 @@ BLOCK = 8
 COPY = 0.05
 """An image counts as a copy if no block differs by this mean absolute difference. A choice, not a measurement."""
 
-Gather = Callable[[Tensor], Tensor]
-"""Concatenates every rank's ``(B, ...)`` in rank order; collective."""
-
 
 class ScoreCollector:
     """Decodes and scores images batch by batch, so that all pixels never exist at once.
@@ -43,7 +40,6 @@ class ScoreCollector:
     Args:
         policy: The policy, which decodes the latents.
         queue: Scores the images; ``None`` for a method without a reward.
-        all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; collective.
         any_failure: Refuse a result in which any image failed, not only one in which all failed.
 
     Attributes:
@@ -51,8 +47,8 @@ class ScoreCollector:
             time that threads scored during other phases.
     """
 
-    def __init__(self, policy: Policy, queue: ScoreQueue | None, all_ranks: Gather, any_failure: bool = False) -> None:
-        self.policy, self.queue, self.all_ranks, self.any_failure = policy, queue, all_ranks, any_failure
+    def __init__(self, policy: Policy, queue: ScoreQueue | None, any_failure: bool = False) -> None:
+        self.policy, self.queue, self.any_failure = policy, queue, any_failure
         self.copies = CopyGuard()
         self.seconds: dict[str, float] = {}
         self._submitted = 0
@@ -95,12 +91,12 @@ class ScoreCollector:
             RewardError: Every image failed, or any with ``any_failure``; on every rank.
         """
         if self.queue is None:
-            return gathered(Scores.empty(self._submitted), self.all_ranks)
+            return gathered(Scores.empty(self._submitted))
         with timed(self.seconds, "reward"):
             local = self.queue.take()
         # Negative if the overhead of threads exceeded the overlap.
         self.seconds["reward_overlapped"] = sum(local.seconds.values()) - self.seconds["reward"]
-        scores = gathered(local, self.all_ranks)
+        scores = gathered(local)
         failed, number = int(scores.total.isnan().sum()), len(scores)
         if failed and (self.any_failure or failed == number):
             name, message = next(iter(scores.errors.items()), ("", "no message"))
@@ -132,15 +128,15 @@ class ScoreCollector:
             has_advantage=self.queue is None or bool(advantages.any()),
             blocks_run=rollout.blocks_run,
             scouts=sampler.metrics(rollout, scores),
-            edits={name: self.all_ranks(values) for name, values in self.copies.scores(group_size).items()},
+            edits={name: of_all_ranks(values) for name, values in self.copies.scores(group_size).items()},
         )
 
 
-def gathered(local: Scores, all_ranks: Gather) -> Scores:
+def gathered(local: Scores) -> Scores:
     """Return the scores of all ranks' images, in rank order; seconds and counts are sums over ranks."""
     names = list(local.parts)
     columns = [local.total, *local.parts.values(), *(local.applies_to(name).float() for name in names)]
-    total, *others = all_ranks(torch.stack([column.cpu() for column in columns], dim=1)).unbind(dim=1)
+    total, *others = of_all_ranks(torch.stack([column.cpu() for column in columns], dim=1)).unbind(dim=1)
     reports = objects_of_all_ranks((local.errors, local.seconds, local.counts))
     counts = {name: Counter[str]() for name in names}
     for _, _, of_rank in reports:

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import extremes, rank_correlation
+from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.types import Rollout
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.rewards import Scores
@@ -30,7 +31,6 @@ class ScoutSampler:
 
     def __init__(self, sampler: Sampler, scores: ScoreCollector) -> None:
         self.sampler, self.scores = sampler, scores
-        self.all_ranks = scores.all_ranks
         self._chosen = torch.empty(0)
         self._metrics: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
@@ -62,7 +62,7 @@ class ScoutSampler:
         self._seconds = {f"scouts_{name}": value for name, value in seconds.items()}
         sampler.reset()
         scouts = Rollout.joined(parts)
-        rewards = in_order(scores.total, self.all_ranks(scouts.image_ids), request.group_size)
+        rewards = in_order(scores.total, of_all_ranks(scouts.image_ids), request.group_size)
         chosen = extremes(rewards, batch.group_size)
         self._chosen = rewards.gather(1, chosen)
         valid = rewards[~rewards.isnan()]
@@ -78,7 +78,7 @@ class ScoutSampler:
 
     def metrics(self, rollout: Rollout, scores: Scores) -> dict[str, float]:
         """Return the scouts' metrics, and how well their order predicts that of the images trained on."""
-        images = in_order(scores.total, self.all_ranks(rollout.image_ids), self._chosen.shape[1])
+        images = in_order(scores.total, of_all_ranks(rollout.image_ids), self._chosen.shape[1])
         correlation = rank_correlation(self._chosen, images)
         return self._metrics if correlation is None else {**self._metrics, "rank_correlation": correlation}
 

@@ -209,8 +209,8 @@ def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
         policy: A loaded policy, on any device; only its path is used.
     """
     method, network = copy.copy(objective), _StandIn(policy)
-    method.copies = {}
-    method.connect(lambda values: values, rollout_device=None)
+    method.copies, method.all_ranks = {}, lambda values: values
+    method.connect(rollout_device=None)
     stand_in: Any = network
     method.setup(stand_in)
     first = plan.micro_batches_per_update * plan.micro_batch_size

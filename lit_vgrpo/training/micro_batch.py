@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.sizes import Plan, Sizes, divisors
 from lit_vgrpo.core.snapshots import trainable_parameters
@@ -146,7 +147,7 @@ class Trial:
 
     def most_of_ranks(self, value: int) -> int:
         """Return the largest value of any rank; all ranks must call it."""
-        return int(self.module.all_ranks(torch.tensor([value])).max())
+        return int(of_all_ranks(torch.tensor([value])).max())
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:

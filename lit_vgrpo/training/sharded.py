@@ -38,7 +38,7 @@ class StoredPrecision(DeepSpeedPrecision):
     @override
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         # DeepSpeed's engine bypasses the module's backward, which skips an iteration without advantages.
-        if not model.is_idle:
+        if model.iteration.record.has_advantage:
             model.trainer.model.backward(tensor, *args, **kwargs)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_vgrpo.core.snapshots import all_finite
+from lit_vgrpo.core.gather import of_all_ranks
+from lit_vgrpo.core.snapshots import all_finite, trainable_parameters
 from lit_vgrpo.training.sharded import local_gradients
 
 MOST_IN_A_ROW = 10
@@ -45,18 +46,11 @@ class UpdateGuard:
         """Record a micro-batch's loss without synchronising with the device."""
         self._losses.append(loss.detach())
 
-    def refuses(
-        self,
-        gradients: Iterable[Tensor],
-        all_ranks: Callable[[Tensor], Tensor],
-        when: str,
-        norm: Tensor | None = None,
-    ) -> bool:
+    def refuses(self, gradients: Iterable[Tensor], when: str, norm: Tensor | None = None) -> bool:
         """Return whether to skip this update; called once per update, on every rank.
 
         Args:
             gradients: This rank's gradients, or its shards of them.
-            all_ranks: Concatenates every rank's ``(B, ...)`` in rank order.
             when: The position in the run, for the message.
             norm: Norm of the gradients; they are checked only if it is not finite, since squares may overflow.
 
@@ -66,7 +60,7 @@ class UpdateGuard:
         losses, self._losses = self._losses, []
         loss_is_bad, norm_is_bad = _are_bad(losses, norm)
         gradient_is_bad = norm_is_bad and not all_finite(gradients)
-        found = all_ranks(torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])).bool()
+        found = of_all_ranks(torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])).bool()
         if not found.any():
             self._in_a_row = 0
             return False
@@ -84,29 +78,27 @@ class UpdateGuard:
             f"The {what} is not finite{where}{often}, {when}. The weights were not changed. {advice}"
         )
 
-    def look(
-        self, trainer: Any, weights: Sequence[nn.Parameter], all_ranks: Callable[[Tensor], Tensor], when: str
-    ) -> None:
+    def look(self, trainer: Any, policy: nn.Module, when: str) -> None:
         """Check an update's losses and gradients before its step, and drop the gradients to skip it.
 
         Args:
-            all_ranks: Concatenates every rank's ``(B, ...)`` in rank order.
             when: The current update, for the message.
 
         Raises:
             FloatingPointError: On every rank, if the action is to stop.
         """
         self._scale = _loss_scale(trainer)
+        weights = list(trainable_parameters(policy).values())
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients) if gradients else None
         self.norm = total.full_tensor() if isinstance(total, DTensor) else total
         if self._scale is not None:
-            self._is_refused = self.refuses([], all_ranks, when)
+            self._is_refused = self.refuses([], when)
         elif self.norm is not None:
-            self._is_refused = self.refuses(local_gradients(weights), all_ranks, when, norm=self.norm)
+            self._is_refused = self.refuses(local_gradients(weights), when, norm=self.norm)
         else:
             own = list(local_gradients(weights))
-            self._is_refused = self.refuses(own, all_ranks, when, norm=torch.nn.utils.get_total_norm(own))
+            self._is_refused = self.refuses(own, when, norm=torch.nn.utils.get_total_norm(own))
         if self._is_refused:
             for weight in weights:
                 weight.grad = None  # an optimizer ignores a weight without gradient, and its moments

@@ -160,7 +160,9 @@ def test_a_run_that_ends_far_below_its_start_has_diverged(tiny_sd3, tmp_path, fa
     train(tiny_sd3, tmp_path, [Fallen()], data={"heldout_images_per_prompt": 2}, iterations=1)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["outcome"] == outcome
-    assert summary.get("reason", "").startswith("Diverged: heldout/reward fell from ") == (outcome == "diverged")
+    reason = summary.get("reason", "")
+    assert reason.startswith("Diverged: heldout/reward fell from ") == (outcome == "diverged")
+    assert ("2.0 times the standard deviation of the first evaluation's rewards." in reason) == (outcome == "diverged")
 
 
 def test_a_failed_run_leaves_a_summary(tiny_sd3, tmp_path):

@@ -109,7 +109,7 @@ def test_the_fast_window_lies_in_the_first_half_or_in_the_given_range():
 def test_every_seed_draws_other_windows_and_every_rank_and_resume_the_same(make):
     def drawn(seed):
         objective = make()
-        objective.connect(lambda values: values, None, seed)
+        objective.connect(None, seed)
         return places(objective)
 
     assert drawn(1) == drawn(1)
@@ -140,7 +140,7 @@ FLAT = torch.tensor([1.0, 0.0, -1.0, 0.0, 0.0, 0.0])  # the second group has no 
 def losses_of(policy, drop, images=range(6), all_ranks=None):
     objective = FlowGRPO(RolloutSpec("flow_sde", 4), kl_weight=0.5, drop_zero_advantages=drop)
     if all_ranks is not None:
-        objective.connect(all_ranks, None)
+        objective.all_ranks = all_ranks
     _, experience = prepared(policy, objective, advantages=FLAT)
     nudge(policy)
     loss, _ = objective.loss(policy, experience.select(torch.tensor(list(images))))

@@ -177,7 +177,7 @@ def test_statistics_are_those_of_the_images_that_a_reward_applies_to():
         counts={"a": {"retried": 3}},
         errors={"a": "why"},
     )
-    scores = gathered(own, lambda values: values)
+    scores = gathered(own)
     metrics = statistics(scores, torch.tensor([0, 0, 1, 1, 2, 2]))
     assert metrics["a"] == {
         "mean": 2, "std": 1, "no_spread": 0.5, "failed": 1, "seconds_per_image": 2, "retried": 3,

@@ -21,6 +21,7 @@ from processes import small_strategy
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import EMA
+from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.launch.train import leave_together
 
@@ -133,7 +134,7 @@ class Seen(L.Callback):
         for slot, value in self._means.items():
             numbers[slot] = value
         self._means = {}
-        self.images.append(module.all_ranks(numbers[None]).sum(0))
+        self.images.append(of_all_ranks(numbers[None]).sum(0))
         return {}
 
 

@@ -41,6 +41,7 @@ def counting(module):
         ({"overfit_batches": 1, "fast_dev_run": True}, "overfit_batches=1 would drop images"),
         ({"limit_val_batches": 0}, "limit_val_batches=0 disables data.heldout. Set data.heldout=null"),
         ({"min_epochs": 3}, "trainer.min_epochs=3 has no effect with max_epochs=1. Set max_epochs to at least 3."),
+        ({"accumulate_grad_batches": 3}, "accumulate_grad_batches=3 is set by the sizes. Leave it out; use data"),
         ({"max_steps": 3}, "max_steps=3 ends within an iteration .* multiple of 2, such as 4."),
     ],
 )
@@ -59,6 +60,7 @@ def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, er
             callbacks.GradientAccumulationScheduler({0: 2}),
             "does not work with iterations. .* data.micro_batch_size.",
         ),
+        (callbacks.BatchSizeFinder(), "An iteration has no batch size. Use data.micro_batch_size=auto."),
         (callbacks.EMAWeightAveraging(), "EMAWeightAveraging .* Use lit_vgrpo.callbacks.EMA."),
     ],
 )

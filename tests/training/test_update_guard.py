@@ -8,17 +8,17 @@ from helpers import make_data, make_module, make_trainer, repeating, weights
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA, RewardLogger
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.training import update_guard
 from lit_vgrpo.training.update_guard import MOST_IN_A_ROW, UpdateGuard
 
 GOOD, BAD = torch.tensor([1.0, -2.0]), torch.tensor([1.0, math.inf])
 
 
-def alone(values):
-    return values
-
-
 def beside_a_rank_with(loss, gradient):
     return lambda values: torch.cat([values, torch.tensor([[loss, gradient]])])
+
+
+alone = update_guard.of_all_ranks
 
 
 @pytest.mark.parametrize(
@@ -30,24 +30,25 @@ def beside_a_rank_with(loss, gradient):
         (0.0, GOOD, beside_a_rank_with(0, 1), "The gradient is not finite on rank 1 of 2, in update 1."),
     ],
 )
-def test_stop_says_what_where_and_what_to_do(loss, gradient, others, message):
+def test_stop_says_what_where_and_what_to_do(monkeypatch, loss, gradient, others, message):
+    monkeypatch.setattr(update_guard, "of_all_ranks", others)
     guard = UpdateGuard()
     guard.watch(torch.tensor(1.0))
     guard.watch(torch.tensor(loss))
     with pytest.raises(FloatingPointError, match="model.non_finite=skip") as stopped:
-        guard.refuses([GOOD, gradient], others, "in update 1")
+        guard.refuses([GOOD, gradient], "in update 1")
     assert str(stopped.value).startswith(message)
 
 
 def test_skip_counts_and_gives_up_at_last():
     guard = UpdateGuard("skip")
-    assert guard.refuses([BAD], alone, "now")
-    assert not guard.refuses([GOOD], alone, "now")
+    assert guard.refuses([BAD], "now")
+    assert not guard.refuses([GOOD], "now")
     for _ in range(MOST_IN_A_ROW - 1):
-        assert guard.refuses([BAD], alone, "now")
+        assert guard.refuses([BAD], "now")
     assert guard.skipped == MOST_IN_A_ROW
     with pytest.raises(FloatingPointError, match=f"for {MOST_IN_A_ROW} updates in a row"):
-        guard.refuses([BAD], alone, "now")
+        guard.refuses([BAD], "now")
 
 
 def test_a_finite_norm_is_enough_and_any_other_is_looked_into():
@@ -57,12 +58,12 @@ def test_a_finite_norm_is_enough_and_any_other_is_looked_into():
 
     guard, infinite = UpdateGuard("skip"), torch.tensor(math.inf)
     guard.watch(torch.tensor(1.0))
-    assert not guard.refuses(untouched(), alone, "now", norm=torch.tensor(2.0))
+    assert not guard.refuses(untouched(), "now", norm=torch.tensor(2.0))
     large = torch.tensor([3e38, -3e38])  # its squares overflow
-    assert not guard.refuses([large], alone, "now", norm=large.square().sum().sqrt())
-    assert guard.refuses([GOOD, BAD], alone, "now", norm=infinite)
+    assert not guard.refuses([large], "now", norm=large.square().sum().sqrt())
+    assert guard.refuses([GOOD, BAD], "now", norm=infinite)
     guard.watch(torch.tensor(math.nan))
-    assert guard.refuses([GOOD], alone, "now", norm=torch.tensor(2.0))
+    assert guard.refuses([GOOD], "now", norm=torch.tensor(2.0))
 
 
 class Once(VGRPO):
