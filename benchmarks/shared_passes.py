@@ -2,11 +2,11 @@
 
     python benchmarks/shared_passes.py
 
-The network has random weights and SD3's architecture, small; the 24 images of the group are Gaussian latents (16, 64,
-64) of standard deviation 1 and correlation 0.5. For each time and each choice of the weights, the gradient of V-GRPO's
-surrogate is averaged over draws of the noise and the image that the latent starts from. Printed are the effective sample
-size, the cosine with the gradient of a pass per image, and the same between two halves of that gradient's own draws,
-which is the most that the number of draws lets a cosine reach.
+The network has SD3's architecture, small, with random weights. The 24 images of the group are Gaussian latents of
+shape (16, 64, 64), standard deviation 1 and correlation 0.5. For each time and each choice of the weights, the gradient
+of V-GRPO's surrogate is averaged over draws of the noise and of the image that the latent starts from. The table gives
+the effective sample size, the cosine with the gradient of a pass per image, and the length relative to it. The first
+row of each time compares two halves of that gradient's draws: noise alone lowers the cosine to this value.
 """
 
 from __future__ import annotations

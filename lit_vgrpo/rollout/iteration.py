@@ -149,7 +149,7 @@ class Iteration:
 class Replay:
     """The previous iteration's images and advantages, which an iteration trains on once more.
 
-    As images of this iteration they are numbered after its own, so that their pairs are new.
+    As images of this iteration they are numbered after the new ones, so their pairs are new.
     """
 
     def __init__(self) -> None:
