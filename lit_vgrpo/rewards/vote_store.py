@@ -265,6 +265,8 @@ class VoteStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
+        if self.path.is_symlink():  # sqlite would write to the file that it names
+            raise VoteStoreError(f"{self.path} is a link. Move it aside to start over.")
         try:
             with closing(sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)) as db:
                 db.execute("BEGIN IMMEDIATE")

@@ -89,7 +89,7 @@ PNG, WIDE, LARGE = (base64.b64encode(encode_png(pixels(3, *size))).decode() for 
         (b"\x80\x04\x95pickle", "", 400),
         ({"version": 2, "images": [PNG], "prompts": ["a"]}, "version", 422),
         ({"images": [], "prompts": []}, "at least one", 422),
-        ({"images": [1], "prompts": ["a"]}, "images", 422),
+        ({"images": [1], "prompts": ["a"]}, '{"detail":"images.0: Input should be a valid bytes"}', 422),
         ({"images": ["YWJj"], "prompts": ["a"]}, "not a readable PNG", 422),
         ({"images": [PNG, WIDE], "prompts": ["a", "b"]}, "differ in size", 422),
         ({"images": [PNG], "prompts": ["a", "b"]}, "1 images, 2 prompts and 2 rows", 422),

@@ -137,6 +137,11 @@ def test_an_unusable_file_is_refused_and_left_alone(tmp_path):
     assert path.read_bytes() == b"not a database at all" * 100
     with pytest.raises(VoteStoreError, match="unable to open database file"):
         VoteStore(tmp_path / "missing" / FILE_NAME)
+    link = tmp_path / "link.sqlite3"
+    link.symlink_to(tmp_path / "other.sqlite3")
+    with pytest.raises(VoteStoreError, match="is a link"):
+        VoteStore(link)
+    assert not (tmp_path / "other.sqlite3").exists()
 
 
 # --- the reward ------------------------------------------------------------------------------------------------------

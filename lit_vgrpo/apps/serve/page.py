@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 LOCAL_NAMES = ["127.0.0.1", "localhost", "[::1]"]
@@ -25,6 +27,13 @@ def bounded_app(max_body_size: int, is_local: bool) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=max_body_size)
     if is_local:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
+
+    @app.exception_handler(RequestValidationError)
+    def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
+        """Name the first wrong field; FastAPI's answer would repeat the whole request."""
+        first = error.errors()[0]
+        return JSONResponse({"detail": f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}"[:300]}, 422)
+
     return app
 
 
