@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,22 +16,22 @@ from typing_extensions import Self
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.batches import BATCH_SIZE
-from lit_vgrpo.core.gather import of_all_ranks, rank_and_world_size
+from lit_vgrpo.core.gather import rank_and_world_size
 from lit_vgrpo.core.ranges import BatchSize, Seed, checked
 from lit_vgrpo.core.records import IterationRecord, PassLedger
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.core.types import Rollout, RolloutSpec
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.placement import in_own_precision
-from lit_vgrpo.rewards import ScoreQueue, as_weighted
+from lit_vgrpo.rewards import as_weighted
 from lit_vgrpo.rewards.function import RewardLike
 from lit_vgrpo.rollout.iteration import Continuation, Iteration, Replay
 from lit_vgrpo.rollout.sampler import Sampler
-from lit_vgrpo.rollout.scores import ScoreCollector, compare
-from lit_vgrpo.rollout.scouts import ScoutSampler
+from lit_vgrpo.rollout.scores import ScoreCollector
+from lit_vgrpo.rollout.scouts import image_sampler
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.evaluation import Evaluator
 from lit_vgrpo.training.micro_batch import settle
@@ -105,16 +105,12 @@ class VGRPOModule(L.LightningModule):
         self.rollout_device = None if rollout_device is None else torch.device(rollout_device)
         self.failed_images = failed_images
 
-        self.ledger, queue, spec = PassLedger(), ScoreQueue(self.reward), objective.rollout_spec(0)
-        collecting = policy, queue if objective.needs_reward else None, failed_images == "stop"
-        self.scores = ScoreCollector(*collecting)
+        self.ledger = PassLedger()
+        self.scores = ScoreCollector(policy, self.reward, objective.needs_reward, failed_images == "stop")
         sampler = Sampler(policy, objective, self.ledger, seed, rollout_batch_size)
-        has_scouts = spec.scouts is not None and objective.needs_reward
-        self.sampler = ScoutSampler(sampler, ScoreCollector(*collecting)) if has_scouts else sampler
-        untrained = None if heldout_reward is None else as_weighted(heldout_reward, "model.heldout_reward")
-        self.evaluator = Evaluator(
-            policy, self.reward, untrained, evaluation or spec.as_ode(), rollout_batch_size, seed, self.ledger, queue
-        )
+        self.sampler = image_sampler(sampler, self.scores)
+        spec, sampling = evaluation or objective.rollout_spec(0).as_ode(), (rollout_batch_size, seed, self.ledger)
+        self.evaluator = Evaluator(policy, self.reward, heldout_reward, spec, *sampling, self.scores.queue)
         self.guard = UpdateGuard(non_finite)
         self.record: IterationRecord | None = None
         self.reference: Snapshot | None = None
@@ -148,21 +144,17 @@ class VGRPOModule(L.LightningModule):
         Raises:
             RewardError: Every image failed, or any with ``failed_images="stop"``.
         """
-        parts: list[Rollout] = []
-        with self.scores.collecting(), closing(self.sampler.batches(batch)) as sampled:
+        with self.scores.collecting(self.sampler.batches(batch)) as sampled:
             for images in sampled:
                 self.scores.submit(images, batch)  # scored while the next images are sampled
-                parts.append(images)
             with self.ledger.phase("reward"):
-                scores = self.scores.result(f"images of iteration {batch.iteration + 1}")
-        rollout = Rollout.joined(parts)
-        groups = of_all_ranks(rollout.group_ids)
-        advantages = compare(scores, groups, self.reward, self.advantage_std, self.advantage_aggregate)
-        record = self.scores.record(rollout, scores, groups, advantages, self.sampler)
+                rollout, scores = self.scores.result(f"images of iteration {batch.iteration + 1}")
+        options = self.advantage_std, self.advantage_aggregate, self.sampler
+        advantages, record = self.scores.compare(rollout, scores, *options)
         self.ledger.count_images(len(scores))
-        local = advantages.split(len(rollout))[self.global_rank]
-        replayed = self.replay.exchange(rollout, local, batch) if self.objective.replay else None
-        return Iteration.prepared(self.objective, self.policy, rollout, local, record, batch, self.ledger, replayed)
+        replayed = self.replay.exchange(rollout, advantages, batch) if self.objective.replay else None
+        parts = rollout, advantages, record, batch, self.ledger, replayed
+        return Iteration.prepared(self.objective, self.policy, *parts)
 
     # --- one update ------------------------------------------------------------------------------------------------
 
@@ -248,7 +240,6 @@ class VGRPOModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         if stage == "fit":
             set_up(self)
-            self.reward.enter_run(Path(self.trainer.default_root_dir))
 
     def configure_model(self) -> None:
         if self.reference is not None:

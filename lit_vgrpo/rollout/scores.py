@@ -6,8 +6,8 @@ The images of a policy that edits are also compared with the pictures that they 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd, combined_advantages, no_spread_share
-from lit_vgrpo.core.gather import objects_of_all_ranks, of_all_ranks
+from lit_vgrpo.core.gather import objects_of_all_ranks, of_all_ranks, rank_and_world_size
 from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.records import IterationRecord, timed
 from lit_vgrpo.core.types import Rollout
@@ -39,26 +39,30 @@ class ScoreCollector:
 
     Args:
         policy: The policy, which decodes the latents.
-        queue: Scores the images; ``None`` for a method without a reward.
+        reward: Scores the images.
+        needs_reward: False for a method without a reward, whose images are only counted.
         any_failure: Refuse a result in which any image failed, not only one in which all failed.
 
     Attributes:
+        queue: Queue of the images to score; ``None`` without a reward.
         seconds: Wall time of the iteration by phase: ``decode``, ``reward`` and ``reward_overlapped``, which is the
             time that threads scored during other phases.
     """
 
-    def __init__(self, policy: Policy, queue: ScoreQueue | None, any_failure: bool = False) -> None:
-        self.policy, self.queue, self.any_failure = policy, queue, any_failure
+    def __init__(self, policy: Policy, reward: Weighted, needs_reward: bool = True, any_failure: bool = False) -> None:
+        self.policy, self.reward, self.any_failure = policy, reward, any_failure
+        self.queue = ScoreQueue(reward) if needs_reward else None
         self.copies = CopyGuard()
         self.seconds: dict[str, float] = {}
-        self._submitted = 0
+        self._parts: list[Rollout] = []
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Start an iteration; if the block fails, pending scoring is cancelled."""
-        self.seconds, self._submitted, self.copies = {}, 0, CopyGuard()
+    def collecting(self, sampled: Generator[Rollout, None, None]) -> Iterator[Generator[Rollout, None, None]]:
+        """Start an iteration, and close its sampler at the end; if the block fails, pending scoring is cancelled."""
+        self.seconds, self._parts, self.copies = {}, [], CopyGuard()
         try:
-            yield
+            with closing(sampled):
+                yield sampled
         except BaseException:
             if self.queue is not None:
                 self.queue.close()
@@ -67,7 +71,7 @@ class ScoreCollector:
     @torch.no_grad()
     def submit(self, images: Rollout, batch: PromptBatch) -> None:
         """Decode a batch of images and queue them for scoring."""
-        self._submitted += len(images)
+        self._parts.append(images)
         if self.queue is None:
             return
         groups = [batch.slots.index(slot) for slot in images.group_ids.tolist()]
@@ -81,8 +85,8 @@ class ScoreCollector:
                 self.queue.put(pixels, prompts, rows)
                 self.copies.add(pixels, rows)
 
-    def result(self, what: str) -> Scores:
-        """Wait for the scores and return those of all ranks' images, in rank order.
+    def result(self, what: str) -> tuple[Rollout, Scores]:
+        """Return this rank's images and, after waiting for them, the scores of all ranks' images, in rank order.
 
         Args:
             what: The images, for the message, such as ``images of iteration 3``.
@@ -90,8 +94,9 @@ class ScoreCollector:
         Raises:
             RewardError: Every image failed, or any with ``any_failure``; on every rank.
         """
+        rollout, self._parts = Rollout.joined(self._parts), []
         if self.queue is None:
-            return gathered(Scores.empty(self._submitted))
+            return rollout, gathered(Scores.empty(len(rollout)))
         with timed(self.seconds, "reward"):
             local = self.queue.take()
         # Negative if the overhead of threads exceeded the overlap.
@@ -102,21 +107,24 @@ class ScoreCollector:
             name, message = next(iter(scores.errors.items()), ("", "no message"))
             stop = ", and model.failed_images=stop" if failed < number else ", so there is nothing to learn"
             raise RewardError(f'{failed} of {number} {what} failed{stop}. Reward "{name}": {message}')
-        return scores
+        return rollout, scores
 
-    def record(
-        self, rollout: Rollout, scores: Scores, group_ids: Tensor, advantages: Tensor, sampler: ImageSampler
-    ) -> IterationRecord:
-        """Return the record of an iteration whose updates are still to come.
+    def compare(
+        self, rollout: Rollout, scores: Scores, std: AdvantageStd, aggregate: AdvantageAggregate, sampler: ImageSampler
+    ) -> tuple[Tensor, IterationRecord]:
+        """Compare each image with its group: advantages of this rank's images, ``(B,)``, and the iteration's record.
 
         Args:
             rollout: This rank's images.
-            scores: Scores of all ranks' images, whose groups are ``group_ids (B,)``.
-            advantages: Advantages of all ranks' images, ``(B,)``.
+            scores: Scores of all ranks' images.
             sampler: The sampler of the images.
         """
+        group_ids = of_all_ranks(rollout.group_ids)
+        shaped = {name: self.reward.shaped(name, scores.parts) for name in scores.parts}
+        weights = self.reward.weight_of
+        advantages = combined_advantages(scores.total, shaped, weights, group_ids, std=std, aggregate=aggregate)
         group_size = int((rollout.group_ids == rollout.group_ids[0]).sum())
-        return IterationRecord(
+        record = IterationRecord(
             iteration=rollout.iteration,
             rewards=scores.total,
             group_ids=group_ids,
@@ -130,6 +138,7 @@ class ScoreCollector:
             scouts=sampler.metrics(rollout, scores),
             edits={name: of_all_ranks(values) for name, values in self.copies.scores(group_size).items()},
         )
+        return advantages.split(len(rollout))[rank_and_world_size()[0]], record
 
 
 def gathered(local: Scores) -> Scores:
@@ -151,18 +160,6 @@ def gathered(local: Scores) -> Scores:
         seconds={name: sum(of_rank.get(name, 0.0) for _, of_rank, _ in reports) for name in names},
         counts={name: dict(events) for name, events in counts.items()},
     )
-
-
-def compare(
-    scores: Scores, group_ids: Tensor, reward: Weighted, std: AdvantageStd, aggregate: AdvantageAggregate
-) -> Tensor:
-    """Compare every image with its group: advantages ``(B,)``.
-
-    Args:
-        scores: Scores of all ranks' images, whose groups are ``group_ids (B,)``.
-    """
-    shaped = {name: reward.shaped(name, scores.parts) for name in scores.parts}
-    return combined_advantages(scores.total, shaped, reward.weight_of, group_ids, std=std, aggregate=aggregate)
 
 
 def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]:

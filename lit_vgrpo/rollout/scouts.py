@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import closing
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -15,8 +15,14 @@ from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.types import Rollout
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.rewards import Scores
-from lit_vgrpo.rollout.sampler import Sampler
+from lit_vgrpo.rollout.sampler import ImageSampler, Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector
+
+
+def image_sampler(sampler: Sampler, scores: ScoreCollector) -> ImageSampler:
+    """Return the sampler, or one around it if its objective has scouts, which ``scores.queue`` scores too."""
+    has_scouts = sampler.objective.rollout_spec(0).scouts is not None and scores.queue is not None
+    return ScoutSampler(sampler, copy(scores)) if has_scouts else sampler
 
 
 class ScoutSampler:
@@ -50,18 +56,15 @@ class ScoutSampler:
         spec = sampler.objective.rollout_spec(batch.iteration)
         assert spec.scouts is not None
         request = sampler.request(batch, spec.scouts.factor)
-        parts = []
-        with self.scores.collecting(), closing(sampler.draw(request, spec.of_scouts, "scouts")) as drawn:
-            for part in drawn:
-                self.scores.submit(part, batch)
-                parts.append(part)
-            scores = self.scores.result(f"scouts of iteration {batch.iteration + 1}")
+        with self.scores.collecting(sampler.draw(request, spec.of_scouts, "scouts")) as drawn:
+            for images in drawn:
+                self.scores.submit(images, batch)
+            scouts, scores = self.scores.result(f"scouts of iteration {batch.iteration + 1}")
         for name, message in scores.errors.items():
             rank_zero_warn(f'Reward "{name}" failed for some scouts of iteration {batch.iteration + 1}: {message}')
         seconds = {"rollout": sampler.seconds["scouts"], **self.scores.seconds}
         self._seconds = {f"scouts_{name}": value for name, value in seconds.items()}
         sampler.reset()
-        scouts = Rollout.joined(parts)
         rewards = in_order(scores.total, of_all_ranks(scouts.image_ids), request.group_size)
         chosen = extremes(rewards, batch.group_size)
         self._chosen = rewards.gather(1, chosen)

@@ -23,7 +23,8 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.metrics.looks import DISTANCE, LOOKS, distances, diversities, reduced, saturation, sharpness
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
-from lit_vgrpo.rewards import Reward, ScoreQueue, as_weighted
+from lit_vgrpo.rewards import ScoreQueue, as_weighted
+from lit_vgrpo.rewards.function import RewardLike
 
 
 class HeldOutObserver(Protocol):
@@ -111,8 +112,8 @@ class Evaluator:
     def __init__(
         self,
         policy: Policy,
-        reward: Reward,
-        untrained: Reward | None = None,
+        reward: RewardLike,
+        untrained: RewardLike | None = None,
         spec: RolloutSpec | None = None,
         batch_size: int | None = None,
         seed: int = 0,
@@ -121,7 +122,7 @@ class Evaluator:
     ) -> None:
         self.policy, self.spec, self.batch_size, self.seed = policy, spec or RolloutSpec(), batch_size, seed
         self.reward = as_weighted(reward)
-        self.untrained = None if untrained is None else as_weighted(untrained)
+        self.untrained = None if untrained is None else as_weighted(untrained, "model.heldout_reward")
         self.observed = self.reward.observing(self.untrained)
         self.ledger = ledger or PassLedger()
         self.looks = Looks()

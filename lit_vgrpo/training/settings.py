@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule
@@ -48,6 +49,7 @@ def set_up(module: Any) -> None:
         raise ValueError(error)
     _keep_iterations_whole(module, trainer, sizes)
     accumulate(trainer, sizes)
+    module.reward.enter_run(Path(trainer.default_root_dir))
 
 
 def module_errors(module: Any, sizes: Sizes) -> list[str]:
