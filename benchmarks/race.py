@@ -76,15 +76,15 @@ def draw(task: str = "tiny_shapes", settings: str = "tuned") -> None:
             axis.scatter(costs, [row] * len(costs), s=14, color=colour)
             if costs.isna().any():
                 axis.text(
-                    0.98,
+                    0.02,
                     row,
                     f"{costs.notna().sum()} of {len(costs)} seeds",
-                    ha="right",
+                    ha="left",
                     va="center",
                     fontsize=8,
                     transform=axis.get_yaxis_transform(),
                 )
-        axis.set(xlabel="thousand forward-pass equivalents", title=f"to {target:g}", xlim=(0, None))
+        axis.set(xlabel="thousand forward-pass equivalents", title=f"to {target:g}", xlim=(0, 33))
         axis.set_yticks(range(len(whole)), [NAMES.get(method, method) for method in whole.index])
         axis.grid(alpha=0.25, axis="x")
     figure.savefig(RESULTS / f"compare_{task}.png", dpi=110)
