@@ -43,7 +43,7 @@ PASSES = {
     "tiny_hacked": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
     "tiny_ocr": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
     "tiny_ocr_pretrain": {"update": (2, 0)},
-    "tiny_shapes": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
+    "tiny_shapes": {"rollout": (0, 5), "anchor": (0, 1.5), "update": (1.5, 0)},  # replay has nothing in the first
     "tiny_shapes_pretrain": {"update": (2, 0)},
     "tiny_unet": {"rollout": (0, 10), "anchor": (0, 4), "update": (4, 0)},
     "tiny_unet_pretrain": {"update": (1, 0)},
@@ -71,6 +71,7 @@ SIZES = {
     **{f"sd35m_stage{number}": [FEW_STEPS, *SMALL] for number in range(1, 5)},
     "sd35m_stage5": [FEW_STEPS, *SMALL, "model.reward.detect=false"],
     "sd3_pickscore": [FEW_EVALUATION_STEPS, *SMALL],
+    "tiny_shapes": ["seed_everything=3"],  # a seed with a spread of rewards in both iterations
     **{f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL] for method in ("awm", "dgpo", "flowgrpo", "nft")},
 }
 REPEATS = (
