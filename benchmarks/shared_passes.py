@@ -1,12 +1,12 @@
-"""Bias and variance of one shared noisy latent per group, against a pass per image, in latents of SD 3.5's size.
+"""Bias and variance of one noisy latent per group against one pass per image, at SD 3.5's latent size.
 
     python benchmarks/shared_passes.py
 
-The network has SD3's architecture, small, with random weights. The 24 images of the group are Gaussian latents of
+The network is a small SD3 with random weights. The 24 images of the group are Gaussian latents of
 shape (16, 64, 64), standard deviation 1 and correlation 0.5. For each time and each choice of the weights, the gradient
-of V-GRPO's surrogate is averaged over draws of the noise and of the image that the latent starts from. The table gives
-the effective sample size, the cosine with the gradient of a pass per image, and the length relative to it. The first
-row of each time compares two halves of that gradient's draws: noise alone lowers the cosine to this value.
+of V-GRPO's surrogate is averaged over draws of the noise and of the image that the latent starts from. The table lists
+the effective sample size, the cosine with the gradient of one pass per image, and the length relative to it. The first
+row of each time compares the two halves of that gradient's draws: noise alone lowers the cosine to this value.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
         return network(noisy, prompt.expand(rows, -1, -1), pooled.expand(rows, -1), torch.full((rows,), 1000 * t))[0]
 
     def gradient(noisy: Tensor, t: float, weights: Tensor) -> Tensor:
-        """The gradient of ``sum_i w_i A_i l_i``, with one pass or with a pass per image."""
+        """Return the gradient of ``sum_i w_i A_i l_i``, with one pass or one per image."""
         estimate = noisy - t * predict(noisy, t)
         errors = denoising_error((estimate - images)[:, None], self_normalised=True)[:, 0]
         parts = torch.autograd.grad(

@@ -147,6 +147,6 @@ class CollapseStop(StopsRun):
             return ""
         return (
             f"{TRAINED} is {now:.4g}, {units:.1f} times the standard deviation of the first iteration's rewards below "
-            f"the {self.best:.4g} of iteration {self.best_iteration}, low for {self.low_evaluations} evaluations "
-            "in a row."
+            f"the {self.best:.4g} of iteration {self.best_iteration}, and has been low for {self.low_evaluations} "
+            "evaluations in a row."
         )

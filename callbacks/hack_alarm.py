@@ -27,7 +27,7 @@ STANDARD_ERRORS = 2.0
 class RewardHackAlarm(StopsRun):
     """Alarm for a trained reward that rises while the images degenerate or an untrained score falls.
 
-    It judges by images and by an untrained score, both at every held-out evaluation, while ``heldout/reward`` rises:
+    At every held-out evaluation, while ``heldout/reward`` rises, it checks the images and an untrained score:
 
     - Images are compared with those at the start: whether images of different prompts became alike (diversity across
       prompts), blurred or noisy (sharpness), faded or oversaturated (saturation). The limits are those of the report's
@@ -35,7 +35,7 @@ class RewardHackAlarm(StopsRun):
     - An untrained score is compared with the evaluation where it was highest. A change of a score counts if it exceeds
       both a share of the baseline and two standard errors of the per-image differences.
 
-    Training images are not comparable, since their prompts change. The warning is given once per divergence.
+    Training images are not comparable, since their prompts change. Each divergence is reported once.
 
     Args:
         metric: The held-out metric that must not fall while ``heldout/reward`` rises, if it is measured; null compares

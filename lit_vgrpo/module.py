@@ -167,7 +167,7 @@ class VGRPOModule(L.LightningModule):
         self.guard.look(self.trainer, self.policy, self.iteration.place)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        loss = optimizer_closure()  # the iteration's first step rolls out in it
+        loss = optimizer_closure()  # an iteration's first step rolls out inside it
         took_step = False
         if self.iteration.record.has_advantage:
             super().optimizer_step(epoch, batch_idx, optimizer, lambda: loss)
@@ -303,7 +303,7 @@ class VGRPOModule(L.LightningModule):
         self.ledger.load_state_dict(state["ledger"])
         self.replay.load_state_dict(state["replay"])
         self.evaluator.load_state_dict(state["evaluator"])
-        with suppress(RuntimeError):  # without a trainer, only the weights are wanted
+        with suppress(RuntimeError):  # without a trainer, only the weights are needed
             if self.trainer.state.fn == "fit":
                 progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
                 self._continuation = Continuation(state["iteration"], progress)

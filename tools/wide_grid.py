@@ -1,4 +1,4 @@
-"""Writes a grid of ``SampleGrid`` with one column per prompt: a wide picture for the home page.
+"""Rearrange a ``SampleGrid`` image into one column per prompt, for the home page.
 
 python tools/wide_grid.py runs/tiny_shapes/samples/after.png docs/tiny_shapes.png
 """
@@ -16,7 +16,7 @@ GAP, LABEL, LINE, ROWS = 6, 76, 15, 3
 
 
 def wide(grid: Image.Image) -> Image.Image:
-    """Return the first images of each prompt of a grid in a column, the reference on top."""
+    """Return the grid with the first images of each prompt in one column, the reference on top."""
     layout = json.loads(grid.text["layout"])  # type: ignore[attr-defined]
     width, height = layout["size"]
     top = 2 * LINE + GAP

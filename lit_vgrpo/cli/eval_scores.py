@@ -66,7 +66,7 @@ class HeldOutEvaluation(L.LightningModule):
         data: The run's data module, for the images per prompt and the batch size.
         saved: The checkpoint.
         variants: The sets of weights by name.
-        rewards: Score the images.
+        rewards: Rewards that score the images.
         fids: FID callbacks, updated with the held-out images.
         network: Feature network for the diversity; ``None`` leaves it out.
     """

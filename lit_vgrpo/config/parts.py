@@ -117,7 +117,7 @@ def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
 
 
 def _misplaced_option(tree: Mapping[str, Any], key: str) -> str | None:
-    """Return the message for an option next to its ``class_path``, at or below a dotted key."""
+    """Return the error for an option next to a ``class_path``, at or below a dotted key, or ``None``."""
     classes = {place[:-1]: value for place, value in leaves(tree) if place and place[-1] == "class_path"}
     for place, _ in leaves(tree):
         for part, option in ((place[:end], step) for end, step in enumerate(place)):

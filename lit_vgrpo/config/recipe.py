@@ -280,15 +280,15 @@ def _readable(recipe: Path) -> Iterator[None]:
 
 
 def _yaml_error(recipe: Path, error: yaml.YAMLError) -> str:
-    """Return a syntax error in one line, with the lines between which the mistake is."""
+    """Return a syntax error as one line, with the range of lines that contains the mistake."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return f"{recipe} is not YAML: {one_line(error)}."
     first = last = error.problem_mark.line
-    # The parser notices a missing colon, quote or bracket too late. A block's context is only where it begins.
+    # The parser notices a missing colon, quote or bracket late. A block's context only marks where it begins.
     if error.context_mark is not None and re.match("while (scanning a|parsing a flow)", error.context or ""):
         first = error.context_mark.line
     lines = f"line {first + 1}" if first == last else f"lines {first + 1} to {last + 1}"
     text = "".join(recipe.read_text(encoding="utf-8").splitlines()[first : first + 1]).strip()[:60]
     is_syntax = isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError)
-    advice = ' Write "key: value", indented with spaces as far as the other lines of its section.' if is_syntax else ""
+    advice = ' Write "key: value", indented with spaces like the other lines of its section.' if is_syntax else ""
     return f'{recipe} is not YAML at {lines}, "{text}": {error.problem}.{advice}'

@@ -1,6 +1,6 @@
-"""Importance weights of a group's images when all of them use the network's prediction at one noisy latent.
+"""Importance weights of a group's images that share one network prediction at one noisy latent.
 
-The latent ``z = a o_b + b eps`` starts from one image ``b`` of the group. Any other image could have given it too, with
+The latent ``z = a o_b + b eps`` starts from one image ``b`` of the group. Any other image could have produced it, with
 density ``N(z; a o_i, b^2)``. The balance heuristic weights image ``i`` by the share of its density in the sum over the
 group, which makes the average over ``b`` and ``eps`` unbiased for every image. At ``t = 1`` on a rectified flow
 ``a = 0``, and all weights are equal.
@@ -18,7 +18,7 @@ BISECTIONS = 50
 
 
 def negative_log_densities(noisy: Tensor, latents: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``|z - a o_i|^2 / (2 b^2)``, float64, up to a constant of the pair.
+    """Return ``|z - a o_i|^2 / (2 b^2)``, float64, up to an additive constant per pair.
 
     Args:
         noisy: The noisy latent ``z`` of each image's group and pair, ``(B, N, ...)``.
@@ -30,7 +30,7 @@ def negative_log_densities(noisy: Tensor, latents: Tensor, a: Tensor, b: Tensor)
         Shape ``(B, N)``.
     """
     columns = []
-    for pair in range(noisy.shape[1]):  # one at a time: float64 copies of all pairs may not fit
+    for pair in range(noisy.shape[1]):  # one at a time: float64 copies of all pairs may not fit in memory
         scale = a[:, pair].reshape(-1, *[1] * (latents.ndim - 1))
         difference = (noisy[:, pair] - scale * latents).flatten(1).double()
         columns.append(difference.square().sum(dim=1) / (2 * b[:, pair].double().square()))

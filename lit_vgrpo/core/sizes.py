@@ -69,7 +69,7 @@ class Sizes:
         micro_batch_size: Maximum number of images in a rank's forward and backward pass; ``"auto"`` until a size is
             chosen.
         split_updates: Every update uses a different share of the images, instead of all of them.
-        ranks: Ranks that the iteration is divided among, which only :attr:`shared_passes` needs.
+        ranks: Number of ranks that share the iteration; only :attr:`shared_passes` uses it.
     """
 
     prompts_per_iteration: int
@@ -96,12 +96,12 @@ class Sizes:
 
     @property
     def splits_groups(self) -> bool:
-        """True if an update trains on a part of a group."""
+        """True if an update trains on only part of a group."""
         return self.split_updates and self.prompts_per_iteration % self.updates_per_iteration != 0
 
     @property
     def shared_passes(self) -> float:
-        """Passes per image of a pair that the images of a group share: one for each part of a group in a micro-batch.
+        """Passes per image for a pair that a group shares: one for each part of a group in a micro-batch.
 
         >>> [Sizes(6, 4, micro_batch_size=size).shared_passes for size in (4, 12, 2)]
         [0.25, 0.25, 0.5]

@@ -50,7 +50,7 @@ class SamplerTimes:
         return SamplerTimes(kept)
 
     def below_one(self) -> SamplerTimes:
-        """Leave out pure noise."""
+        """Leave out pure noise, ``t = 1``."""
         return SamplerTimes(self.times[self.times < 1])
 
     def noisiest(self, number: int, progress: float = 0.0) -> SamplerTimes:
@@ -121,7 +121,7 @@ class ContinuousTimes:
 
 TimePool = SamplerTimes | ContinuousTimes
 SharePasses = Literal["none", "pure_noise", "group"]
-"""Pairs at which one network pass serves all images of a group: none, the first one at ``t = 1``, or all."""
+"""Pairs for which the images of a group share one network pass: none, the first (at ``t = 1``), or all."""
 
 
 @checked
@@ -153,10 +153,10 @@ class Pairs:
 
     Attributes:
         times: Shape ``(K, N)``, float32 in (0, 1].
-        noise: Shape ``(K, N, ...)``, float32: the noise; of a shared pair the noisy latent ``z``, which at ``t = 1`` is
-            the noise.
+        noise: Shape ``(K, N, ...)``, float32: the noise, or for a shared pair the noisy latent ``z``, which equals the
+            noise at ``t = 1``.
         rows: Shape ``(B,)``, int64 in ``0 .. K-1``.
-        shared: The first pairs, for which one network pass per row serves all images of the row.
+        shared: Number of leading pairs for which all images of a row share one network pass.
         predictions: Named predictions of copies of the weights at the shared pairs, each ``(K, shared, ...)``.
     """
 
@@ -185,7 +185,7 @@ class Pairs:
         return Pairs(values.pop("times"), values.pop("noise"), rows, self.shared, values)
 
     def joined_with(self, other: Pairs) -> Pairs:
-        """Return the pairs of these images and of others, alike in all but their rows."""
+        """Return these pairs, followed by those of other images."""
         table = {name: torch.cat([values, other.table()[name]]) for name, values in self.table().items()}
         return self.with_table(table, torch.cat([self.rows, other.rows + len(self.times)]))
 

@@ -385,7 +385,7 @@ class Experience:
         )
 
     def joined_with(self, other: Experience) -> Experience:
-        """Return these images, then others that the same method prepared."""
+        """Return these images, followed by others that the same method prepared."""
         latents, advantages = torch.cat([self.latents, other.latents]), torch.cat([self.advantages, other.advantages])
         rows = torch.cat([self.rows, other.rows + len(self.conditioning)])
         pairs = None if self.pairs is None or other.pairs is None else self.pairs.joined_with(other.pairs)

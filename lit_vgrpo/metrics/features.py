@@ -178,7 +178,7 @@ class TransformersFeatures(FeatureNetwork):
 
     @property
     def is_clip(self) -> bool:
-        """True if it is a CLIP model, which embeds texts too."""
+        """True if it is a CLIP model, which also embeds text."""
         from transformers import AutoConfig
 
         return bool(AutoConfig.from_pretrained(source_of(self.source)).model_type == "clip")

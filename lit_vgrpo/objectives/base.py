@@ -39,7 +39,7 @@ class PrepareContext:
         ledger: Counter of extra network passes.
         later: ``(K,)``, int64: the images that the first update does not train on, if every update takes a
             separate share; ``None`` if all updates train on all images.
-        is_trial: The images are dummies, to measure memory.
+        is_trial: The images are dummies for measuring memory.
     """
 
     policy: Policy
@@ -178,7 +178,7 @@ class Objective(ABC):
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:
         """Return network passes per image by phase of the ledger; guidance counts twice, a backward is not counted.
 
-        With replay, those of every iteration but the first.
+        With replay, the passes are those of every iteration except the first.
 
         Args:
             policy: Owner of the network; ``None`` means one that embeds no guidance scale.

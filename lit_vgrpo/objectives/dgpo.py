@@ -95,7 +95,7 @@ class DGPO(ForwardObjective):
     Args:
         num_times: Times per iteration, the same for all images and ranks.
         noisiest: Number of the sampler's noisiest times to draw from, without repetition; null for all.
-        share_passes: ``pure_noise`` makes one of the times ``t = 1``, where one pass serves all images of a group; see
+        share_passes: ``pure_noise`` sets one of the times to ``t = 1``, where the images of a group share one pass; see
             :class:`~lit_vgrpo.objectives.vgrpo.VGRPO`. Ours, not the paper's.
         beta: How soon a satisfied group stops pulling: 100 (OCR, GenEval) or 10 (PickScore).
         advantage_clip: Bound on the advantages; null for none. Clipped advantages no longer sum to 0 in a group.

@@ -44,13 +44,13 @@ class ForwardObjective(Objective):
         anchor_weight: Weight of the pull to the anchor, :func:`~lit_vgrpo.objectives.pairs.distance_to_copy`; 0 saves
             its passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
-        times: Train at the sampler's times, or at a fixed grid of them, ``{grid: 10}``, so that a rollout of few steps
-            can be trained at more times.
+        times: Train at the sampler's times or on a fixed grid, ``{grid: 10}``. A grid may have more times than the
+            rollout has steps.
         time_range: Lowest and highest time to train at, in [0, 1], 1 = pure noise; null for all.
         noisiest: Train only at this number of the noisiest times; null for all. On the continuous schedule
             they are the same share of it.
-        replay: Train on the images of the previous iteration too, with their advantages, new pairs and, as old policy,
-            the weights at the start of this iteration. An update and a micro-batch then have twice as many images.
+        replay: Also train on the previous iteration's images, with their advantages and new pairs. Their old policy is
+            the policy at the start of this iteration. Updates and micro-batches then have twice as many images.
         widen_over: Iterations over which the noisiest times widen linearly to all of them; null keeps them fixed.
         training_guidance: Guidance scale of the policy during training; null is 1, or the rollout's scale if the
             network embeds it, as in FLUX.1-dev.
@@ -85,7 +85,7 @@ class ForwardObjective(Objective):
         return 1
 
     def predictions_per_image(self, pairs: int, sizes: Sizes) -> float:
-        """Return the predictions per image at its pairs, of which the images of a group may share some."""
+        """Return the predictions per image; one that a group shares counts as a fraction for each image."""
         at_one = 2 if getattr(self, "antithetic", False) else 1
         shared = {"none": 0, "pure_noise": at_one, "group": pairs}[self.share_passes]
         return shared * sizes.shared_passes + pairs - shared
@@ -95,7 +95,7 @@ class ForwardObjective(Objective):
         if self.share_passes != "none":
             where = f"model.objective.share_passes={self.share_passes}"
             if self.time_range is not None and self.time_range[1] < 1:
-                errors.append(f"{where} trains at t = 1, but time_range={[*self.time_range]} ends before it.")
+                errors.append(f"{where} needs t = 1, but time_range={[*self.time_range]} excludes it.")
             if self.share_passes == "group" and sizes.splits_groups:
                 errors.append(
                     f"{where} needs whole groups, but updates_per_iteration={sizes.updates_per_iteration} splits the "
@@ -104,8 +104,8 @@ class ForwardObjective(Objective):
         most = min(self.noisiest or self.num_times_in_all, self.num_times_in_all)
         if not 0 < self.times_per_image <= most:
             errors.append(
-                f"{type(self).__name__} trains each image at {self.times_per_image} of {most} times. Set "
-                "model.objective.num_times to less, or model.objective.noisiest to more with as many rollout.steps."
+                f"{type(self).__name__} trains each image at {self.times_per_image} of {most} times. Lower "
+                "model.objective.num_times, or raise model.objective.noisiest and rollout.steps."
             )
         if self.needs_ode and spec.is_sde:
             errors.append(
@@ -162,7 +162,7 @@ class ForwardObjective(Objective):
 
     @torch.no_grad()
     def store_copy(self, context: PrepareContext, experience: Experience, copy: str, name: str | None = None) -> None:
-        """Keep the predictions of ``copies[copy]`` on all pairs under a name, ``{copy}_prediction`` unless given."""
+        """Store the predictions of ``copies[copy]`` on all pairs under ``name``; default ``{copy}_prediction``."""
         policy, micros = context.policy, experience.micro_batches(context.micro_batch_size)
         use: Literal["training", "reference"] = "reference" if copy == "reference" else "training"
         with self.with_copy(policy, copy, context.ledger):
@@ -194,7 +194,7 @@ class ForwardObjective(Objective):
 
 
 def weighted(micro: Experience, values: Tensor) -> Tensor:
-    """Return values ``(M, N)`` times the images' importance weights, if a noisy latent is shared in each group."""
+    """Return values ``(M, N)``, times the images' importance weights if each group shares a noisy latent."""
     weights = micro.extras.get("importance")
     return values if weights is None else values * weights
 

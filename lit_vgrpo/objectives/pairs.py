@@ -59,7 +59,7 @@ def rollout_pairs(
         times: Schedule to draw the times from.
         shift: Resolution shift of the continuous schedule, for ``times="uniform"``.
         antithetic: Draw N / 2 pairs, and use each with the negative noise too.
-        pure_noise: Put the first drawn pair at ``t = 1``; one network pass per row then serves its images.
+        pure_noise: Put the first drawn pair at ``t = 1``; the images of a row then share its network pass.
     """
     rollout = context.rollout
     if times == "sampler":
@@ -88,12 +88,12 @@ def share_noisy_latents(
     temperature: float | None = None,
     effective_samples: float | None = None,
 ) -> tuple[Pairs, Tensor, Tensor]:
-    """Replace each group's noise by one noisy latent per pair, from one image of the group, and share its pass.
+    """Replace each group's noise with one noisy latent per pair, made from one of its images, and share its pass.
 
     Args:
         pairs: One row per group.
         all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; needed where ranks split groups.
-        temperature: See :func:`~lit_vgrpo.core.importance.balance_weights`; ``None`` takes 1.
+        temperature: See :func:`~lit_vgrpo.core.importance.balance_weights`; ``None`` means 1.
         effective_samples: Choose each pair's temperature by this effective sample size instead.
 
     Returns:
@@ -220,11 +220,11 @@ def store_predictions(
     predictions: Iterable[Tensor],
     placed: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> None:
-    """Keep the predictions ``(M, N, ...)`` of an experience's micro-batches, those of a shared pass once.
+    """Store the predictions ``(M, N, ...)`` of an experience's micro-batches; those of a shared pass once.
 
     Args:
         name: Name for :func:`stored`.
-        predictions: One tensor per micro-batch, computed as they are asked for.
+        predictions: One tensor per micro-batch, computed lazily.
         placed: Scatters the values of the micro-batches' images to all images.
     """
     pairs, of_images = experience.pairs, []
@@ -244,7 +244,7 @@ def store_predictions(
 
 
 def stored(micro: Experience, name: str) -> Tensor | None:
-    """Return what was kept under a name for a micro-batch's images, ``(M, N, ...)`` or ``(M, ...)``, if anything."""
+    """Return a micro-batch's values stored under a name, ``(M, N, ...)`` or ``(M, ...)``, or ``None``."""
     own = micro.extras.get(name)
     if micro.pairs is None or name not in micro.pairs.predictions:
         return own

@@ -51,12 +51,12 @@ class VGRPO(DrawnTimesObjective):
         num_mc_samples: Pairs (t, eps) per image (N_MC).
         share_pairs: One set of pairs for all images of a group (variance reduction 1), or of an iteration over all
             ranks. True and false stand for group and none.
-        share_passes: One network pass for all images of a group: at ``t = 1``, where they have the same noisy latent
-            (``pure_noise``; exact), or at every pair, at a noisy latent made from one image of the group (``group``),
-            with the weights of :mod:`lit_vgrpo.core.importance`. The first pair is then at ``t = 1``. Needs a rectified
-            flow and pairs shared in a group. Ours, not the paper's.
-        importance_temperature: Temperature of the weights of ``group``: 1 (null) is unbiased, a smaller one trades bias
-            for variance.
+        share_passes: One network pass for all images of a group. ``pure_noise`` shares the first pair's, at ``t = 1``,
+            where all noisy latents are equal: exact. ``group`` also shares the others', at a noisy latent made from one
+            image of the group, with the weights of :mod:`lit_vgrpo.core.importance`. Requires a rectified flow and
+            pairs shared in a group. Ours, not the paper's.
+        importance_temperature: Temperature of the weights of ``group``: 1 (null) is unbiased; smaller values lower the
+            variance and add bias.
         effective_samples: Choose each pair's temperature by this effective sample size, at most the group size.
         stratify: One time from each of N_MC equal parts of the times (variance reduction 2). As in the authors' code,
             parts of the sampler's times differ in size by at most one, larger first.
@@ -67,7 +67,7 @@ class VGRPO(DrawnTimesObjective):
         soft_clip: Bound eta of the advantages; null for none.
         kl_weight: Weight beta of the KL, a distance between predictions.
         kl_to: The other side of the KL: the behaviour policy as in the paper (null), or the reference (the starting
-            weights), to which the distance is divided by the surrogate's own absolute error.
+            weights), where the distance is divided by the surrogate's absolute error.
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective` and
     :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`; the non-default choices of ``times`` are ours.
@@ -100,8 +100,8 @@ class VGRPO(DrawnTimesObjective):
         errors = super().check(sizes)
         if self.share_passes != "none" and (self.share_pairs != "group" or self.space == "eps"):
             errors.append(
-                f"model.objective.share_passes={self.share_passes} needs share_pairs=group, and space x or v: the "
-                "noise has no error at t = 1."
+                f"model.objective.share_passes={self.share_passes} needs share_pairs=group, and space x or v: in "
+                "space eps, the error at t = 1 is always 0."
             )
         if self.importance_temperature is not None and self.effective_samples is not None:
             errors.append(
@@ -160,16 +160,16 @@ class VGRPO(DrawnTimesObjective):
         return experience
 
     def _share_in_groups(self, context: PrepareContext, pairs: Pairs) -> tuple[Pairs, dict[str, Tensor]]:
-        """Return pairs whose passes groups share, and the images' weights and effective sample sizes."""
+        """Return pairs with one pass per group, and the images' weights and effective sample sizes."""
         chosen = (self.importance_temperature, self.effective_samples)
         pairs, weights, (plain, used) = share_noisy_latents(context, pairs, self.all_ranks, *chosen)
         if chosen == (None, None) and self.num_updates == 0 and not context.is_trial:
             size = float(self.all_ranks(plain[:, 1:].flatten()).mean()) if plain.shape[1] > 1 else math.inf
             if size < LEAST_SAMPLES:
                 raise ValueError(
-                    f"model.objective.share_passes=group: of the {context.rollout.group_size} images of a group only "
-                    f"{size:.2f} count at a shared noisy latent below t = 1, as is usual for large latents. Use "
-                    "pure_noise, or set effective_samples."
+                    f"model.objective.share_passes=group: the mean effective sample size below t = 1 is {size:.2f} of "
+                    f"{context.rollout.group_size} images, as is usual for large latents. Use pure_noise, or set "
+                    "effective_samples."
                 )
         return pairs, {"importance": weights, "effective_samples": used.mean(dim=1)}
 

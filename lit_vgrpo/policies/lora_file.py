@@ -107,8 +107,8 @@ def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
         else:
             odd = min(attempts, key=len)
             raise LoadError(
-                f"{KEY}={policy.start_from} is not a LoRA of {type(network).__name__} alone: it does not fit "
-                f"{len(odd)} of the {len(tensors)} tensors, such as {odd[0]}. {REMEDY}"
+                f"{KEY}={policy.start_from} is not a LoRA of {type(network).__name__} alone: "
+                f"{len(odd)} of its {len(tensors)} tensors do not fit, such as {odd[0]}. {REMEDY}"
             )
         names = [name.removesuffix(DOWN) for name in layers if name.endswith(DOWN)]
         pairs = {name: (layers[name + DOWN].detach(), layers[name + UP].detach()) for name in names}

@@ -66,7 +66,7 @@ class Iteration:
 
         Args:
             advantages: Advantages of this rank's images, ``(B,)``, in rollout order.
-            replayed: The previous iteration's images and advantages to train on too, see :class:`Replay`.
+            replayed: The previous iteration's images and advantages to train on as well; see :class:`Replay`.
         """
         context = PrepareContext(
             policy, rollout, advantages, batch.micro_batch_size, batch.updates, ledger, batch.later
@@ -147,9 +147,9 @@ class Iteration:
 
 
 class Replay:
-    """The previous iteration's images and advantages, which an iteration trains on once more.
+    """The previous iteration's images and advantages, which the next iteration trains on again.
 
-    As images of this iteration they are numbered after the new ones, so their pairs are new.
+    They are numbered after that iteration's images, so they get new pairs.
     """
 
     def __init__(self) -> None:
@@ -157,16 +157,16 @@ class Replay:
         self._saved: dict[str, Any] | None = None
 
     def exchange(self, rollout: Rollout, advantages: Tensor, batch: PromptBatch) -> tuple[Rollout, Tensor] | None:
-        """Return the previous iteration's images with their advantages ``(B,)``, if any, and keep these.
+        """Return the previous iteration's images with their advantages ``(B,)``, if any, and keep the new ones.
 
         Raises:
-            RuntimeError: A checkpoint's images belong to other sizes.
+            RuntimeError: A checkpoint's images do not match the sizes.
         """
         kept = self._kept
         if self._saved is not None:
             experience = scattered(self._saved, rollout.image_ids, rollout.latents.device)
             if experience is None:
-                raise RuntimeError("The checkpoint's replayed images have other sizes. Resume with RUN/config.yaml.")
+                raise RuntimeError("The checkpoint has other sizes. Resume with its recipe (RUN/config.yaml).")
             kept, self._saved = (experience, rollout.image_ids), None
         values = advantages.to(rollout.latents.device)
         self._kept = Experience(rollout.latents, values, rollout.conditioning, rollout.rows), rollout.image_ids
@@ -197,7 +197,7 @@ class Replay:
 def training_order(batch: PromptBatch, is_replayed: bool) -> Tensor | None:
     """Return the order in which this rank's images are trained on, ``(B,)``, or ``None`` for that of the rollout.
 
-    Replayed images come after the others in the rollout's order; each micro-batch has as many of them.
+    In the experience, replayed images follow the new ones; each micro-batch has equal numbers of both.
     """
     order = None if batch.order is None else torch.tensor(batch.order)
     if not is_replayed:
@@ -228,7 +228,7 @@ def gathered(own: Experience, image_ids: Tensor) -> dict[str, Any]:
 
 
 def scattered(state: dict[str, Any], wanted: Tensor, device: torch.device) -> Experience | None:
-    """Return the images of some global indices ``(B,)`` out of all, or ``None`` if one is missing."""
+    """Return the images with the wanted global indices ``(B,)``, or ``None`` if one is missing."""
     saved = state["image_ids"].argsort()
     position = saved[torch.searchsorted(state["image_ids"][saved], wanted).clamp(max=len(saved) - 1)]
     if not torch.equal(state["image_ids"][position], wanted):

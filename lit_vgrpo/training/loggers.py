@@ -133,7 +133,7 @@ class TensorBoard(TensorBoardLogger):
 class LitLogger(loggers.LitLogger, Logger):
     """Lightning's logger for lightning.ai, as a subclass of the Trainer's ``Logger``, with images.
 
-    Lightning's derives from Fabric's ``Logger`` only, and ``save_logs`` reruns the command to record the terminal.
+    Lightning's class derives only from Fabric's ``Logger``. ``save_logs`` would run the command again to record it.
     """
 
     def __init__(self, name: str | None = None, teamspace: str | None = None, root_dir: str | None = None) -> None:

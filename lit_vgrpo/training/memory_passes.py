@@ -102,7 +102,7 @@ def prepared(
     Args:
         conditioning: A single row, on the device of the rollout.
         latent_shape: ``(C, H, W)`` of an image's latent.
-        images: Images of the rollout; the experience has twice as many with replay.
+        images: Images of the rollout; with replay, the experience has twice as many.
         later: Indices of the images that the first update does not train on.
     """
     rollout = _dummy_rollout(objective, policy.path, conditioning, latent_shape, images, plan.group_size)

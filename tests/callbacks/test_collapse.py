@@ -83,7 +83,7 @@ def test_a_fall_is_measured_by_the_spread_of_the_first_rewards(tiny_sd3, tmp_pat
     assert trainer.current_epoch == 4
     said = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("Collapsed"))
     assert "1.1 times the standard deviation of the first iteration's rewards below the 5" in said
-    assert "of iteration 1, low for 2 evaluations in a row." in said
+    assert "of iteration 1, and has been low for 2 evaluations in a row." in said
     best = tmp_path / "checkpoints/best.ckpt"
     assert f"Best checkpoint: {best} (heldout/reward 5" in said
     again = f"lightning run {tmp_path}/config.yaml ckpt_path={best}"

@@ -1,4 +1,4 @@
-"""One network pass for a group: the same gradient at t = 1, and without bias at lower times."""
+"""One network pass per group: the same gradient at t = 1, and no bias at lower times."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -103,7 +103,7 @@ def group_of(points, iteration):
 
 
 def test_the_balance_heuristic_is_unbiased_and_equal_weights_are_not():
-    """A shared latent's weighted mean has each image's expectation of any function of its own noisy latents."""
+    """The weighted mean over shared latents equals each image's expectation of a function of its noisy latents."""
     points, t, draws = torch.tensor([-1.0, 0.2, 1.5]), 0.6, 40_000
     generator = torch.Generator().manual_seed(0)
 
@@ -149,7 +149,7 @@ def test_at_pure_noise_all_images_count_alike(policy):
 def test_large_latents_need_a_choice(policy):
     objective = VGRPO(RolloutSpec(steps=4), 2, share_passes="group", times=TimeGrid(8, shift=0.5))
     objective.setup(policy)
-    with pytest.raises(ValueError, match=r"of the 3 images of a group only 1\.\d+ count"):
+    with pytest.raises(ValueError, match=r"effective sample size below t = 1 is 1\.\d+ of 3 images"):
         prepare(policy, objective, advantages=ADVANTAGES)
 
 
@@ -157,7 +157,7 @@ def test_large_latents_need_a_choice(policy):
     ("options", "sizes", "line"),
     [
         ({"share_pairs": "none"}, SIZES, "share_passes=group needs share_pairs=group"),
-        ({"time_range": (0.0, 0.9)}, SIZES, "trains at t = 1, but time_range=[0.0, 0.9] ends before it"),
+        ({"time_range": (0.0, 0.9)}, SIZES, "needs t = 1, but time_range=[0.0, 0.9] excludes it"),
         ({}, Sizes(3, 4, 2, split_updates=True), "updates_per_iteration=2 splits the 3 groups"),
         ({"effective_samples": 5.0}, SIZES, "effective_samples=5.0 exceeds the 3 images"),
         ({"effective_samples": 2.0, "importance_temperature": 0.5}, SIZES, "Use only one"),

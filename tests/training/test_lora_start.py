@@ -219,21 +219,21 @@ def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, ti
         (
             "other",
             {},
-            "alone: it does not fit 6 of the 6 tensors, such as x0.",
+            "alone: 6 of its 6 tensors do not fit, such as x0.",
         ),
         (
             "lora_te_a.lora_down.weight",
             {},
-            "does not fit 1 of the 7 tensors, such as lora_te_a.lora_down.weight. Use a plain LoRA of this model, or",
+            "1 of its 7 tensors do not fit, such as lora_te_a.lora_down.weight. Use a plain LoRA of this model, or",
         ),
-        ("clip_l.q.lora_A.weight", {}, "does not fit 1 of the 7 tensors, such as clip_l.q.lora_A.weight."),
+        ("clip_l.q.lora_A.weight", {}, "1 of its 7 tensors do not fit, such as clip_l.q.lora_A.weight."),
         (
             "transformer_2.proj_out.lora_B.weight",
             {},
-            "1 of the 7 tensors, such as transformer_2.proj_out.lora_B.weight.",
+            "1 of its 7 tensors do not fit, such as transformer_2.proj_out.lora_B.weight.",
         ),
-        ("transformer.proj_out.dora_scale", {}, "1 of the 7 tensors, such as transformer.proj_out.dora_scale."),
-        ("transformer.proj_in.alpha", {}, "1 of the 7 tensors, such as proj_in.alpha."),
+        ("transformer.proj_out.dora_scale", {}, "1 of its 7 tensors do not fit, such as transformer.proj_out.dora_scale."),
+        ("transformer.proj_in.alpha", {}, "1 of its 7 tensors do not fit, such as proj_in.alpha."),
         (
             "header",
             {},

@@ -139,7 +139,7 @@ def read_kept(run: Path, known: set[str]) -> dict[str, list[dict[str, Any]]]:
     disagree, and the picture that is ``edited``, if any.
     """
     found: dict[str, list[dict[str, Any]]] = {}
-    # The table may name any file of the disk, and the page is made to be sent around.
+    # The table may name any file on the disk, and the page is meant to be shared.
     files = {file.name: file for file in (run / KEPT).glob("*.png") if file.is_file() and not file.is_symlink()}
     try:
         for entry in json.loads((run / KEPT / IMAGES_NAME).read_text(encoding="utf-8"))["images"]:

@@ -157,7 +157,7 @@ class Verdict:
 
     @property
     def unseen(self) -> str:
-        """Short name of the class of the reward that was not trained on; empty if it is unknown."""
+        """Class name of the reward that was not trained on; empty if unknown."""
         return class_name((self.run.recipe.get("model") or {}).get("heldout_reward"))
 
     @property
@@ -208,7 +208,7 @@ class Verdict:
 
     @property
     def help(self) -> list[str]:
-        """The sections of the documentation's page on problems that speak of this result."""
+        """Links to the sections of the troubleshooting page that apply to this result."""
         run, direction = self.run, self.reward.direction if self.reward and self.reward.start is not None else 1
         newest = run.iterations[-1].metrics if run.iterations else {}
         is_flat = direction == 0 or newest.get("reward/no_spread", 0) >= FLAT
