@@ -232,7 +232,11 @@ def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, ti
             {},
             "1 of its 7 tensors do not fit, such as transformer_2.proj_out.lora_B.weight.",
         ),
-        ("transformer.proj_out.dora_scale", {}, "1 of its 7 tensors do not fit, such as transformer.proj_out.dora_scale."),
+        (
+            "transformer.proj_out.dora_scale",
+            {},
+            "1 of its 7 tensors do not fit, such as transformer.proj_out.dora_scale.",
+        ),
         ("transformer.proj_in.alpha", {}, "1 of its 7 tensors do not fit, such as proj_in.alpha."),
         (
             "header",
