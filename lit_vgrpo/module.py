@@ -109,8 +109,10 @@ class VGRPOModule(L.LightningModule):
         self.scores = ScoreCollector(policy, self.reward, objective.needs_reward, failed_images == "stop")
         sampler = Sampler(policy, objective, self.ledger, seed, rollout_batch_size)
         self.sampler = image_sampler(sampler, self.scores)
-        spec, sampling = evaluation or objective.rollout_spec(0).as_ode(), (rollout_batch_size, seed, self.ledger)
-        self.evaluator = Evaluator(policy, self.reward, heldout_reward, spec, *sampling, self.scores.queue)
+        spec, queue = evaluation or objective.rollout_spec(0).as_ode(), self.scores.queue
+        self.evaluator = Evaluator(
+            policy, self.reward, heldout_reward, spec, rollout_batch_size, seed, self.ledger, queue
+        )
         self.guard = UpdateGuard(non_finite)
         self.record: IterationRecord | None = None
         self.reference: Snapshot | None = None
@@ -149,12 +151,14 @@ class VGRPOModule(L.LightningModule):
                 self.scores.submit(images, batch)  # scored while the next images are sampled
             with self.ledger.phase("reward"):
                 rollout, scores = self.scores.result(f"images of iteration {batch.iteration + 1}")
-        options = self.advantage_std, self.advantage_aggregate, self.sampler
-        advantages, record = self.scores.compare(rollout, scores, *options)
+        advantages, record = self.scores.compare(
+            rollout, scores, self.advantage_std, self.advantage_aggregate, self.sampler
+        )
         self.ledger.count_images(len(scores))
         replayed = self.replay.exchange(rollout, advantages, batch) if self.objective.replay else None
-        parts = rollout, advantages, record, batch, self.ledger, replayed
-        return Iteration.prepared(self.objective, self.policy, *parts)
+        return Iteration.prepared(
+            self.objective, self.policy, rollout, advantages, record, batch, self.ledger, replayed
+        )
 
     # --- one update ------------------------------------------------------------------------------------------------
 

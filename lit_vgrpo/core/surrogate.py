@@ -86,6 +86,11 @@ class SamplerTimes:
         return self.times[torch.randperm(len(self.times), generator=generator)[:number]]
 
 
+def shifted(u: Tensor, shift: float) -> Tensor:
+    """Return the times ``s u / (1 + (s - 1) u)`` of a resolution shift ``s`` (arXiv 2403.03206)."""
+    return shift * u / (1 + (shift - 1) * u)
+
+
 @dataclass(frozen=True)
 class ContinuousTimes:
     """A part of the continuous schedule ``t = s u / (1 + (s - 1) u)`` with ``u = 1 - level`` uniform in (0, 1].
@@ -116,7 +121,7 @@ class ContinuousTimes:
     def draw(self, number: int, stratified: bool, generator: torch.Generator) -> Tensor:
         """Return N times as :meth:`SamplerTimes.draw`, from equal parts of the levels."""
         u = 1 - (self.first + (self.stop - self.first) * draw_levels(number, stratified, generator))
-        return self.shift * u / (1 + (self.shift - 1) * u)
+        return shifted(u, self.shift)
 
 
 TimePool = SamplerTimes | ContinuousTimes
@@ -143,8 +148,7 @@ class TimeGrid:
         >>> TimeGrid(4).times()
         tensor([1.0000, 0.7500, 0.5000, 0.2500])
         """
-        u = torch.arange(self.grid, 0, -1) / self.grid
-        return self.shift * u / (1 + (self.shift - 1) * u)
+        return shifted(torch.arange(self.grid, 0, -1) / self.grid, self.shift)
 
 
 @dataclass

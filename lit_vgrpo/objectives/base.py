@@ -110,6 +110,7 @@ class Objective(ABC):
     anchor_weight: float = 0.0
     anchor_decay: float | None = None
     replay: bool = False
+    antithetic: bool = False
     share_passes: SharePasses = "none"
 
     def __init__(

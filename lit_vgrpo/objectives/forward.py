@@ -86,8 +86,7 @@ class ForwardObjective(Objective):
 
     def predictions_per_image(self, pairs: int, sizes: Sizes) -> float:
         """Return the predictions per image; one that a group shares counts as a fraction for each image."""
-        at_one = 2 if getattr(self, "antithetic", False) else 1
-        shared = {"none": 0, "pure_noise": at_one, "group": pairs}[self.share_passes]
+        shared = {"none": 0, "pure_noise": 1 + self.antithetic, "group": pairs}[self.share_passes]
         return shared * sizes.shared_passes + pairs - shared
 
     def check(self, sizes: Sizes) -> list[str]:

@@ -224,7 +224,7 @@ def store_predictions(
 
     Args:
         name: Name for :func:`stored`.
-        predictions: One tensor per micro-batch, computed lazily.
+        predictions: One tensor per micro-batch; a generator computes them one at a time.
         placed: Scatters the values of the micro-batches' images to all images.
     """
     pairs, of_images = experience.pairs, []

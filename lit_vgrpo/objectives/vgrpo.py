@@ -1,8 +1,6 @@
 """V-GRPO (arXiv 2604.23380): GRPO whose likelihood is the ELBO surrogate."""
 
 import math
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -177,18 +175,14 @@ class VGRPO(DrawnTimesObjective):
     def _store_old(self, context: PrepareContext, experience: Experience) -> None:
         """Keep the surrogates of the current weights, and their predictions if the KL needs them."""
         micros = context.later_of(experience).micro_batches(context.micro_batch_size)
-        surrogates: list[Tensor] = []
-
-        def predictions() -> Iterator[Tensor]:
-            for micro in micros:
-                prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
-                surrogates.append(self._surrogate(micro, error))
-                yield prediction
-
-        if self._has_kl_to("behaviour"):  # else they would waste as much memory as all pairs
-            store_predictions(experience, "kl_prediction", micros, predictions(), context.placed)
-        else:
-            deque(predictions(), maxlen=0)
+        surrogates, predictions = [], []
+        for micro in micros:
+            prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
+            surrogates.append(self._surrogate(micro, error))
+            if self._has_kl_to("behaviour"):  # else they would waste as much memory as all pairs
+                predictions.append(prediction)
+        if predictions:
+            store_predictions(experience, "kl_prediction", micros, predictions, context.placed)
         experience.extras["old_surrogate"] = context.placed(torch.cat(surrogates))
 
     def _surrogate(self, micro: Experience, error: Tensor) -> Tensor:
