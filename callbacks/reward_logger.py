@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class RewardLogger(L.Callback):
     """Logs one row of metrics per iteration: ``reward``, ``policy``, ``cost``, ``time``, ``scouts``, ``edit``.
 
-    It warns when every group's rewards are equal, so that no step is taken, and when a reward failed.
+    It warns when every group's rewards are equal, so that no step is taken, and when a reward failed. It fails if an
+    iteration ended before its last update.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,13 @@ class RewardLogger(L.Callback):
         if pl_module.objective.needs_reward:
             metrics |= {name: torch.tensor(value) for name, value in self._rewards(record).items()}
         pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        # Lightning takes any StopIteration, even a callback's, for the last batch.
+        is_whole = pl_module.iteration is None and trainer.is_last_batch
+        if not is_whole and not 0 <= trainer.max_steps <= trainer.global_step:
+            number = trainer.current_epoch + 1
+            raise RuntimeError(f"Iteration {number} ended before its last update. Did a callback raise StopIteration?")
 
     def _local(self, record: IterationRecord, seconds: float) -> dict[str, float]:
         """Return metrics of this rank's images, to be averaged over ranks."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_vgrpo.core.gather import rank_and_world_size
+
 BACKWARD = 2
 """Cost of a pass's backward in forward passes: gradients of the activations and of the weights."""
 
@@ -156,9 +158,9 @@ class PassLedger:
         self.counts: dict[str, dict[str, int]] = {}
         self.current_phase = "update"
 
-    def attach(self, network: nn.Module, ranks: int = 1) -> None:
+    def attach(self, network: nn.Module) -> None:
         """Count a network's passes, each for all ranks."""
-        self.ranks = ranks
+        self.ranks = rank_and_world_size()[1]
         network.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

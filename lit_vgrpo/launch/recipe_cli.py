@@ -318,7 +318,7 @@ def read_checkpoint(path: Path, what: str) -> dict[str, Any]:
     try:
         return read_sound(path)
     except CheckpointDamage as damage:
-        raise UserError(f"{what} {damage}. Give another checkpoint from the same folder.") from damage
+        raise UserError(f"{what} {damage.reason}. Give another checkpoint of the same run.") from damage
 
 
 def refuse_finished(checkpoint: dict[str, Any], trainer: Trainer, what: str) -> None:

@@ -15,7 +15,6 @@ from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
 from lit_vgrpo.core.types import Conditioning, Experience, Rollout
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
 
@@ -60,14 +59,15 @@ class Iteration:
         record: IterationRecord,
         batch: PromptBatch,
         ledger: PassLedger,
-        replayed: tuple[Rollout, Tensor] | None = None,
+        replay: Replay,
     ) -> Iteration:
         """Return the iteration with the loss's inputs for this rank's images, in the order of the batch's updates.
 
         Args:
             advantages: Advantages of this rank's images, ``(B,)``, in rollout order.
-            replayed: The previous iteration's images and advantages to train on as well; see :class:`Replay`.
+            replay: The previous iteration's images, for an objective that trains on them as well.
         """
+        replayed = replay.exchange(rollout, advantages, batch) if objective.replay else None
         context = PrepareContext(
             policy, rollout, advantages, batch.micro_batch_size, batch.updates, ledger, batch.later
         )
@@ -268,28 +268,39 @@ def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> t
 
 
 class Continuation:
-    """The unfinished iteration of a checkpoint, until training continues it on any number of ranks.
+    """The unfinished iteration of a checkpoint, if any, until training continues it on any number of ranks."""
 
-    Args:
-        saved: :meth:`Iteration.state_dict`; ``None`` if the checkpoint was saved between iterations.
-        progress: ``epoch_loop.batch_progress`` in the checkpoint, before the trainer loads it.
-    """
+    def __init__(self) -> None:
+        self.is_resumed = False
+        self._saved: dict[str, Any] | None = None
+        self._progress: dict[str, Any] = {}
 
-    def __init__(self, saved: dict[str, Any] | None, progress: dict[str, Any]) -> None:
-        self._saved, self._progress = saved, progress
+    def load(self, saved: dict[str, Any] | None, progress: dict[str, Any]) -> None:
+        """Continue from a checkpoint.
 
-    def rewind(self, datamodule: PromptDataModule, world_size: int) -> None:
-        """Let trainer and data module continue after the last whole update; needs the final micro-batch size."""
-        progress, self._progress = self._progress, {"is_last_batch": True}
-        if progress["is_last_batch"]:
-            return
+        Args:
+            saved: :meth:`Iteration.state_dict`; ``None`` if the checkpoint was saved between iterations.
+            progress: ``epoch_loop.batch_progress`` in the checkpoint, before the trainer loads it.
+        """
+        self._saved, self._progress, self.is_resumed = saved, progress, True
+
+    def rewind(self, trainer: Any) -> bool:
+        """Let trainer and data continue after the last whole update; needs the final micro-batch size.
+
+        Returns:
+            False if there is no checkpoint to continue from.
+        """
+        progress, self._progress = self._progress, {}
+        if not progress or progress["is_last_batch"]:
+            return self.is_resumed
         updates_done = 0 if self._saved is None else self._saved["updates_done"]
-        steps = updates_done * datamodule.sizes.plan(world_size).micro_batches_per_update
+        steps = updates_done * trainer.datamodule.sizes.plan(trainer.world_size).micro_batches_per_update
         # Lightning does not know that the sampler starts at the right step.
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
         progress["current"] = dict.fromkeys(progress["current"], steps)
         progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
-        datamodule.start_at(steps)
+        trainer.datamodule.start_at(steps)
+        return True
 
     def take_up(self, batch: PromptBatch, device: torch.device) -> Iteration | None:
         """Return this rank's share of the iteration on the first call, then ``None``.

@@ -12,16 +12,22 @@ from torch import Tensor
 
 from lit_vgrpo.core.advantages import extremes, rank_correlation
 from lit_vgrpo.core.gather import of_all_ranks
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.types import Rollout
 from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import Scores
 from lit_vgrpo.rollout.sampler import ImageSampler, Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector
 
 
-def image_sampler(sampler: Sampler, scores: ScoreCollector) -> ImageSampler:
-    """Return the sampler, or one around it if its objective has scouts, which ``scores.queue`` scores too."""
-    has_scouts = sampler.objective.rollout_spec(0).scouts is not None and scores.queue is not None
+def image_sampler(
+    policy: Policy, objective: Objective, ledger: PassLedger, seed: int, batch_size: int | None, scores: ScoreCollector
+) -> ImageSampler:
+    """Return a :class:`Sampler`, or one around it if the objective has scouts, which ``scores.queue`` scores too."""
+    sampler = Sampler(policy, objective, ledger, seed, batch_size)
+    has_scouts = objective.rollout_spec(0).scouts is not None and scores.queue is not None
     return ScoutSampler(sampler, copy(scores)) if has_scouts else sampler
 
 

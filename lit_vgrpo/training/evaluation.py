@@ -197,7 +197,7 @@ class Evaluator:
         """
         return self._of_images.get(name)
 
-    def means(self, module: Any = None) -> dict[str, float]:
+    def means(self, module: Any = None, prefix: str = "heldout") -> dict[str, float]:
         """Return the means over all ranks' images that were scored, the same on every rank, and start over.
 
         ``heldout/reward`` is the trained reward, ``heldout/untrained_reward`` the untrained one, ``heldout/<part>``
@@ -206,6 +206,7 @@ class Evaluator:
 
         Args:
             module: Passed to the observers.
+            prefix: The first part of the names, instead of ``heldout``.
         """
         scores = self._queue.take()
         values = {"heldout/reward": scores.total}
@@ -226,23 +227,33 @@ class Evaluator:
         means["heldout/failed"] = float(num_failed)
         for observer in self.observers:
             means |= observer.compute(module)
-        return means
+        return {f"{prefix}/{name.removeprefix('heldout/')}": value for name, value in means.items()}
 
-    def run(self, batches: Sequence[PromptBatch], limit: int | float = 1.0) -> None:
-        """Add the first batches: a number of them, or a share."""
-        number = limit if isinstance(limit, int) else int(limit * len(batches))
-        for batch in islice(batches, number):
-            self.add(batch)
-
-    def finish(self, module: Any, iteration: int, step: int) -> None:
-        """Store the means of the added batches, and the cost of training until then.
+    def evaluate(self, module: Any, logs: bool = False) -> dict[str, float]:
+        """Evaluate on the trainer's held-out batches, and return the metrics; {} if there are none.
 
         Args:
-            module: Passed to the observers.
-            iteration: Iterations done.
-            step: Optimizer steps done.
+            module: The module that trains the policy.
+            logs: Also log them, as those of the start.
         """
-        self.latest, self.step = self.means(module), step
+        batches, limit = module.trainer.datamodule.val_dataloader(), module.trainer.limit_val_batches
+        for batch in islice(batches, limit if isinstance(limit, int) else int(limit * len(batches))):
+            self.add(batch)
+        if self.is_pending:
+            self.finish(module)
+            for logger in module.loggers if logs else ():
+                logger.log_metrics(self.latest, step=0)
+        return self.latest
+
+    def finish(self, module: Any) -> dict[str, float]:
+        """Store the means of the added batches and the cost of training until then, and return the means.
+
+        Args:
+            module: The module that trains the policy.
+        """
+        # The trainer's own count lags by one during validation.
+        iteration = module.trainer.current_epoch if module.record is None else module.record.iteration + 1
+        self.latest, self.step = self.means(module), module.trainer.global_step
         if self.looks.start is None:
             self.looks.load_start(self.looks.newest)
             self.latest[f"heldout/{DISTANCE}"] = 0.0
@@ -258,16 +269,16 @@ class Evaluator:
                 phases={name: dict(count) for name, count in self.ledger.training_counts().items()},
             )
         )
+        return self.latest
 
-    def start_predicting(self) -> None:
-        """Let :meth:`predict` number its texts from 0."""
-        self._num_predicted = 0
-
-    def predict(self, batch: PromptBatch | Sequence[str], rank: int = 0, world_size: int = 1) -> Tensor:
+    def predict(
+        self, batch: PromptBatch | Sequence[str], is_first: bool = True, rank: int = 0, world_size: int = 1
+    ) -> Tensor:
         """Return images ``(B, 3, H, W)`` in [0, 1] of a held-out batch, or of the rank's next texts.
 
-        Prompt n starts from noise n: a loader's batches are assigned to ranks in turn.
+        Prompt n starts from noise n: a loader's batches are assigned to ranks in turn. ``is_first`` numbers from 0.
         """
+        self._num_predicted = 0 if is_first else self._num_predicted
         if isinstance(batch, PromptBatch):
             with self.ledger.phase("evaluation"):
                 return self.generate_batch(batch)

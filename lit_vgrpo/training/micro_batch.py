@@ -44,7 +44,7 @@ def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
     trainer.accumulate_grad_batches = needed
 
 
-def settle(module: Any, optimizer: OptimizerConfig | CustomOptimizer) -> None:
+def settle(module: Any) -> None:
     """Choose the micro-batch size if it is ``"auto"``, the same on all ranks, and report it.
 
     Raises:
@@ -55,9 +55,8 @@ def settle(module: Any, optimizer: OptimizerConfig | CustomOptimizer) -> None:
     if sizes.micro_batch_size != "auto":
         return
     share = sizes.images_per_share(trainer.world_size)
-    trial = Trial(
-        module, optimizer, sizes.plan(trainer.world_size), next(iter(trainer.datamodule.training_rows()))["prompt"]
-    )
+    prompt = next(iter(trainer.datamodule.training_rows()))["prompt"]
+    trial = Trial(module, module.optimization.optimizer, sizes.plan(trainer.world_size), prompt)
     room = -trial.most_of_ranks(-trial.room())
     with trial.without_trace():
         trial.run(1)  # libraries allocate workspaces on first use

@@ -148,13 +148,13 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
         try:
             found.append((Progress.of(read(path)), path.stat().st_mtime, path))
         except CheckpointDamage as damage:
-            say(f"Skipped {path}: it {damage}.")
+            say(f"Skipped {path}: it {damage.reason}.")
     for progress, _, path in sorted(found, reverse=True):
         try:
             read_sound(path)
             return Resumption(folder, path, progress)
         except CheckpointDamage as damage:
-            say(f"Skipped {path}: it {damage}.")
+            say(f"Skipped {path}: it {damage.reason}.")
     if files:
         raise UserError(
             f"None of the {len(files)} checkpoints of {folder} can be loaded. Copy an intact one to "

@@ -21,7 +21,7 @@ from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_FILE, lora_file_
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path
 from lit_vgrpo.system.process import report_on_first
-from lit_vgrpo.training.checkpoint_file import RECIPE_KEY, CheckpointDamage, averages, read_sound
+from lit_vgrpo.training.checkpoint_file import RECIPE_KEY, averages, read_sound
 from lit_vgrpo.training.folder import find_run
 from lit_vgrpo.training.resume import Progress, last_good
 
@@ -29,7 +29,7 @@ TRAINED, AVERAGE, REFERENCE = "trained", "EMA", "reference"
 SUFFIX, DEFAULT_FILE = ".safetensors", "pytorch_lora_weights.safetensors"
 _HUB_FILE = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w./-]+\.safetensors))?", re.ASCII)
 _RUNS = "runs"
-_OF_MODULE = "policy."  # in front of the names in a checkpoint, which are those of the Lightning module
+OF_MODULE = "policy."  # in front of the names in a checkpoint, which are those of the Lightning module
 
 
 @dataclass
@@ -56,12 +56,9 @@ class SavedWeights:
         """Read and verify a checkpoint; its tensors are memory-mapped.
 
         Raises:
-            UserError: The file is damaged, holds non-finite weights, or is not a checkpoint of a run.
+            CheckpointDamage: The file is damaged, holds non-finite weights, or is not a checkpoint of a run.
         """
-        try:
-            saved = read_sound(path)
-        except CheckpointDamage as damage:
-            raise UserError(f"{path} {damage}. Give another: --checkpoint FILE.") from damage
+        saved = read_sound(path)
         tensors = {TRAINED: _of_policy(saved["state_dict"])}
         for average in averages(saved):
             tensors[AVERAGE] = _of_policy(average)
@@ -98,24 +95,8 @@ class SavedWeights:
         write(trainable_parameters(policy), self.tensors[variant])
 
 
-def trained_only(policy: Policy, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trained tensors of a module's state; the frozen ones come from the policy's checkpoint."""
-    trained = {f"{_OF_MODULE}{name}" for name in trainable_parameters(policy)}
-    return {name: tensor for name, tensor in state_dict.items() if name in trained}
-
-
-def refuse_other_weights(policy: Policy, state_dict: Mapping[str, Any]) -> None:
-    """Check that a checkpoint's module state has all trained tensors; raise RuntimeError if some are missing."""
-    trained = {f"{_OF_MODULE}{name}" for name in trainable_parameters(policy)}
-    if missing := trained - state_dict.keys():
-        raise RuntimeError(
-            f"The checkpoint lacks {len(missing)} of {len(trained)} trained tensors, e.g. {min(missing)}. "
-            "Resume with the recipe that wrote it (RUN/config.yaml)."
-        )
-
-
 def _of_policy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(_OF_MODULE): tensor for name, tensor in tensors.items()}
+    return {name.removeprefix(OF_MODULE): tensor for name, tensor in tensors.items()}
 
 
 # --- starting from them ----------------------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.training.micro_batch import accumulate
 from lit_vgrpo.training.saved_weights import policy_errors
 from lit_vgrpo.training.strategies import launcher_error, strategy_errors
-from lit_vgrpo.training.trainer_internals import count_iterations, forget_datamodule
+from lit_vgrpo.training.trainer_internals import callbacks_of, count_iterations, forget_datamodule
 
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
@@ -50,6 +51,8 @@ def set_up(module: Any) -> None:
     _keep_iterations_whole(module, trainer, sizes)
     accumulate(trainer, sizes)
     module.reward.enter_run(Path(trainer.default_root_dir))
+    if (distilled := distillation_warning(module.policy)) is not None:
+        rank_zero_warn(distilled)
 
 
 def module_errors(module: Any, sizes: Sizes) -> list[str]:
@@ -154,8 +157,13 @@ def sizes_of(trainer: Any) -> Sizes:
     return sizes
 
 
-def refuse_unfit(trainer: Any) -> None:
-    """Raise TypeError if the data module is not one, and ValueError if a callback does not fit an iteration."""
+def fitting_callbacks(trainer: Any, *needed: type[Callback]) -> list[Callback]:
+    """Return those of the needed callbacks that the trainer lacks.
+
+    Raises:
+        TypeError: The data module is not one.
+        ValueError: A callback of the trainer does not fit an iteration.
+    """
     data = trainer.datamodule
     if data is not None and not isinstance(data, LightningDataModule):
         forget_datamodule(trainer)
@@ -163,6 +171,7 @@ def refuse_unfit(trainer: Any) -> None:
         raise TypeError(f"datamodule={kind.__name__} is not a data module. Pass datamodule=PromptDataModule(...).")
     for error in unfit_callbacks(trainer.callbacks):
         raise ValueError(error)
+    return [cls() for cls in needed if not callbacks_of(trainer, cls)]
 
 
 def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:

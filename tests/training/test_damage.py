@@ -11,7 +11,7 @@ from conftest import tiny_recipe_of
 from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo import VGRPOModule
-from lit_vgrpo.training.checkpoint_file import read, write
+from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, write
 from lit_vgrpo.training.saved_weights import SavedWeights
 
 NAME = "policy.network.transformer_blocks.0.attn.to_q.weight"
@@ -69,10 +69,10 @@ def every_reader(path, capfd):
         yield capfd.readouterr().err
     recipe = yaml.safe_load(Path("run/config.yaml").read_text())
     module = make_module(recipe["model"]["policy"]["init_args"]["checkpoint"])
-    with pytest.raises(RuntimeError) as refused:
+    with pytest.raises(CheckpointDamage) as refused:
         make_trainer("plain", 3).fit(module, datamodule=make_data(), ckpt_path=path)
     yield f"{refused.value}\n"
-    with pytest.raises(RuntimeError) as refused:
+    with pytest.raises(CheckpointDamage) as refused:
         VGRPOModule.load_from_checkpoint(path, policy=module.policy, objective=module.objective, reward=Brightness())
     yield f"{refused.value}\n"
 
