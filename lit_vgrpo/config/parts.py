@@ -96,7 +96,10 @@ def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
         return unknown_option(full, getattr(owner, "__name__", "a recipe"), options)
     if message := OF_CONSTRUCTOR.search(text):
         return with_full_key(message[1], tree)
-    if name := UNKNOWN_CLASS.search(text):
+    value, expected = GIVEN.search(text), [_type_name(kind) for kind in EXPECTED.findall(text)]
+    if literals := [kind for kind in expected if kind.startswith("one of")]:
+        expected = [*literals, "a mapping"] if UNKNOWN_CLASS.search(text) else expected
+    elif name := UNKNOWN_CLASS.search(text):
         modules = [module for path, module in sys.modules.items() if path.startswith("lit_vgrpo.")]
         known = [name for module in modules for name in getattr(module, "__all__", ())]
         guess = nearest(name[1], known)
@@ -104,7 +107,6 @@ def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
         return f"{key}={name[1]} is not a known class. {hint}"
     if wrong := OTHER_CLASS.search(text):
         return f"{key}={wrong[1]} is not a {wrong[2]}. Name one of its classes."
-    value, expected = GIVEN.search(text), [_type_name(kind) for kind in EXPECTED.findall(text)]
     if limit := LIMIT.search(text):
         return f"{key}={value[1].partition(',')[0] if value else ''}: {limit[1]}"
     if value is not None and expected and key:

@@ -22,6 +22,10 @@ LINES = [
     (["model.polcy=3"], "model.polcy is not an option of VGRPOModule. Did you mean policy?"),
     (["modl.x=3"], "modl is not an option of a recipe. Did you mean model?"),
     (["model.objective=VGRP"], "model.objective=VGRP is not a known class. Did you mean VGRPO?"),
+    (
+        ["model.objective.times=grid"],
+        "model.objective.times=grid: expected one of ['sampler', 'uniform'] or a mapping.",
+    ),
     (["model.reward=nomod.X"], "model.reward: No module named 'nomod'"),
     ([SEVERAL, "model.reward.weights=[0,0]"], "model.reward.weights=[0.0, 0.0] are all 0."),
     (
