@@ -283,7 +283,7 @@ def _iteration(recipe: str, *words: str) -> dict[str, Any]:
 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    return overhead.measure(recipe, 1, words)
+    return overhead.measure(recipe, 1, [*words, "data.heldout=null"])
 
 
 def real_recipe(place: Place) -> list[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import lightning as L
 import torch
 
 from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.ranges import Count, PositiveInt, Range, checked
+from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.core.surrogate import coefficient_of_variation
 from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.gradient_noise import snr_by_time
@@ -41,7 +42,6 @@ class SurrogateDiagnostics(L.Callback):
     every_n_iterations: PositiveInt = 1
     snr_every_n_iterations: Count | None = None
     snr_draws: Annotated[int, Range(2, 1000)] = 16
-    _snr: dict[str, float] = field(default_factory=dict, init=False)
 
     def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
         if self.snr_every_n_iterations is None:
@@ -56,39 +56,29 @@ class SurrogateDiagnostics(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: VGRPOModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        record, every = pl_module.record, self.snr_every_n_iterations
-        if every is None or record is None or record.updates or record.iteration % every or not record.is_whole:
+        record, snr_every = pl_module.record, self.snr_every_n_iterations
+        if record is None or record.updates or not record.is_whole:
             return
-        policy, objective = pl_module.policy, pl_module.objective
+        values = record.first_update("surrogate")
+        if record.iteration % self.every_n_iterations == 0 and values is not None:
+            values, groups = of_all_ranks(values), of_all_ranks(record.local_group_ids)
+            record.diagnostics["surrogate/cv"] = coefficient_of_variation(values)
+            record.diagnostics["surrogate/cv_within"] = coefficient_of_variation(values, groups)
+        if snr_every is not None and record.iteration % snr_every == 0:
+            record.diagnostics.update(self._snr(pl_module, record))
+
+    def _snr(self, module: VGRPOModule, record: IterationRecord) -> dict[str, float]:
+        policy, objective = module.policy, module.objective
         assert isinstance(objective, ForwardObjective)
         spec = objective.rollout_spec(record.iteration)
         schedule = policy.scheduler_times(policy.scheduler(spec.solver, spec.steps)).cpu()
         times = schedule[torch.linspace(0, len(schedule) - 1, min(MOST_TIMES, len(schedule))).round().long()]
-        seed = (pl_module.seed, record.iteration, pl_module.global_rank)
-        micros, groups = pl_module.iteration.micros, record.local_group_ids
-        with pl_module.ledger.phase("diagnostics"):
+        seed = (module.seed, record.iteration, module.global_rank)
+        micros, groups = module.iteration.micros, record.local_group_ids
+        with module.ledger.phase("diagnostics"):
             found = snr_by_time(objective, policy, micros, groups, times, self.snr_draws, seed)
-        if found:
-            # Each rank's ratio is that of its images.
-            mean = of_all_ranks(torch.tensor([found])).double().mean(dim=0) * trainer.world_size**0.5
-            names = [f"surrogate/snr_t{time:.2f}" for time in times.tolist()]
-            self._snr = dict(zip(names, mean.tolist(), strict=True))
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if not batch.is_last:
-            return
-        metrics, self._snr = self._snr, {}
-        record = pl_module.record
-        assert record is not None
-        values = record.first_update("surrogate")
-        if batch.iteration % self.every_n_iterations == 0 and values is not None:
-            values, groups = of_all_ranks(values), of_all_ranks(record.local_group_ids)
-            metrics = {
-                **metrics,
-                "surrogate/cv": coefficient_of_variation(values),
-                "surrogate/cv_within": coefficient_of_variation(values, groups.to(values.device)),
-            }
-        if metrics:
-            pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+        if not found:
+            return {}
+        # Each rank's ratio is that of its images.
+        mean = of_all_ranks(torch.tensor([found])).double().mean(dim=0) * module.trainer.world_size**0.5
+        return dict(zip((f"surrogate/snr_t{time:.2f}" for time in times.tolist()), mean.tolist(), strict=True))

@@ -76,7 +76,7 @@ class Report(L.Callback):
             pl_module.evaluator.observers.append(self._kept)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        """Refresh the report; only now are the rows of the previous iteration in ``metrics.csv``."""
+        """Refresh the report of the previous iteration."""
         self._is_final = False
         evaluations = len(pl_module.evaluator.history)
         is_due = evaluations != self._evaluations_shown and time.monotonic() > self._due_at

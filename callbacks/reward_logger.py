@@ -14,6 +14,7 @@ from lit_vgrpo.core.gather import sum_over_ranks
 from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.rollout.scores import copying_warning
 from lit_vgrpo.training.strategies import ZeRO
+from lit_vgrpo.training.trainer_internals import log_row
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -51,11 +52,10 @@ class RewardLogger(L.Callback):
             return
         local = self._local(record, time.perf_counter() - self._started)
         values = sum_over_ranks(torch.tensor([local[name] for name in sorted(local)])) / trainer.world_size
-        metrics = dict(zip(sorted(local), values.unbind(), strict=True))
-        metrics |= {name: torch.tensor(value) for name, value in self._global(pl_module, record).items()}
+        metrics = dict(zip(sorted(local), values.tolist(), strict=True)) | self._global(pl_module, record)
         if pl_module.objective.needs_reward:
-            metrics |= {name: torch.tensor(value) for name, value in self._rewards(record).items()}
-        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+            metrics |= self._rewards(record)
+        log_row(trainer, metrics)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         # Lightning takes any StopIteration, even a callback's, for the last batch.
@@ -92,7 +92,7 @@ class RewardLogger(L.Callback):
             "cost/train_s": module.ledger.stopwatch.wall_s,
             "cost/cpu_s": module.ledger.stopwatch.cpu_s,
         }
-        metrics |= {f"scouts/{name}": value for name, value in record.scouts.items()}
+        metrics |= {f"scouts/{name}": value for name, value in record.scouts.items()} | record.diagnostics
         metrics |= {f"edit/{name}": float(values.nanmean()) for name, values in record.edits.items()}
         if record.edits and not self._warned_of_copies:
             warning = copying_warning(record.edits["copies"], record.iteration + 1)

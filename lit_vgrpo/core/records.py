@@ -43,6 +43,7 @@ class IterationRecord:
         scouts: The scouts' metrics, over all ranks; empty without scouts.
         edits: By name, each image's similarity to the picture it edits and to its group, over all ranks,
             ``(B_global,)``; empty without pictures.
+        diagnostics: Metrics that callbacks computed before the first update, over all ranks.
         is_whole: False if the run resumed within the iteration: metrics and losses then cover only the rest.
     """
 
@@ -61,6 +62,7 @@ class IterationRecord:
     blocks_run: float | None = None
     scouts: dict[str, float] = field(default_factory=dict)
     edits: dict[str, Tensor] = field(default_factory=dict)
+    diagnostics: dict[str, float] = field(default_factory=dict)
     is_whole: bool = True
 
     def add(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:

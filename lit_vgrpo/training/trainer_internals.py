@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -20,6 +21,14 @@ Kind = TypeVar("Kind", bound=Callback)
 def callbacks_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
     """Return the callbacks of a class, in order."""
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+
+
+def log_row(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Log a row of metrics, and let callbacks monitor them; ``log_dict`` takes many times the CPU time."""
+    values = torch.tensor([*metrics.values()], dtype=torch.float64).unbind()
+    row = dict(zip(metrics, values, strict=True))
+    trainer._logger_connector.log_metrics(row)
+    trainer.callback_metrics.update(row)
 
 
 def forget_datamodule(trainer: Trainer) -> None:
