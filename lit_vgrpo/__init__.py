@@ -20,6 +20,7 @@ _HOMES = {
     "EPG": "lit_vgrpo.objectives",
     "DGPO": "lit_vgrpo.objectives",
     "AWM": "lit_vgrpo.objectives",
+    "RAM": "lit_vgrpo.objectives",
     "FlowGRPO": "lit_vgrpo.objectives",
     "MixGRPO": "lit_vgrpo.objectives",
     "DanceGRPO": "lit_vgrpo.objectives",

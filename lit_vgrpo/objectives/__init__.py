@@ -11,6 +11,7 @@ from lit_vgrpo.objectives.epg import EPG
 from lit_vgrpo.objectives.flow_grpo import FlowGRPO
 from lit_vgrpo.objectives.mix_grpo import MixGRPO
 from lit_vgrpo.objectives.nft import DiffusionNFT
+from lit_vgrpo.objectives.ram import RAM
 from lit_vgrpo.objectives.vgrpo import VGRPO
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "DDPO",
     "DGPO",
     "EPG",
+    "RAM",
     "VGRPO",
     "DanceGRPO",
     "Denoising",

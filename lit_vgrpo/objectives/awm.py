@@ -97,16 +97,14 @@ class AWM(DrawnTimesObjective):
         passes: dict[str, float] = {"update": sizes.uses_per_image * self.num_times}
         if sizes.updates_per_iteration > 1:
             passes["old"] = self.num_times * sizes.later_share
-        return passes | dict.fromkeys(self._pulls(), self.num_times) | self.anchor_passes(self.num_times)
-
-    def _pulls(self) -> dict[str, float]:
-        """Return the copies that the loss pulls to, with their weights."""
-        weights = {"reference": self.kl_weight, "ema": self.ema_weight}
-        return {name: weight for name, weight in weights.items() if weight > 0}
+        if self.ema_weight > 0:
+            passes["ema"] = self.num_times
+        return passes | self.pull_passes(self.num_times)
 
     def setup(self, policy: Policy) -> None:
         super().setup(policy)
-        self.copies |= {name: Snapshot(policy) for name in self._pulls()}
+        if self.ema_weight > 0:
+            self.copies["ema"] = Snapshot(policy)
 
     def prepare(self, context: PrepareContext) -> Experience:
         policy = context.policy
@@ -121,9 +119,9 @@ class AWM(DrawnTimesObjective):
             with context.ledger.phase("old"):
                 errors = stored_errors(context, later, "v", None, self.guidance_in("training", policy))
             experience.extras["old_log_likelihood"] = context.placed(self._log_likelihood(later, errors))
-        for name in self._pulls():
-            self.store_copy(context, experience, name)
-        self.store_anchor(context, experience)
+        if "ema" in self.copies:
+            self.store_copy(context, experience, "ema")
+        self.store_pulls(context, experience)
         return experience
 
     def _draw_times(self, rollout: Rollout, micro_batch_size: int) -> Tensor:
@@ -146,16 +144,14 @@ class AWM(DrawnTimesObjective):
         log_q = self._log_likelihood(micro, error)
         log_ratio = log_q - old_values(micro, "old_log_likelihood", log_q)
         gain = surrogate(clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip))
-        distances = {name: distance_to(micro, name, prediction) for name in ("reference", "ema")}
-        loss = -gain.mean()
-        for name, weight in self._pulls().items():
-            loss = loss + weight * distances[name].mean()
+        distance, to_ema = (distance_to(micro, name, prediction) for name in ("reference", "ema"))
+        loss = (self.kl_weight * distance + self.ema_weight * to_ema - gain).mean()
         metrics = {
             "surrogate": -log_q.detach().mean(dim=1),
-            "kl": distances["reference"].detach(),
+            "kl": distance.detach(),
             **ratio_metrics(log_ratio, self.clip),
         }
-        return self.with_anchor(loss, metrics, micro, predicted)
+        return self.with_pulls(loss, metrics, micro, predicted)
 
     def after_iteration(self, policy: Policy) -> None:
         super().after_iteration(policy)

@@ -94,7 +94,8 @@ class Objective(ABC):
         reference_guidance: Guidance of the weights of the start; ``None`` takes the training's.
 
     A method that overrides :meth:`check`, :meth:`setup` or :meth:`after_iteration` must call ``super()``: this class
-    keeps the anchor, for which a method declares the options ``anchor_weight`` and ``anchor_decay``.
+    keeps the anchor, for which a method declares the options ``anchor_weight`` and ``anchor_decay``, and the copy of
+    the start, for which it declares ``kl_weight``.
     """
 
     needs_reward: ClassVar[bool] = True
@@ -109,6 +110,7 @@ class Objective(ABC):
     reference_guidance: float | None = None
     anchor_weight: float = 0.0
     anchor_decay: float | None = None
+    kl_weight: float | None = 0.0
     replay: bool = False
     antithetic: bool = False
     share_passes: SharePasses = "none"
@@ -214,6 +216,8 @@ class Objective(ABC):
 
     def setup(self, policy: Policy) -> None:
         """Copy the loaded policy's weights as the method needs."""
+        if self.needs_reference:
+            self.copies["reference"] = Snapshot(policy)
         if self.keeps_anchor:
             self.copies["anchor"] = Snapshot(policy)
 
@@ -278,9 +282,15 @@ class Objective(ABC):
         """The slowly moving copy, if any."""
         return self.copies.get("anchor")
 
-    def anchor_passes(self, predictions: float) -> dict[str, float]:
-        """Return the anchor's predictions per image by phase, as many as the method trains at."""
-        return {"anchor": predictions} if self.keeps_anchor else {}
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss compares with the predictions of the starting weights."""
+        return bool(self.kl_weight)
+
+    def pull_passes(self, predictions: float) -> dict[str, float]:
+        """Return the reference's and anchor's predictions per image, each as many as the method trains at."""
+        needed = {"reference": self.needs_reference, "anchor": self.keeps_anchor}
+        return {name: predictions for name, is_needed in needed.items() if is_needed}
 
     @contextmanager
     def with_copy(self, policy: Policy, name: str, ledger: PassLedger | None = None) -> Iterator[None]:

@@ -10,7 +10,6 @@ from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.noise import STREAM_STEPS, seeded_generator
 from lit_vgrpo.core.ranges import GuidanceScale, HalfOpenUnitInterval, NonNegativeFloat, Range
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.solvers import FLOW_SDES, VP_SDES, Transition, log_prob, transition
 from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics
 from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
@@ -145,9 +144,7 @@ class ChainObjective(Objective):
         passes: dict[str, float] = {"update": steps * sizes.uses_per_image}
         if self._recomputes_old:
             passes["old"] = steps
-        if self.kl_weight:
-            passes["reference"] = steps
-        return passes | self.anchor_passes(steps)
+        return passes | self.pull_passes(steps)
 
     @property
     def _recomputes_old(self) -> bool:
@@ -155,11 +152,6 @@ class ChainObjective(Objective):
         return self.recompute_old or self.guidance_in("training", None) != self.spec.guidance
 
     # --- one iteration ---------------------------------------------------------------------------------------------
-
-    def setup(self, policy: Policy) -> None:
-        super().setup(policy)
-        if self.kl_weight:
-            self.copies["reference"] = Snapshot(policy)
 
     def prepare(self, context: PrepareContext) -> Experience:
         policy, advantages = context.policy, clamped(context.advantages, self.advantage_clip)

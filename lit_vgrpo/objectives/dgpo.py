@@ -143,21 +143,17 @@ class DGPO(ForwardObjective):
         predictions = self.predictions_per_image(self.num_times, sizes)
         trained = sizes.uses_per_image * predictions
         passes: dict[str, float] = {"update": trained, "old": trained}
-        if self._needs_start:
-            passes["reference"] = predictions
         if not sizes.holds_whole_groups:
             passes["group"] = trained
-        return passes | self.anchor_passes(predictions)
+        return passes | self.pull_passes(predictions)
 
     @property
-    def _needs_start(self) -> bool:
-        return self.reference == "frozen" or self.kl_weight > 0
+    def needs_reference(self) -> bool:
+        return super().needs_reference or self.reference == "frozen"
 
     def setup(self, policy: Policy) -> None:
         super().setup(policy)
         self.copies["old"] = Snapshot(policy)
-        if self._needs_start:
-            self.copies["reference"] = Snapshot(policy)
 
     def acting(self, policy: Policy) -> AbstractContextManager[Any]:
         return (
@@ -183,9 +179,10 @@ class DGPO(ForwardObjective):
                 start = [self._losses(context.policy, micro, "reference") for micro in micros]
             if self.reference == "frozen":
                 experience.extras["reference_losses"] = torch.cat([losses for _, losses in start])
-            if self.kl_weight > 0:
+            if super().needs_reference:
                 store_predictions(experience, "reference_prediction", micros, [prediction for prediction, _ in start])
-        self.store_anchor(context, experience)
+        if self.anchor is not None:
+            self.store_copy(context, experience, "anchor")
         return experience
 
     def _losses(
@@ -246,7 +243,7 @@ class DGPO(ForwardObjective):
             "clip_fraction": surrogate(stop.float()),
             "kl": distance.detach(),
         }
-        return self.with_anchor(loss, metrics, micro, predicted)
+        return self.with_pulls(loss, metrics, micro, predicted)
 
     def after_update(self, policy: Policy) -> None:
         super().after_update(policy)

@@ -85,4 +85,4 @@ class EPG(LaggedObjective):
             "ratio_deviation": surrogate(((log_p.detach() - old_log_p).exp() - 1).abs()),
             "kl": distance.detach(),
         }
-        return self.with_anchor((gradient + self.kl_weight * distance).mean(), metrics, micro, predicted)
+        return self.with_pulls((gradient + self.kl_weight * distance).mean(), metrics, micro, predicted)

@@ -27,6 +27,7 @@ from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.objectives.pairs import (
     distance_to_copy,
+    norm_excess,
     pairs_at,
     predict_pairs,
     store_predictions,
@@ -44,6 +45,8 @@ class ForwardObjective(Objective):
         anchor_weight: Weight of the pull to the anchor, :func:`~lit_vgrpo.objectives.pairs.distance_to_copy`; 0 saves
             its passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
+        norm_weight: Weight of NormGuard (arXiv 2606.27771): the squared :func:`~lit_vgrpo.objectives.pairs.norm_excess`
+            over the start's predictions; 0 saves the reference's passes, if the method has no other use for them.
         times: Train at the sampler's times or on a fixed grid, ``{grid: 10}``. A grid may have more times than the
             rollout has steps.
         time_range: Lowest and highest time to train at, in [0, 1], 1 = pure noise; null for all.
@@ -64,6 +67,7 @@ class ForwardObjective(Objective):
     _: KW_ONLY
     anchor_weight: NonNegativeFloat = 0.0
     anchor_decay: HalfOpenUnitInterval | None = None
+    norm_weight: NonNegativeFloat = 0.0
     times: Literal["sampler"] | TimeGrid = "sampler"
     time_range: tuple[ClosedUnitInterval, ClosedUnitInterval] | None = None
     noisiest: Annotated[int, Range(1, 1000)] | None = None
@@ -78,6 +82,10 @@ class ForwardObjective(Objective):
             if low >= high:
                 raise ValueError(f"model.objective.time_range={[low, high]} is empty. Use one such as [0.02, 0.98].")
         super().__post_init__()
+
+    @property
+    def needs_reference(self) -> bool:
+        return super().needs_reference or self.norm_weight > 0
 
     @property
     def times_per_image(self) -> int:
@@ -160,36 +168,42 @@ class ForwardObjective(Objective):
         return predict_pairs(policy, micro, space, cap, self.guidance_in(use, policy))
 
     @torch.no_grad()
-    def store_copy(self, context: PrepareContext, experience: Experience, copy: str, name: str | None = None) -> None:
-        """Store the predictions of ``copies[copy]`` on all pairs under ``name``; default ``{copy}_prediction``."""
+    def store_copy(self, context: PrepareContext, experience: Experience, copy: str) -> None:
+        """Store the predictions of ``copies[copy]`` on all pairs as ``{copy}_prediction``."""
         policy, micros = context.policy, experience.micro_batches(context.micro_batch_size)
         use: Literal["training", "reference"] = "reference" if copy == "reference" else "training"
         with self.with_copy(policy, copy, context.ledger):
             predicted = (self.predict(policy, micro, policy.path.prediction, use=use)[0] for micro in micros)
-            store_predictions(experience, name or f"{copy}_prediction", micros, predicted)
+            store_predictions(experience, f"{copy}_prediction", micros, predicted)
 
-    def store_anchor(self, context: PrepareContext, experience: Experience) -> None:
-        """Keep the anchor's predictions on all pairs, if there is an anchor."""
-        if self.anchor is not None:
-            self.store_copy(context, experience, "anchor")
+    def store_pulls(self, context: PrepareContext, experience: Experience) -> None:
+        """Keep the predictions of the start and of the anchor on all pairs, if the loss needs them."""
+        for name in ("reference", "anchor"):
+            if name in self.copies:
+                self.store_copy(context, experience, name)
 
-    def with_anchor(
+    def with_pulls(
         self,
         loss: Tensor,
         metrics: dict[str, Tensor],
         micro: Experience,
         predicted: tuple[Tensor, Tensor, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a loss and its metrics with the pull to the anchor, or unchanged without one.
+        """Return a loss and its metrics with the pull to the anchor and NormGuard, or unchanged without them.
 
         Args:
             predicted: Return value of :meth:`predict`.
         """
-        if (of_anchor := stored(micro, "anchor_prediction")) is None:
-            return loss, metrics
         prediction, error, scale = predicted
-        distance = surrogate(weighted(micro, distance_to_copy(prediction, of_anchor, error, scale)))
-        return loss + self.anchor_weight * distance.mean(), metrics | {"anchor_distance": distance.detach()}
+        if (of_anchor := stored(micro, "anchor_prediction")) is not None:
+            distance = surrogate(weighted(micro, distance_to_copy(prediction, of_anchor, error, scale)))
+            loss = loss + self.anchor_weight * distance.mean()
+            metrics = metrics | {"anchor_distance": distance.detach()}
+        if self.norm_weight > 0 and (of_start := stored(micro, "reference_prediction")) is not None:
+            excess = norm_excess(prediction, of_start)
+            loss = loss + self.norm_weight * surrogate(weighted(micro, excess.square())).mean()
+            metrics = metrics | {"norm_excess": surrogate(excess.detach())}
+        return loss, metrics
 
 
 def weighted(micro: Experience, values: Tensor) -> Tensor:
@@ -288,9 +302,7 @@ class LaggedObjective(ForwardObjective):
         passes: dict[str, float] = {"update": sizes.uses_per_image * times}
         if not self.is_on_policy(sizes.updates_per_iteration):
             passes["old"] = times
-        if self.kl_weight > 0:
-            passes["reference"] = times
-        return passes | self.anchor_passes(times)
+        return passes | self.pull_passes(times)
 
     def is_on_policy(self, updates: int) -> bool:
         """Return whether the old policy is the trained one in the only update of an iteration."""
@@ -299,8 +311,6 @@ class LaggedObjective(ForwardObjective):
     def setup(self, policy: Policy) -> None:
         super().setup(policy)
         self.copies["old"] = Snapshot(policy)
-        if self.kl_weight > 0:
-            self.copies["reference"] = Snapshot(policy)
 
     def acting(self, policy: Policy) -> AbstractContextManager[Any]:
         return self.copies["old"].swapped_into(policy)
@@ -314,9 +324,7 @@ class LaggedObjective(ForwardObjective):
         if not self.is_on_policy(context.updates):
             with self.with_copy(context.policy, "old", context.ledger):
                 self.store_old(context, experience)
-        if "reference" in self.copies:
-            self.store_copy(context, experience, "reference")
-        self.store_anchor(context, experience)
+        self.store_pulls(context, experience)
         return experience
 
     @abstractmethod

@@ -84,4 +84,4 @@ class DiffusionNFT(LaggedObjective):
             "surrogate": surrogate(denoising_error(error.detach(), self_normalised=True)),
             "kl": distance.detach(),
         }
-        return self.with_anchor(loss, metrics, micro, predicted)
+        return self.with_pulls(loss, metrics, micro, predicted)

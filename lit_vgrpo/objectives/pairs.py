@@ -278,6 +278,19 @@ def distance_to(micro: Experience, copy: str, prediction: Tensor) -> Tensor:
     return surrogate(mean_over_pixels((prediction - of_copy).square(), 2))
 
 
+def norm_excess(prediction: Tensor, of_reference: Tensor) -> Tensor:
+    """Return ``relu(|v_theta| - |v_ref|)`` of each pair; ``(B, N, ...) -> (B, N)``.
+
+    Norms are root mean squares, so that a weight does not depend on the latents' size: our choice, as is the use for
+    other predictions than velocities.
+
+    Source:
+        The abstract of arXiv 2606.27771 (NormGuard) and third-party summaries; its weight and scaling were not read.
+    """
+    norm, start = (mean_over_pixels(values.square(), 2).sqrt() for values in (prediction, of_reference))
+    return (norm - start).relu()
+
+
 def distance_to_copy(prediction: Tensor, of_copy: Tensor, error: Tensor, scale: Tensor) -> Tensor:
     """Return ``m((s (v_theta - v_copy))^2) / sg(m(|e|))`` of each pair; ``(B, N, ...) -> (B, N)``.
 

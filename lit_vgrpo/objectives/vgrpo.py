@@ -11,7 +11,6 @@ from lit_vgrpo.core.advantages import soft_clip
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import NonNegativeFloat, OnlyWith, Range, checked
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import (
     Pairs,
     SharePasses,
@@ -125,14 +124,11 @@ class VGRPO(DrawnTimesObjective):
         passes: dict[str, float] = {"update": sizes.uses_per_image * predictions}
         if sizes.updates_per_iteration > 1:
             passes["old"] = predictions * sizes.later_share
-        if self._has_kl_to("reference"):
-            passes["reference"] = predictions
-        return passes | self.anchor_passes(predictions)
+        return passes | self.pull_passes(predictions)
 
-    def setup(self, policy: Policy) -> None:
-        super().setup(policy)
-        if self._has_kl_to("reference"):
-            self.copies["reference"] = Snapshot(policy)
+    @property
+    def needs_reference(self) -> bool:
+        return self.norm_weight > 0 or self._has_kl_to("reference")
 
     def prepare(self, context: PrepareContext) -> Experience:
         pairs = rollout_pairs(
@@ -152,9 +148,7 @@ class VGRPO(DrawnTimesObjective):
         if context.updates > 1:
             with context.ledger.phase("old"):
                 self._store_old(context, experience)
-        if self._has_kl_to("reference"):
-            self.store_copy(context, experience, "reference", "kl_prediction")
-        self.store_anchor(context, experience)
+        self.store_pulls(context, experience)
         return experience
 
     def _share_in_groups(self, context: PrepareContext, pairs: Pairs) -> tuple[Pairs, dict[str, Tensor]]:
@@ -194,8 +188,9 @@ class VGRPO(DrawnTimesObjective):
         log_ratio = old_values(micro, "old_surrogate", elbo) - elbo
         objective = clipped_surrogate(log_ratio, micro.advantages, self.clip)
         distance = torch.zeros_like(elbo)
-        if stored(micro, "kl_prediction") is not None:
-            other = old_values(micro, "kl_prediction", prediction)
+        other_side = "reference" if self._has_kl_to("reference") else "kl"
+        if self.kl_weight > 0 and stored(micro, f"{other_side}_prediction") is not None:
+            other = old_values(micro, f"{other_side}_prediction", prediction)
             if self._has_kl_to("behaviour"):
                 per_pair = mean_over_pixels((scale * (prediction - other)).square(), 2)
             else:
@@ -205,4 +200,4 @@ class VGRPO(DrawnTimesObjective):
         metrics = {"surrogate": elbo.detach(), "kl": distance.detach(), **ratio_metrics(log_ratio, self.clip)}
         if "effective_samples" in micro.extras:
             metrics["effective_samples"] = micro.extras["effective_samples"]
-        return self.with_anchor(loss, metrics, micro, predicted)
+        return self.with_pulls(loss, metrics, micro, predicted)

@@ -38,6 +38,7 @@ PASSES = {
     "sd3_pickscore_fast": {"rollout": (0, 10), "update": (3.5, 0)},  # groups of 2
     "sd3_pickscore_flowgrpo": {"rollout": (0, 20), "reference": (0, 18), "update": (18, 0)},
     "sd3_pickscore_nft": {"rollout": (0, 10), "old": (0, 9), "reference": (0, 9), "update": (9, 0)},
+    "sd3_pickscore_ram": {"rollout": (0, 20), "old": (0, 8), "reference": (0, 8), "update": (8, 0)},
     "sdxl_preference": {"rollout": (0, 8), "update": (4, 0)},
     "tiny_edit": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
     "tiny_hacked": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
@@ -72,7 +73,7 @@ SIZES = {
     "sd35m_stage5": [FEW_STEPS, *SMALL, "model.reward.detect=false"],
     "sd3_pickscore": [FEW_EVALUATION_STEPS, *SMALL],
     "tiny_shapes": ["seed_everything=3"],  # a seed with a spread of rewards in both iterations
-    **{f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL] for method in ("awm", "dgpo", "flowgrpo", "nft")},
+    **{f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL] for method in ("awm", "dgpo", "flowgrpo", "nft", "ram")},
 }
 REPEATS = (
     "sd3_pickscore",  # trained and exported below
@@ -80,7 +81,7 @@ REPEATS = (
     *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
     *("qwen_image_pickscore", "flux2_klein_pickscore", "sd15_aesthetic"),
     *("sd3_pickscore_nft", "kontext_edit", "z_image_pickscore", "flux_multireward", "sdxl_preference"),
-    *("sd3_pickscore_flowgrpo", "sd35m_stage5", "tiny_ocr_pretrain"),
+    *("sd3_pickscore_flowgrpo", "sd3_pickscore_ram", "sd35m_stage5", "tiny_ocr_pretrain"),
 )
 """The stages are sd3_pickscore with other rewards; pre-trainings differ in their pictures, other methods in their loss,
 and recipes of the other families in their network."""

@@ -71,7 +71,7 @@ def test_the_kl_to_the_reference_in_float64(policy):
     spread_copies(policy, objective)
     before = weights(policy)
     experience = prepare(policy, objective)
-    assert experience.extras.keys() == {"kl_prediction"}
+    assert experience.extras.keys() == {"reference_prediction"}
     assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())
     pairs = Pairs64(policy, experience)
     start = pairs.x_of(pairs.predict_with(objective.copies["reference"]))

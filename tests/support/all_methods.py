@@ -1,6 +1,6 @@
 """Every training method in a small setting, and what it costs."""
 
-from lit_vgrpo import AWM, DGPO, EPG, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec
+from lit_vgrpo import AWM, DGPO, EPG, RAM, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec
 from lit_vgrpo.core.surrogate import TimeGrid
 from lit_vgrpo.core.types import ScoutSpec
 
@@ -9,6 +9,7 @@ SDE = {"solver": "flow_sde", "steps": S}
 SHARED = {**SDE, "shared_noise": True}
 WIDENING = {"noisiest": 2, "widen_over": 2}
 GUIDED = RolloutSpec(**SDE, guidance=2.0)
+PURE_NOISE = {"share_pairs": "group", "share_passes": "pure_noise"}
 ANCHOR = {"anchor_weight": 1.0, "anchor_decay": 0.3}
 
 
@@ -42,6 +43,9 @@ METHODS = {
     "DGPO, moving": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5, reference="moving"), 1, (S, 4, 8)),
     "EPG": (lambda: EPG(RolloutSpec(steps=S)), 1, (S, S - 1, 2 * (S - 1))),
     "PEPG, on-policy": (lambda: EPG(RolloutSpec(steps=S), decay_type=0, proximal=True), 2, (S, 2 * S - 2, 2 * S - 2)),
+    "RAM": (lambda: RAM(RolloutSpec(steps=S), 4), 1, (S, 4, 8)),
+    "RAM, pure noise": (lambda: RAM(RolloutSpec(steps=S), 2, **PURE_NOISE), 2, (S, 2 + 2 / 4, 2 * (1 + 1 / 4))),
+    "RVM": (lambda: RAM(RolloutSpec(steps=S), 4, old_decay_max=0.0, kl_weight=0.0), 1, (S, 4, 0)),
     "AWM, anchor": (lambda: AWM(RolloutSpec(steps=S), kl_weight=0.0, ema_weight=0.0, **ANCHOR), 1, (S, 6, 6)),
     "MixGRPO, anchor": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, **ANCHOR), 1, (S, 4, 4)),
 }
@@ -53,6 +57,7 @@ VARIANTS = (
     "V-GRPO, widening",
     "DiffusionNFT, on-policy",
     "PEPG, on-policy",
+    "RVM",
     "Flow-GRPO, cps",
     "Flow-GRPO, guard",
     "MixGRPO, Flash",

@@ -1,0 +1,69 @@
+"""NormGuard in every method on pairs: the penalty and its gradient in float64, and the passes it costs."""
+
+import pytest
+import torch
+from pair_methods import Pairs64, assert_same_gradient, loss_and_gradient, nudge, pixel_mean, prepare, spread_copies
+
+from lit_vgrpo.core.records import PassLedger
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.objectives import AWM, DGPO, EPG, VGRPO, DiffusionNFT
+from lit_vgrpo.objectives.pairs import norm_excess
+
+SIZES = Sizes(2, 3, micro_batch_size=6)
+METHODS = {
+    "V-GRPO": (VGRPO, {"num_mc_samples": 2}),
+    "V-GRPO, KL to the start": (VGRPO, {"num_mc_samples": 2, "kl_weight": 0.3, "kl_to": "reference"}),
+    "V-GRPO, pure noise": (VGRPO, {"num_mc_samples": 2, "share_passes": "pure_noise"}),
+    "AWM": (AWM, {"num_times": 2, "kl_weight": 0.0}),
+    "DiffusionNFT": (DiffusionNFT, {"num_times": 2}),
+    "EPG, no KL": (EPG, {"num_times": 2, "kl_weight": 0.0}),
+    "DGPO": (DGPO, {"num_times": 2, "noisiest": 4}),
+    "DGPO, moving, no KL": (DGPO, {"num_times": 2, "noisiest": 4, "reference": "moving", "kl_weight": 0.0}),
+}
+
+
+def make(name, **options):
+    cls, given = METHODS[name]
+    return cls(RolloutSpec(steps=5), **given, **options)
+
+
+def test_the_excess_is_that_of_the_root_mean_square():
+    v, start = torch.tensor([[[3.0, 4.0]], [[1.0, 1.0]]]), torch.tensor([[[1.0, 7.0]], [[1.0, 0.0]]])
+    found = norm_excess(v, start)
+    assert found.tolist() == [[0.0], [pytest.approx(1 - 0.5**0.5)]]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_penalty_in_float64(policy, name):
+    guarded, plain = make(name, norm_weight=7.0), make(name)
+    spread_copies(policy, guarded)
+    nudge(policy, seed=9)
+    experience = prepare(policy, guarded)
+    guarded.before_update(policy, [experience])
+    pairs = Pairs64(policy, experience)
+    start = pairs.predict_with(guarded.copies["reference"])
+
+    def penalty(v):
+        excess = pixel_mean(v**2).sqrt() - pixel_mean(start**2).sqrt()
+        assert (excess > 0).any()
+        return 7 * excess.clamp(min=0).square().mean()
+
+    expected, direction = pairs.loss_and_gradient(penalty)
+    (loss, gradient), (less, rest) = (loss_and_gradient(policy, one, [experience]) for one in (guarded, plain))
+    assert loss - less == pytest.approx(expected, rel=5e-3)
+    assert_same_gradient(gradient - rest, direction, rtol=5e-3)
+    metrics = guarded.loss(policy, experience)[1]
+    assert metrics["norm_excess"].shape == (6,)
+    assert "norm_excess" not in plain.loss(policy, experience)[1]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_pays_for_the_start_once(policy, name):
+    objective, ledger = make(name, norm_weight=1.0), PassLedger()
+    ledger.attach(policy.network)
+    objective.setup(policy)
+    prepare(policy, objective, ledger=ledger)
+    planned = objective.prediction_passes(SIZES)
+    assert planned["reference"] == planned["update"]
+    assert ledger.counts["reference"] == {"with_grad": 0, "without_grad": 6 * planned["reference"]}

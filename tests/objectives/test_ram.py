@@ -1,0 +1,135 @@
+"""RAM and RVM against arithmetic in float64, on small real pipelines."""
+
+import pytest
+import torch
+from pair_methods import (
+    ADVANTAGES,
+    Pairs64,
+    assert_same_gradient,
+    loss_and_gradient,
+    nudge,
+    pixel_mean,
+    prepare,
+    roll,
+    spread_copies,
+    weights,
+)
+
+from lit_vgrpo.core.records import PassLedger
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.surrogate import TimeGrid
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.objectives import AWM, RAM
+from lit_vgrpo.objectives.ram import velocity_matching
+
+SIZES = Sizes(2, 3, micro_batch_size=6)
+STEPS = RolloutSpec(steps=4)
+ON_POLICY = {"old_decay_max": 0.0, "time_power": 0.0}
+SETTINGS = {
+    "RAM": {"reward_weight": 20.0},
+    "RAM, clamped": {"reward_weight": 20.0, "advantage_clip": 0.7, "kl_weight": 3.0, "times": "sampler"},
+    "RAM, pure noise": {"share_pairs": "group", "share_passes": "pure_noise", "times": TimeGrid(8)},
+    "RVM": {"reward_weight": 0.1, "kl_weight": 0.3, **ON_POLICY},
+    "RVM, no anchor": {"reward_weight": 0.1, "kl_weight": 0.0, **ON_POLICY},
+}
+
+
+def test_the_loss_and_its_gradient_by_hand():
+    v = torch.tensor([[[1.0, 2.0]]], requires_grad=True)
+    loss = velocity_matching(v, torch.tensor([[[3.0, -5.0]]]))
+    assert loss.tolist() == [[(9 + 25) / 4]]
+    loss.sum().backward()
+    assert v.grad.tolist() == [[[1.5, -2.5]]]
+
+
+@pytest.mark.parametrize("network", ["flow", "flow-lora"], indirect=True)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_loss_and_gradient_equal_the_papers_in_float64(network, name):
+    objective = RAM(STEPS, 3, **SETTINGS[name])
+    spread_copies(network, objective)
+    experience = prepare(network, objective)
+    pairs = Pairs64(network, experience)
+    start, old = (
+        pairs.predict_with(objective.copies[key]) if key in objective.copies else None for key in ("reference", "old")
+    )
+    bound = objective.advantage_clip or 9.0
+    a = objective.reward_weight * ADVANTAGES.double().clamp(-bound, bound)[:, None, None, None, None]
+    density = 2 * pairs.times.double() if objective.time_power else 1.0
+
+    def paper(v):
+        if name.startswith("RAM"):  # the target is sg(v_start + w A (u - v_old)), at its weight lambda
+            step = objective.kl_weight * (v - start) - a * (pairs.target - old)
+        else:
+            step = a * (v - pairs.target) + (0 if start is None else 0.3 * (v - start))
+        target = (v - step).detach()
+        return (density * pixel_mean((v - target) ** 2)).mean() / 2
+
+    expected, expected_gradient = pairs.loss_and_gradient(paper)
+    loss, gradient = loss_and_gradient(network, objective, [experience])
+    assert loss == pytest.approx(expected, rel=1e-3)
+    assert_same_gradient(gradient, expected_gradient)
+    _, in_micros = loss_and_gradient(network, objective, experience.micro_batches(2))
+    assert_same_gradient(in_micros, gradient)
+
+
+def test_on_policy_its_gradient_is_half_that_of_awm(policy):
+    objective = RAM(STEPS, 3, reward_weight=0.2, kl_weight=0.4, **ON_POLICY)
+    awm = AWM(STEPS, 3, weighting="uniform", clip=None, kl_weight=0.4, ema_weight=0.0)
+    objective.setup(policy)
+    awm.setup(policy)
+    nudge(policy)
+    experience = prepare(policy, objective)
+    experience.advantages = ADVANTAGES  # 0.2 A, and AWM's A / 5
+    _, gradient = loss_and_gradient(policy, objective, [experience])
+    experience.advantages = ADVANTAGES / 5
+    _, expected = loss_and_gradient(policy, awm, [experience])
+    assert_same_gradient(2 * gradient, expected, rtol=1e-5)
+
+
+def test_the_times_are_weighted_to_a_density_of_2t(policy):
+    objective = RAM(STEPS, 200)
+    objective.setup(policy)
+    times = prepare(policy, objective).pairs.times
+    assert float((2 * times).mean()) == pytest.approx(1, abs=1e-3)
+    assert float((2 * times * times).mean()) == pytest.approx(2 / 3, abs=2e-3)
+    assert len({tuple(row) for row in times.tolist()}) == 6
+
+
+def test_the_slow_copy_rolls_out_and_follows_every_step(policy):
+    objective = RAM(RolloutSpec(steps=2))
+    objective.setup(policy)
+    before, start = roll(policy, objective).latents, weights(policy)
+    nudge(policy)
+    assert torch.equal(roll(policy, objective).latents, before)
+    for done, kept in ((29, 0.3), (999, 0.9)):
+        objective.copies["old"].load_state_dict(start)
+        objective.num_updates = done
+        objective.after_update(policy)
+        moved = weights(policy)
+        for name, tensor in objective.copies["old"].tensors.items():
+            expected = kept * start[name].double() + (1 - kept) * moved[name].double()
+            torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_passes_and_what_is_refused(policy):
+    objective, ledger = RAM(STEPS, 3, old_decay_max=0.0), PassLedger()
+    ledger.attach(policy.network)
+    objective.setup(policy)
+    prepare(policy, objective, updates=3, ledger=ledger)
+    assert objective.prediction_passes(SIZES) == {"update": 3, "reference": 3}
+    assert "old" not in ledger.counts
+    shared = RAM(STEPS, 3, share_pairs="group", share_passes="pure_noise")
+    assert shared.prediction_passes(SIZES) == dict.fromkeys(("update", "old", "reference"), 2 + 1 / 3)
+    assert RAM(STEPS).prediction_passes(SIZES) == dict.fromkeys(("update", "old", "reference"), 8)
+    with pytest.raises(ValueError, match="share_passes='pure_noise' has no effect with share_pairs=none"):
+        RAM(share_passes="pure_noise")
+    with pytest.raises(ValueError, match=r"old_decay_rate=0.5 has no effect with old_decay_max=0"):
+        RAM(old_decay_rate=0.5, old_decay_max=0.0)
+    (line,) = RAM(RolloutSpec("flow_sde")).check(SIZES)
+    assert "is an SDE, but RAM" in line
+
+
+def test_published_settings():
+    objective = RAM()
+    assert (objective.num_times, objective.reward_weight, objective.kl_weight) == (8, 100.0, 1.0)
+    assert (objective.spec.solver, objective.spec.steps, objective.old_decay_max) == ("euler", 20, 0.9)
