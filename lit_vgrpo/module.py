@@ -157,7 +157,7 @@ class VGRPOModule(L.LightningModule):
         self.ledger.count_images(len(scores))
         replayed = self.replay.exchange(rollout, advantages, batch) if self.objective.replay else None
         return Iteration.prepared(
-            self.objective, self.policy, rollout, advantages, record, batch, self.ledger, replayed
+            self.objective, self.policy, rollout, advantages, record, batch, self.ledger, replayed, self.reward
         )
 
     # --- one update ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.rewards import Weighted
 
 SAVED_OF_RECORD = (
     *("iteration", "rewards", "group_ids", "parts", "errors", "images"),
@@ -61,16 +62,23 @@ class Iteration:
         batch: PromptBatch,
         ledger: PassLedger,
         replayed: tuple[Rollout, Tensor] | None = None,
+        reward: Weighted | None = None,
     ) -> Iteration:
         """Return the iteration with the loss's inputs for this rank's images, in the order of the batch's updates.
 
         Args:
             advantages: Advantages of this rank's images, ``(B,)``, in rollout order.
             replayed: The previous iteration's images and advantages to train on as well; see :class:`Replay`.
+            reward: The reward, for a method that takes its gradient.
         """
         context = PrepareContext(
             policy, rollout, advantages, batch.micro_batch_size, batch.updates, ledger, batch.later
         )
+        if objective.takes_reward_gradient:
+            groups = [batch.slots.index(slot) for slot in rollout.group_ids.tolist()]
+            asked, rows = [batch.prompts[group] for group in groups], [batch.rows[group] for group in groups]
+            context = replace(context, reward=reward, prompts=asked, data_rows=rows)
+            record = replace(record, has_advantage=True)  # it trains on every image
         with timed(record.seconds, "prepare"):
             if not record.has_advantage:
                 experience, replayed = context.experience(), None
