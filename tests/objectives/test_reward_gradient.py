@@ -1,7 +1,6 @@
 """RewardGradient against the papers' definitions in float64, its gradient by the reward, and what it refuses."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,13 +19,13 @@ from lit_vgrpo.rewards import PythonReward, Weighted
 PROMPTS = ["a red circle on the left", "a blue square"]
 GROUP, S, ITERATION, SEED = 3, 6, 2, 5
 SIZES = Sizes(2, GROUP, 1, 3)
-RAMP = torch.linspace(0.5, 1.5, 32)
 
 
 def closeness(images, prompts):
     """How near pictures are to a grey that depends on the prompt, more so on the right; (B,)."""
     grey = torch.tensor([len(prompt) / 50 for prompt in prompts], dtype=images.dtype)
-    return -((images - grey[:, None, None, None]).square() * RAMP.to(images.dtype)).mean((1, 2, 3))
+    ramp = torch.linspace(0.5, 1.5, images.shape[3], dtype=images.dtype)
+    return -((images - grey[:, None, None, None]).square() * ramp).mean((1, 2, 3))
 
 
 REWARD = Weighted([PythonReward(closeness, differentiable=True)])
@@ -144,3 +143,81 @@ def test_loss_and_gradient_are_those_of_the_definition(policy, name):
     expected, direction = Wide(policy, CASES[name].get("guidance", 1)).loss_and_gradient(objective)
     assert loss == pytest.approx(expected, abs=1e-6)
     assert_same_gradient(gradient, direction.float(), rtol=1e-4)
+
+
+def test_a_crop_has_the_gradient_of_its_window_alone(policy):
+    objective = make()
+    context = context_of(policy, objective)
+    latents, images = context.rollout.latents[:4], torch.tensor([0, 1, 4, 4])
+    scores, gradient = score_gradient(context, latents, images, crop=0.5)
+    side = latents.shape[-1]
+    for z, image, score, found in zip(latents, images, scores, gradient, strict=True):
+        rows, columns = (found.abs().amax(dims).nonzero().flatten() for dims in ((0, 2), (0, 1)))
+        window = [slice(int(part[0]), int(part[0]) + side // 2) for part in (rows, columns)]
+        assert len(rows) == len(columns) == side // 2
+        leaf = z[None, :, window[0], window[1]].clone().requires_grad_()
+        expected = REWARD.with_gradient(policy.decode_with_gradient(leaf), [context.prompts[image]], [{}])
+        torch.testing.assert_close(score, expected[0].detach())
+        torch.testing.assert_close(found[:, window[0], window[1]], torch.autograd.grad(expected[0], leaf)[0][0])
+    assert gradient[2].abs().max() > 0  # the same image twice, with the same window
+    assert torch.equal(gradient[2] != 0, gradient[3] != 0)
+    assert context.ledger.counts == {"vae": {"with_grad": 4, "without_grad": 0}}
+
+
+def test_an_image_s_gradient_does_not_depend_on_the_others(policy):
+    context = context_of(policy, make())
+    whole = score_gradient(context, context.rollout.latents, torch.arange(6))
+    alone = score_gradient(context, context.rollout.latents[4:], torch.tensor([4, 5]))
+    assert all(torch.equal(of_all[4:], of_two) for of_all, of_two in zip(whole, alone, strict=True))
+
+
+def test_the_vae_recomputes_its_blocks_and_decodes_the_same(policy):
+    latents = torch.randn(2, *policy.latent_shape)
+    before = policy.decode(latents)
+    leaf = latents.clone().requires_grad_()
+    policy.decode_with_gradient(leaf).sum().backward()
+    assert policy.pipeline.vae.is_gradient_checkpointing
+    assert leaf.grad.abs().min() > 0
+    torch.testing.assert_close(policy.decode_with_gradient(leaf).detach(), before)
+    torch.testing.assert_close(policy.decode(latents), before)
+
+
+def test_later_steps_are_drawn_more_often():
+    drawn = [active_steps(4, 2, 1.0, seeded_generator(number)) for number in range(2000)]
+    assert all(first < second for first, second in drawn)
+    firsts = torch.tensor([active_steps(4, 1, 1.0, seeded_generator(number))[0] for number in range(4000)])
+    shares = firsts.bincount(minlength=4) / 4000
+    torch.testing.assert_close(shares, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.03, rtol=0)
+    assert active_steps(4, 4, 1.0, seeded_generator(0)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("objective", "line"),
+    [
+        (RewardGradient(RolloutSpec("dpm++", 6)), "rollout.solver=dpm++: RewardGradient differentiates Euler's steps"),
+        (RewardGradient(RolloutSpec("flow_sde", 6)), "rollout.solver=flow_sde: RewardGradient differentiates"),
+        (make(num_steps=7), "num_steps=7 exceeds model.objective.rollout.steps=6. Use at most 6."),
+        (RewardGradient(RolloutSpec("euler", 3)), "num_steps=4 exceeds model.objective.rollout.steps=3"),
+        (make(variant="draft_lv", num_steps=2), "num_steps has no effect with variant=draft_lv"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_line(objective, line):
+    (error,) = objective.check(SIZES)
+    assert error.startswith(f"model.objective.{line}")
+
+
+def test_families_that_cannot_be_differentiated_are_one_line():
+    assert make().check(SIZES) == make().policy_errors(SD3Policy) == []
+    assert "it is not defined on a variance-preserving path" in make().policy_errors(UNetPolicy)[0]
+    blind = type("BlindPolicy", (SD3Policy,), {"decodes_with_gradient": False})
+    assert make().policy_errors(blind) == [
+        "model.objective=RewardGradient does not work on BlindPolicy: its decode has no gradient."
+    ]
+
+
+def test_a_loop_without_a_reward_is_told_what_to_give(policy):
+    objective = make()
+    context = context_of(policy, objective)
+    bare = PrepareContext(policy, context.rollout, context.advantages, 3)
+    with pytest.raises(RuntimeError, match="Give PrepareContext reward, prompts and data_rows"):
+        objective.prepare(bare)

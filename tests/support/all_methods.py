@@ -1,6 +1,6 @@
 """Every training method in a small setting, and what it costs."""
 
-from lit_vgrpo import AWM, DGPO, EPG, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec
+from lit_vgrpo import AWM, DGPO, EPG, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RewardGradient, RolloutSpec
 from lit_vgrpo.core.surrogate import TimeGrid
 from lit_vgrpo.core.types import ScoutSpec
 
@@ -43,6 +43,10 @@ METHODS = {
     "EPG": (lambda: EPG(RolloutSpec(steps=S)), 1, (S, S - 1, 2 * (S - 1))),
     "PEPG, on-policy": (lambda: EPG(RolloutSpec(steps=S), decay_type=0, proximal=True), 2, (S, 2 * S - 2, 2 * S - 2)),
     "AWM, anchor": (lambda: AWM(RolloutSpec(steps=S), kl_weight=0.0, ema_weight=0.0, **ANCHOR), 1, (S, 6, 6)),
+    "FlowBP": (lambda: RewardGradient(RolloutSpec(steps=S)), 1, (S, 4, 0)),
+    "ReFL": (lambda: RewardGradient(RolloutSpec(steps=S), "refl"), 1, (S, 1, 1)),
+    "DRaFT-K": (lambda: RewardGradient(RolloutSpec(steps=S), "draft_k", num_steps=2), 2, (S, 2 * 2, 0)),
+    "DRaFT-LV": (lambda: RewardGradient(RolloutSpec(steps=S), "draft_lv"), 1, (S, 3, 2)),
     "MixGRPO, anchor": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, **ANCHOR), 1, (S, 4, 4)),
 }
 REPLAYED = {"V-GRPO, replay": (lambda: shared_passes(replay=True, clip=0.01), 2, None)}
@@ -56,5 +60,8 @@ VARIANTS = (
     "Flow-GRPO, cps",
     "Flow-GRPO, guard",
     "MixGRPO, Flash",
+    "ReFL",
+    "DRaFT-K",
+    "DRaFT-LV",
 )
 """Another setting of a method, with no state between iterations of its own."""
