@@ -1,4 +1,4 @@
-"""The gradient of a differentiable reward with respect to the latents of images."""
+"""The gradient of a differentiable reward with respect to latents, and what methods that train on it share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.batches import in_batches
-from lit_vgrpo.core.noise import STREAM_CROPS, image_generators
+from lit_vgrpo.core.noise import STREAM_CROPS, STREAM_RENOISED, image_generators, unit_noise
 from lit_vgrpo.objectives.base import PrepareContext
 
 
@@ -53,3 +53,34 @@ def score_gradient(
     both = in_batches(of_batch, policy.decode_batch_size, latents, images.cpu())
     context.ledger.count_decoded(len(latents))
     return both[:, 0], both[:, 1:].view_as(latents)
+
+
+def active_steps(steps: int, number: int, late_bias: float, generator: torch.Generator) -> list[int]:
+    """Draw different steps of a rollout with probabilities in proportion to ``(i + 1)^late_bias``, ascending."""
+    weights = torch.arange(1, steps + 1, dtype=torch.float64) ** late_bias
+    return sorted(torch.multinomial(weights, number, generator=generator).tolist())
+
+
+def renoised(context: PrepareContext, number: int, t: Tensor) -> Tensor:
+    """Return the rollout's images with new noise at a time ``t (1,)``, ``(B, number, C, h, w)``."""
+    rollout, home = context.rollout, context.rollout.latents.device
+    generators = image_generators(STREAM_RENOISED, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
+    noise = unit_noise(generators, (number, *rollout.latents.shape[1:])).to(home)
+    copies = rollout.latents.repeat_interleave(number, dim=0)
+    return context.policy.path.interpolate(copies, noise.flatten(0, 1), t.expand(len(copies)).to(home)).view_as(noise)
+
+
+def linearised(losses: Tensor, gradient: Tensor, images: Tensor) -> Tensor:
+    """Return ``l + <dl/dx, x - sg(x)>``, which has the value and the gradient of the loss where they were taken.
+
+    Args:
+        losses: ``(M, N)``.
+        gradient: Their gradient with respect to the images, ``(M, N, C, h, w)``.
+        images: ``(M, N, C, h, w)``, up to a constant; carries grad.
+    """
+    return losses + (gradient * (images - images.detach())).flatten(2).sum(2)
+
+
+def expanded(values: Tensor) -> Tensor:
+    """Return values ``(...)`` with the dimensions of latents, ``(..., 1, 1, 1)``."""
+    return values[..., None, None, None]

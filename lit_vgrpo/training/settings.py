@@ -125,8 +125,8 @@ def _gradient_errors(module: Any) -> list[str]:
         return []
     method, names = type(module.objective).__name__, ", ".join(module.reward.part_names)
     return [
-        f"model.objective={method} trains on the reward's gradient, but model.reward ({names}) has none. Use "
-        "PickScore, HPSv2, CLIPScore, ImageReward, AestheticScore or SmoothShapesReward, or a function with differentiable: true."
+        f"model.objective={method} trains on the reward's gradient, but model.reward ({names}) has none. Use one "
+        "such as PickScore, HPSv2, ImageReward or SmoothShapesReward, or a function with differentiable: true."
     ]
 
 

@@ -11,8 +11,7 @@ from lit_vgrpo.core.noise import STREAM_RENOISED, STREAM_ROLLOUT, image_generato
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import Conditioning, RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.reward_gradient import active_steps
-from lit_vgrpo.objectives.score_gradient import score_gradient
+from lit_vgrpo.objectives.score_gradient import active_steps, score_gradient
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
 from lit_vgrpo.rewards import PythonReward, Weighted
 
@@ -196,8 +195,8 @@ def test_later_steps_are_drawn_more_often():
     [
         (RewardGradient(RolloutSpec("dpm++", 6)), "rollout.solver=dpm++: RewardGradient differentiates Euler's steps"),
         (RewardGradient(RolloutSpec("flow_sde", 6)), "rollout.solver=flow_sde: RewardGradient differentiates"),
-        (make(num_steps=7), "num_steps=7 exceeds model.objective.rollout.steps=6. Use at most 6."),
-        (RewardGradient(RolloutSpec("euler", 3)), "num_steps=4 exceeds model.objective.rollout.steps=3"),
+        (make(num_steps=7), "num_steps=7 exceeds rollout.steps=6. Use at most 6."),
+        (RewardGradient(RolloutSpec("euler", 3)), "num_steps=4 exceeds rollout.steps=3"),
         (make(variant="draft_lv", num_steps=2), "num_steps has no effect with variant=draft_lv"),
     ],
 )

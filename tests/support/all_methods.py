@@ -46,7 +46,7 @@ METHODS = {
     "FlowBP": (lambda: RewardGradient(RolloutSpec(steps=S)), 1, (S, 4, 0)),
     "ReFL": (lambda: RewardGradient(RolloutSpec(steps=S), "refl"), 1, (S, 1, 1)),
     "DRaFT-K": (lambda: RewardGradient(RolloutSpec(steps=S), "draft_k", num_steps=2), 2, (S, 2 * 2, 0)),
-    "DRaFT-LV": (lambda: RewardGradient(RolloutSpec(steps=S), "draft_lv"), 1, (S, 3, 2)),
+    "DRaFT-LV": (lambda: RewardGradient(RolloutSpec(steps=S), "draft_lv"), 1, (S, 3, 3)),
     "MixGRPO, anchor": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, **ANCHOR), 1, (S, 4, 4)),
 }
 REPLAYED = {"V-GRPO, replay": (lambda: shared_passes(replay=True, clip=0.01), 2, None)}
