@@ -254,8 +254,9 @@ class PipelinePolicy(nn.Module):
 
         Latents may be a crop. The clamp to [0, 1] passes no gradient outside.
         """
-        with suppress(ValueError):  # this VAE cannot
-            self.pipeline.vae.enable_gradient_checkpointing()
+        if not self.pipeline.vae.is_gradient_checkpointing:
+            with suppress(ValueError):  # this VAE cannot
+                self.pipeline.vae.enable_gradient_checkpointing()
         return self._decoded(latents)
 
     @in_own_precision
