@@ -137,7 +137,7 @@ class VGRPOModule(L.LightningModule):
         )
         self.ledger.count_images(len(scores))
         return Iteration.prepared(
-            self.objective, self.policy, rollout, advantages, record, batch, self.ledger, self.replay
+            self.objective, self.policy, rollout, advantages, record, batch, self.ledger, self.replay, self.reward
         )
 
     # --- one update ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor
 STREAM_ROLLOUT, STREAM_PAIRS, STREAM_HELDOUT, STREAM_DATA = 1, 2, 3, 4
 STREAM_GROUP_NOISE, STREAM_SDE, STREAM_TIMES, STREAM_STEPS = 5, 6, 7, 8
 STREAM_BASES = 9
+STREAM_ACTIVE, STREAM_RENOISED, STREAM_CROPS = 12, 13, 14
 
 WORTH_A_THREAD = 2**18
 """Number of values below which one thread is faster than several: about 1 ms of work."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from PIL import Image
 from torch import Tensor
@@ -39,7 +41,7 @@ def centre_cropped(images: Tensor, size: int) -> Tensor:
     in floats, and 10 to 22 % of the pixels differ from PIL's, by up to 8 levels.
 
     Args:
-        images: Shape ``(b, 3, H, W)``, uint8, on the CPU.
+        images: Shape ``(b, 3, H, W)``: uint8 on the CPU, or floats in [0, 1], whose gradient is kept.
         size: Side of the square, pixels.
 
     Returns:
@@ -49,14 +51,25 @@ def centre_cropped(images: Tensor, size: int) -> Tensor:
     from torchvision.transforms.v2 import functional as F
 
     pixels = F.resize(images, [size], InterpolationMode.BICUBIC, antialias=True)  # rounds like PIL
-    return F.normalize(F.center_crop(pixels, [size, size]).float() / 255, CLIP_MEAN, CLIP_STD)
+    return clip_normalised(F.center_crop(pixels, [size, size]))
+
+
+def clip_normalised(pixels: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD) -> Tensor:
+    """Return pixels ``(b, 3, H, W)`` normalised, float32; uint8 is scaled to [0, 1], and floats are clipped to it.
+
+    Bicubic resizing overshoots, which uint8 cannot hold.
+    """
+    from torchvision.transforms.v2 import functional as F
+
+    scaled = pixels.clamp(0, 1) if pixels.is_floating_point() else pixels.float() / 255
+    return F.normalize(scaled, list(mean), list(std))
 
 
 def letterboxed(images: Tensor, size: int) -> Tensor:
     """Return images with their longer side resized to ``size``, padded to a black square, normalised as for CLIP.
 
     Args:
-        images: Shape ``(b, 3, H, W)``, uint8.
+        images: Shape ``(b, 3, H, W)``: uint8, or floats in [0, 1], whose gradient is kept.
         size: Side of the square, pixels.
 
     Returns:
@@ -68,7 +81,8 @@ def letterboxed(images: Tensor, size: int) -> Tensor:
     scale = size / max(images.shape[-2:])
     height, width = (round(side * scale) for side in images.shape[-2:])
     # resized as floats, without clipping bicubic overshoots to [0, 1], as in HPSv2
-    pixels = F.resize(images.float() / 255, [height, width], InterpolationMode.BICUBIC, antialias=True)
+    pixels = images if images.is_floating_point() else images.float() / 255
+    pixels = F.resize(pixels, [height, width], InterpolationMode.BICUBIC, antialias=True)
     left, top = (size - width) // 2, (size - height) // 2
     pixels = F.pad(pixels, [left, top, size - width - left, size - height - top])
     return F.normalize(pixels, CLIP_MEAN, CLIP_STD)

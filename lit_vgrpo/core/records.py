@@ -18,6 +18,8 @@ BACKWARD = 2
 
 NOT_TRAINING = ("evaluation", "samples", "diagnostics")
 """Phases that training does not need."""
+VAE = "vae"
+"""Phase of the images that are decoded with gradient."""
 
 
 @dataclass
@@ -144,7 +146,8 @@ class Stopwatch:
 class PassLedger:
     """Counter of the images that pass through a network, by a hook; classifier-free guidance counts twice.
 
-    Backward passes and recomputation by activation checkpointing are not counted.
+    Backward passes and recomputation by activation checkpointing are not counted. Images that are decoded with
+    gradient are counted apart, as a phase that is not part of training's passes: the VAE is not the network.
 
     Attributes:
         ranks: Number of ranks doing the same work; this rank's passes are multiplied by it.
@@ -173,6 +176,15 @@ class PassLedger:
         phase = self.counts.setdefault(self.current_phase, {"with_grad": 0, "without_grad": 0})
         phase["with_grad" if torch.is_grad_enabled() else "without_grad"] += len(sample) * self.ranks
 
+    def count_decoded(self, number: int) -> None:
+        """Count this rank's images decoded with gradient."""
+        self.counts.setdefault(VAE, {"with_grad": 0, "without_grad": 0})["with_grad"] += number * self.ranks
+
+    @property
+    def decoded_with_gradient(self) -> int:
+        """Images decoded with gradient, over all ranks."""
+        return self.counts.get(VAE, {}).get("with_grad", 0)
+
     def count_images(self, number: int) -> None:
         """Count images rolled out for training."""
         self.images += number
@@ -187,8 +199,8 @@ class PassLedger:
             self.current_phase = before
 
     def training_counts(self) -> dict[str, dict[str, int]]:
-        """Return the counts of all phases except evaluation, sample grids and diagnostics."""
-        return {name: count for name, count in self.counts.items() if name not in NOT_TRAINING}
+        """Return the counts of the network in all phases except evaluation, sample grids and diagnostics."""
+        return {name: count for name, count in self.counts.items() if name not in (*NOT_TRAINING, VAE)}
 
     def training_passes(self) -> int:
         """Return all passes except those of evaluation, sample grids and diagnostics."""

@@ -27,6 +27,7 @@ def rollout_batches(
     *,
     device: torch.device | None = None,
     record_means: bool = False,
+    record: Sequence[int] = (),
 ) -> Generator[Rollout, None, None]:
     """Sample the images of a request, one forward batch at a time: noise, then the ODE or the SDE.
 
@@ -35,6 +36,7 @@ def rollout_batches(
     Args:
         device: Device that stores the images and embeddings; ``None`` uses the network's device.
         record_means: Keep the mean of every SDE step.
+        record: Steps of an ODE whose first latents are kept, ascending.
 
     Yields:
         The next ``request.batch_size`` images, in the order of ``request.layout()``.
@@ -59,7 +61,7 @@ def rollout_batches(
         of_images = generators(STREAM_SDE, image_ids.tolist())
         batches = _chain_batches(policy, conditioning, rows, spec, noise, request.batch_size, of_images, record_means)
     else:
-        batches = _ode_batches(policy, conditioning, rows, spec, noise, request.batch_size)
+        batches = _ode_batches(policy, conditioning, rows, spec, noise, request.batch_size, record)
     start = 0
     with closing(batches):
         for latents, schedule, trajectory in batches:
@@ -116,6 +118,7 @@ def _ode_batches(
     spec: RolloutSpec,
     noise: Tensor,
     batch_size: int | None,
+    record: Sequence[int] = (),
 ) -> Generator[Batch, None, None]:
     size = batch_size or len(noise)
     with policy.sampling(spec):
@@ -126,8 +129,14 @@ def _ode_batches(
             scheduler = policy.scheduler(spec.solver, spec.steps)
             z = filled(noise[part], size).to(policy.device).float()
             schedule = policy.scheduler_times(scheduler).to(z.device)
-            z = _integrate(policy, cond, spec, z, scheduler, schedule)
-            yield z[: len(noise[part])].to(noise.device), schedule.to(noise.device), None
+            kept: dict[int, Tensor] = {}
+            z = _integrate(policy, cond, spec, z, scheduler, schedule, kept if record else None)
+            latents, trajectory = z[: len(noise[part])].to(noise.device), None
+            if record:
+                states = torch.stack([kept[index][: len(latents)].to(noise.device) for index in record], dim=1)
+                times = schedule[list(record)].to(noise.device)
+                trajectory = Trajectory(states, latents.new_zeros(len(latents), 0), None, times, second_time=0.0)
+            yield latents, schedule.to(noise.device), trajectory
 
 
 def _chain_batches(
@@ -218,9 +227,18 @@ def _integrate_tail(policy: Policy, cond: Conditioning, spec: RolloutSpec, z: Te
 
 
 def _integrate(
-    policy: Policy, cond: Conditioning, spec: RolloutSpec, z: Tensor, scheduler: Any, times: Tensor
+    policy: Policy,
+    cond: Conditioning,
+    spec: RolloutSpec,
+    z: Tensor,
+    scheduler: Any,
+    times: Tensor,
+    kept: dict[int, Tensor] | None = None,
 ) -> Tensor:
-    for timestep, t in zip(scheduler.timesteps, times, strict=True):
+    """Return the end of the ODE; the latents before each step are put into ``kept``, if given."""
+    for index, (timestep, t) in enumerate(zip(scheduler.timesteps, times, strict=True)):
+        if kept is not None:
+            kept[index] = z
         prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
         z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
     return z

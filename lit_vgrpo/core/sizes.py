@@ -29,12 +29,13 @@ class Plan:
     steps_per_iteration: int  # = length of the training loader on every rank
     is_settled: bool = True  # False until a micro-batch size of "auto" is chosen
 
-    def table(self, passes_per_image: Mapping[str, float] | None = None) -> str:
+    def table(self, passes_per_image: Mapping[str, float] | None = None, decodes_per_image: float = 0) -> str:
         """Return the plan as aligned text.
 
         Args:
             passes_per_image: Network passes per image by phase, such as ``{"rollout": 10, "train": 4}``; each phase
                 adds a row with the passes of one iteration over all ranks.
+            decodes_per_image: Likewise of the VAE, with gradient; 0 adds no row.
         """
         groups = str(self.groups_per_rank) if self.ranks_per_group == 1 else f"1/{self.ranks_per_group}"
         micro_batches = f"{self.micro_batches_per_update} of {self.micro_batch_size} images"
@@ -52,6 +53,8 @@ class Plan:
         for phase, passes in (passes_per_image or {}).items():
             total = passes * self.images_per_iteration
             rows.append((f"network passes, {phase}", f"{total:g} ({passes:g} per image)"))
+        if decodes := decodes_per_image * self.images_per_iteration:
+            rows.append(("VAE and reward, backward", f"{decodes:g} ({decodes_per_image:g} per image)"))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 

@@ -38,7 +38,7 @@ from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, log_recipe, ro
 from lit_vgrpo.training.optimizer import OptimizerConfig
 from lit_vgrpo.training.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
-from lit_vgrpo.training.settings import errors_under, limit_error
+from lit_vgrpo.training.settings import errors_under, gradient_note, limit_error
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
@@ -244,7 +244,9 @@ class RecipeCLI(LightningCLI):
         ranks = self.trainer.world_size
         sizes = replace(self.datamodule.sizes, ranks=ranks)
         plan = sizes.plan(ranks)  # raises where the sizes do not fit
-        return plan.table(self.model.objective.passes_per_image(sizes, self.model.policy))
+        objective = self.model.objective
+        table = plan.table(objective.passes_per_image(sizes, self.model.policy), objective.decodes_per_image())
+        return "\n".join([table, *gradient_note(self.model)])
 
     def about_prompts(self) -> list[str]:
         """Return lines on the prompts that were read, and on those that a reward cannot score."""

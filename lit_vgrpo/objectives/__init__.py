@@ -12,6 +12,7 @@ from lit_vgrpo.objectives.flow_grpo import FlowGRPO
 from lit_vgrpo.objectives.mix_grpo import MixGRPO
 from lit_vgrpo.objectives.nft import DiffusionNFT
 from lit_vgrpo.objectives.ram import RAM
+from lit_vgrpo.objectives.reward_gradient import RewardGradient
 from lit_vgrpo.objectives.vgrpo import VGRPO
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "ImageSource",
     "MixGRPO",
     "Objective",
+    "RewardGradient",
     "clipped_surrogate",
 ]

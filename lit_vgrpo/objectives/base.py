@@ -6,7 +6,7 @@ from the module of the last class, where a string from a base class is undefined
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -24,6 +24,7 @@ from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import Pairs, SharePasses
 from lit_vgrpo.core.types import Experience, Rollout, RolloutRequest, RolloutSpec
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.rewards import Weighted
 
 
 @dataclass
@@ -40,6 +41,10 @@ class PrepareContext:
         later: ``(K,)``, int64: the images that the first update does not train on, if every update takes a
             separate share; ``None`` if all updates train on all images.
         is_trial: The images are dummies for measuring memory.
+        reward: The reward, for a method that takes its gradient, see
+            :func:`~lit_vgrpo.objectives.score_gradient.score_gradient`.
+        prompts: Each image's prompt, for such a method.
+        data_rows: Each image's data row, likewise.
     """
 
     policy: Policy
@@ -50,6 +55,9 @@ class PrepareContext:
     ledger: PassLedger = field(default_factory=PassLedger)
     later: Tensor | None = None
     is_trial: bool = False
+    reward: Weighted | None = None
+    prompts: Sequence[str] = ()
+    data_rows: Sequence[Mapping[str, Any]] = ()
 
     def later_of(self, experience: Experience) -> Experience:
         """Return the images whose policy has moved by the time they are trained on, in the order of the updates."""
@@ -99,6 +107,8 @@ class Objective(ABC):
     """
 
     needs_reward: ClassVar[bool] = True
+    takes_reward_gradient: ClassVar[bool] = False
+    """True if it trains every image on the gradient of a differentiable reward instead of advantages."""
     advantage_std: ClassVar[AdvantageStd] = "global"
     advantage_aggregate: ClassVar[AdvantageAggregate] = "rewards"
     path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
@@ -114,6 +124,7 @@ class Objective(ABC):
     replay: bool = False
     antithetic: bool = False
     share_passes: SharePasses = "none"
+    decode_crop: float | None = None
 
     def __init__(
         self, training_guidance: GuidanceScale | None = None, reference_guidance: GuidanceScale | None = None
@@ -197,6 +208,10 @@ class Objective(ABC):
             passes[phase] = (1 + self.replay) * count * (reference if phase == "reference" else training)
         return passes
 
+    def decodes_per_image(self) -> float:
+        """Return the VAE's passes with gradient per image."""
+        return 0
+
     @abstractmethod
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         """Return predictions per image and phase, excluding the rollout; one with guidance counts once."""
@@ -233,11 +248,16 @@ class Objective(ABC):
         Args:
             spec: Sampling settings; ``None`` uses :meth:`rollout_spec`.
         """
-        means = self.records_means and spec is None
+        means, record = (
+            self.records_means and spec is None,
+            self.recorded_steps(request.iteration) if spec is None else (),
+        )
         spec = spec or self.rollout_spec(request.iteration)
         with (
             self.acting(policy),
-            closing(rollout_batches(policy, request, spec, device=self.rollout_device, record_means=means)) as batches,
+            closing(
+                rollout_batches(policy, request, spec, device=self.rollout_device, record_means=means, record=record)
+            ) as batches,
         ):
             yield from batches
 
@@ -249,6 +269,10 @@ class Objective(ABC):
     def records_means(self) -> bool:
         """True if the loss needs the mean of every SDE step as it was rolled out."""
         return False
+
+    def recorded_steps(self, iteration: int) -> Sequence[int]:
+        """Return the steps of an ODE whose first latents the loss needs, ascending."""
+        return ()
 
     @abstractmethod
     def prepare(self, context: PrepareContext) -> Experience:

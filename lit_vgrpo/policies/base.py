@@ -276,7 +276,9 @@ class Policy(PipelinePolicy):
         """Sample ``z_1``: unit Gaussian noise ``(B, C, h, w)``, one generator per image, the same on every device."""
         return unit_noise(generators, self.latent_shape).to(self.device)
 
-    def forward(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
+    def forward(
+        self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0, detach_negative: bool = False
+    ) -> Tensor:
         """Return the network's prediction (velocity or noise), float32.
 
         Args:
@@ -284,6 +286,7 @@ class Policy(PipelinePolicy):
             t: ``(B,)`` in [0, 1], float32.
             cond: B rows.
             guidance: Classifier-free guidance scale; 1.0 runs one pass instead of two.
+            detach_negative: Keep no graph of the negative prompt's pass, which is then a pass of its own.
         """
         if guidance != 1.0 and (error := self.guidance_error()) is not None:
             raise ValueError(error)
@@ -295,6 +298,10 @@ class Policy(PipelinePolicy):
                 return self.predict(z, t, cond).float()
         negative = self.negative_of(cond)
         with self.autocast():
+            if detach_negative:
+                with torch.no_grad():
+                    without = self.predict(z, t, negative).float()
+                return self.guided(self.predict(z, t, cond).float(), without, guidance)
             both = self.predict(torch.cat([z, z]), torch.cat([t, t]), negative.joined_with(cond)).float()
         without, with_prompt = both.chunk(2)
         return self.guided(with_prompt, without, guidance)

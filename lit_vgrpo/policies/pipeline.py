@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -65,6 +65,8 @@ class PipelinePolicy(nn.Module):
     edits: ClassVar[bool] = False
     """True if every prompt comes with a picture, of the size of the images."""
     uses_latent_shift: ClassVar[bool] = True
+    decodes_with_gradient: ClassVar[bool] = True
+    """False if :meth:`vae_decode` keeps no graph."""
     network: Any  # a diffusers model, the only submodule
     latent_shape: tuple[int, int, int]
 
@@ -243,16 +245,25 @@ class PipelinePolicy(nn.Module):
         return (self.pipeline.vae.encode(images).latent_dist.mode() - shift) * scale
 
     @torch.no_grad()
-    @in_own_precision
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents to images ``(B, 3, H, W)``, float32 in [0, 1]."""
+        return in_batches(self._decoded, self.decode_batch_size, latents.float())
+
+    def decode_with_gradient(self, latents: Tensor) -> Tensor:
+        """Do the same in one VAE pass and keep the graph; its blocks are recomputed in the backward, if they can be.
+
+        Latents may be a crop. The clamp to [0, 1] passes no gradient outside.
+        """
+        if not self.pipeline.vae.is_gradient_checkpointing:
+            with suppress(ValueError):  # this VAE cannot
+                self.pipeline.vae.enable_gradient_checkpointing()
+        return self._decoded(latents)
+
+    @in_own_precision
+    def _decoded(self, latents: Tensor) -> Tensor:
         place([self.pipeline.vae], self.device)
-
-        def decoded(part: Tensor) -> Tensor:
-            return (self.vae_decode(part).float() / 2 + 0.5).clamp(0, 1)
-
         with self.autocast(self.decode_dtype):
-            return in_batches(decoded, self.decode_batch_size, latents.float())
+            return (self.vae_decode(latents).float() / 2 + 0.5).clamp(0, 1)
 
     @torch.no_grad()
     @in_own_precision

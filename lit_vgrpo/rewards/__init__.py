@@ -2,7 +2,7 @@
 
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, Scores
 from lit_vgrpo.rewards.clip import AestheticScore, CLIPImageSimilarity, CLIPScore, PickScore
-from lit_vgrpo.rewards.combine import ScoreQueue, Weighted, as_weighted
+from lit_vgrpo.rewards.combine import Weighted, as_weighted
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
@@ -10,7 +10,8 @@ from lit_vgrpo.rewards.http import Connection, HTTPReward
 from lit_vgrpo.rewards.image_reward import ImageReward
 from lit_vgrpo.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
 from lit_vgrpo.rewards.ocr import OCRReward
-from lit_vgrpo.rewards.shapes import RecolourReward, ShapesReward
+from lit_vgrpo.rewards.score_queue import ScoreQueue
+from lit_vgrpo.rewards.shapes import RecolourReward, ShapesReward, SmoothShapesReward
 from lit_vgrpo.rewards.vlm_judge import VLMJudge
 from lit_vgrpo.rewards.vote import VoteReward
 
@@ -35,6 +36,7 @@ __all__ = [
     "ScoreQueue",
     "Scores",
     "ShapesReward",
+    "SmoothShapesReward",
     "VLMJudge",
     "VoteReward",
     "Weighted",

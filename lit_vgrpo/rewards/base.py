@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -31,6 +31,7 @@ class Reward(ABC):
         name: Key of its score in the logs.
         concurrent: Call it in a thread while the next images are sampled, for rewards that wait for a server or compute
             on the CPU. It is then only called from that thread, batch after batch.
+        differentiable: :meth:`with_gradient` gives scores with a gradient, for methods that train on it.
         asks_people: People compare images of a group, and a call may take hours. It is called once per rollout with
             all of a rank's images, and never with held-out images.
         failure: One line on why images of the last call got NaN, if the reward knows.
@@ -39,6 +40,7 @@ class Reward(ABC):
 
     name: str
     concurrent: bool = False
+    differentiable: bool = False
     asks_people: bool = False
     failure: str | None = None
     key: str | None = None
@@ -67,6 +69,21 @@ class Reward(ABC):
         Returns:
             Shape ``(B,)``, float32, higher is better; NaN marks an image that could not be scored.
         """
+
+    def with_gradient(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+        """Score images that are not rounded to 8 bits, and keep the graph; only if :attr:`differentiable`.
+
+        Override it if ``__call__`` rounds or detaches.
+
+        Args:
+            images: Shape ``(B, 3, H, W)``, float32 in [0, 1]; may carry grad.
+            prompts: The B prompts.
+            rows: The prompts' B rows.
+
+        Returns:
+            Shape ``(B,)``, float32; carries grad. Up to rounding, the scores of the ordinary call.
+        """
+        return self(images, prompts, rows)
 
     @property
     def loads_nothing(self) -> bool:
@@ -100,14 +117,23 @@ class Reward(ABC):
         """Cancel pending work and close connections; a later call may reopen them."""
 
 
-def called(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+def called(
+    reward: Reward,
+    images: Tensor,
+    prompts: list[str],
+    rows: list[dict[str, Any]],
+    method: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """Call a reward, with pictures if it takes them, and return its scores ``(B,)``, float32.
+
+    Args:
+        method: Method to call instead, such as its ``with_gradient``.
 
     Raises:
         RewardOutage: It returned something else.
     """
     given = {"references": stacked_references(rows)} if reward.takes_references else {}
-    returned, shape = reward(images, prompts, rows, **given), (len(images),)
+    returned, shape = (method or reward)(images, prompts, rows, **given), (len(images),)
     if not isinstance(returned, Tensor) or tuple(returned.shape) != shape or returned.dtype != torch.float32:
         found = f"{returned.dtype} {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
         raise RewardOutage(f'Reward "{reward.name}" returned {found}. Return a float32 tensor of shape {shape}.')

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import in_batches
 from lit_vgrpo.core.pictures import picture_error
-from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.pixels import clip_normalised, to_uint8
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import counted
 from lit_vgrpo.rewards.model import Dtype, ModelReward, ScoreHead, read_weights, unit, weights_file
@@ -33,7 +33,7 @@ class CLIPEncoder:
     processor: Any
 
     def of_images(self, images: Any) -> Tensor:
-        """Return the embeddings of PIL images, or of a tensor ``(b, 3, H, W)`` in uint8: ``(b, D)``."""
+        """Return the embeddings of images as in :func:`clip_pixels`, ``(b, D)``."""
         return unit(self.model.get_image_features(clip_pixels(self.processor, images, self.model)).pooler_output)
 
     def of_texts(self, texts: list[str]) -> Tensor:
@@ -51,9 +51,14 @@ def clip_pixels(processor: Any, images: Any, model: Any) -> Tensor:
     """Return preprocessed images ``(b, 3, h, w)`` with a model's device and dtype.
 
     Args:
-        images: PIL images, or a tensor ``(b, 3, H, W)`` in uint8: the processor would divide floats by 255.
+        images: PIL images, or a tensor ``(b, 3, H, W)``: uint8, or floats in [0, 1], whose gradient is kept.
     """
-    pixels: Tensor = processor.image_processor(list(images), return_tensors="pt")["pixel_values"]
+    prepare = processor.image_processor
+    if not (isinstance(images, Tensor) and images.is_floating_point()):
+        pixels: Tensor = prepare(list(images), return_tensors="pt")["pixel_values"]
+        return pixels.to(model.device, model.dtype)
+    raw = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
+    pixels = clip_normalised(prepare(list(images), **raw)["pixel_values"], prepare.image_mean, prepare.image_std)
     return pixels.to(model.device, model.dtype)
 
 
@@ -92,6 +97,7 @@ class CLIPReward(ModelReward):
     """
 
     weight_files = (("checkpoint", "config.json"), ("processor", "tokenizer_config.json"))
+    differentiable = True
 
     processor: str | None = None
 
@@ -191,6 +197,7 @@ class CLIPImageSimilarity(CLIPReward):
     """
 
     name = "clip_image"
+    differentiable = False
 
     checkpoint: str = HUB_CHECKPOINT
 
@@ -228,6 +235,7 @@ class AestheticScore(ModelReward):
     """
 
     name = "aesthetic"
+    differentiable = True
     weight_files = (("checkpoint", AESTHETIC_FILE), ("clip", "config.json"))
 
     checkpoint: str = HUB_AESTHETIC

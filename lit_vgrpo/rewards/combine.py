@@ -1,13 +1,11 @@
-"""A weighted sum of rewards that tracks each reward's failures separately, and the queue that scores in threads."""
+"""A weighted sum of rewards that tracks each reward's failures separately."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Finite, checked
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardError, RewardOutage, Scores, called, reason_of
+from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardOutage, Scores, called, reason_of
 from lit_vgrpo.rewards.function import RewardLike, as_reward
 
 # would collide with another metric's key, such as reward/mean or heldout/reward
@@ -124,6 +122,30 @@ class Weighted(Reward):
         both.overlap = self.overlap
         both.parts = parts
         return both
+
+    @property
+    def differentiable(self) -> bool:  # type: ignore[override]
+        """True if any reward of non-zero weight is."""
+        return any(part.weight and part.reward.differentiable for part in self.parts)
+
+    def with_gradient(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+        """Return the weighted sum of the differentiable rewards, ``(B,)``; carries grad.
+
+        Raises:
+            RewardOutage: A reward gives no gradient.
+        """
+        total = images.new_zeros(len(prompts))
+        for part in (part for part in self.parts if part.weight and part.reward.differentiable):
+            chosen = self._mask(part, rows).nonzero().flatten().tolist()
+            if not chosen:
+                continue
+            of_chosen = [prompts[i] for i in chosen], [rows[i] for i in chosen]
+            scores = called(part.reward, images[chosen], *of_chosen, part.reward.with_gradient)
+            if images.requires_grad and not scores.requires_grad:
+                raise RewardOutage(f'Reward "{part.name}" is differentiable, but its scores carry no gradient.')
+            shaped = self.shaped(part.name, {part.name: scores})
+            total = total.index_add(0, torch.tensor(chosen, device=images.device), part.weight * shaped)
+        return total
 
     @property
     def asks_people(self) -> bool:  # type: ignore[override]
@@ -305,87 +327,3 @@ def _unique_names(rewards: list[Reward]) -> list[str]:
             name, number = f"{reward.name}_{number}", number + 1
         names.append(name)
     return names
-
-
-class ScoreQueue:
-    """A queue that scores batches of images in order.
-
-    Each ``concurrent`` reward scores in its thread while the caller continues; the others score immediately. Each
-    reward sees the same batches in the same order as without threads. A reward that asks people gets all images at
-    once, when the scores are taken.
-
-    Args:
-        reward: The rewards; with ``overlap=False`` all of them score immediately.
-        other: A queue with rewards of the same names, whose threads are reused.
-    """
-
-    def __init__(self, reward: Weighted, other: ScoreQueue | None = None) -> None:
-        self.reward = reward
-        self._pending: list[tuple[ImageBatch, dict[str, Future[Scores]]]] = []
-        self._threads: dict[str, ThreadPoolExecutor] = {} if other is None else other._threads
-        self._is_loaded = False
-
-    def __len__(self) -> int:
-        """Return the number of batches put in and not yet taken."""
-        return len(self._pending)
-
-    def put(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> None:
-        """Score a batch, now or in threads; arguments and errors as in :meth:`Weighted.score`."""
-        if not self._is_loaded:
-            self.reward.load()
-            self._is_loaded = True
-        batch = ImageBatch.rounded(images, prompts, rows)
-        threaded = [part for part in self.reward.parts if self.reward.overlap and part.reward.concurrent]
-        is_kept = self.reward.asks_people
-        on_cpu = replace(batch, images=batch.images.cpu()) if threaded or is_kept else batch
-        scores: dict[str, Future[Scores]] = {}
-        for part in threaded:
-            if part.name not in self._threads:
-                self._threads[part.name] = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{part.name}")
-            scores[part.name] = self._threads[part.name].submit(self.reward.score_part, part, on_cpu)
-        for part in self.reward.parts:
-            if part not in threaded and not part.reward.asks_people:
-                scores[part.name] = Future()
-                scores[part.name].set_result(self.reward.score_part(part, batch))
-        kept = on_cpu if is_kept else replace(on_cpu, images=on_cpu.images[:0])
-        self._pending.append((kept, scores))
-
-    def take(self) -> Scores:
-        """Wait for the threads and return the scores of everything put in, in order, as one batch.
-
-        Raises:
-            RewardError: A reward broke its contract or cannot continue, or nothing was put in.
-        """
-        pending, self._pending = self._pending, []
-        if not pending:
-            raise RewardError("No images were put into the queue.")
-        batches = [batch for batch, _ in pending]
-        whole = ImageBatch(
-            torch.cat([batch.images for batch in batches]),
-            torch.cat([batch.is_finite for batch in batches]),
-            [prompt for batch in batches for prompt in batch.prompts],
-            [row for batch in batches for row in batch.rows],
-        )
-        parts = {
-            part.name: self.reward.score_part(part, whole)
-            if part.reward.asks_people
-            else Scores.joined([scores[part.name].result() for _, scores in pending])
-            for part in self.reward.parts
-        }
-        return self.reward.summed(parts, whole.rows)
-
-    def close(self) -> None:
-        """Drop waiting batches and cancel the rewards' pending work; the queue stays usable."""
-        self._pending = []
-        self.reward.close()
-        while self._threads:
-            self._threads.popitem()[1].shutdown(wait=False, cancel_futures=True)
-
-    @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Close the queue if the block fails, so that no scoring continues after the run."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise

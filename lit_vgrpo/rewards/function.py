@@ -40,10 +40,11 @@ class PythonReward(Reward):
             images, or a uint8 array ``(B, H, W, 3)``.
         name: Key of its score; null for the function's name.
         concurrent: Call it in a thread while the next images are sampled.
+        differentiable: Its scores carry the gradient of the tensor ``images``, for methods that train on it.
         options: Additional keyword arguments.
 
     Raises:
-        ValueError: ``images`` is unknown.
+        ValueError: ``images`` is unknown, or ``differentiable`` needs them as a tensor.
     """
 
     loads_nothing = True
@@ -55,11 +56,14 @@ class PythonReward(Reward):
         name: str | None = None,
         concurrent: bool = False,
         options: dict[str, Any] | None = None,
+        differentiable: bool = False,
     ) -> None:
+        if differentiable and images != "tensor":
+            raise ValueError(f"differentiable=True needs images=tensor: images={images} carry no gradient.")
         self.function = function
         self.images: Images = images
         self.name = name or str(self).rpartition(":")[2].rpartition(".")[2]
-        self.concurrent = concurrent
+        self.concurrent, self.differentiable = concurrent, differentiable
         self.options = dict(options or {})
 
     def __str__(self) -> str:
@@ -93,11 +97,16 @@ class PythonReward(Reward):
     def __call__(
         self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
     ) -> Tensor:
+        return self.with_gradient(images, prompts, rows, references).detach()
+
+    def with_gradient(
+        self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
+    ) -> Tensor:
         function, takes_references, count = self._call
         more = {"references": self._converted(references)} if takes_references else {}
         returned = function(*(self._converted(images), prompts, rows)[:count], **self.options, **more)
         if isinstance(returned, Tensor):
-            return returned.detach().float()
+            return returned.float()
         return torch.tensor([math.nan if score is None else float(score) for score in returned])
 
     def _converted(self, images: Tensor | None) -> Any:

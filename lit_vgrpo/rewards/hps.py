@@ -35,6 +35,7 @@ class HPSv2(ModelReward):
     """
 
     name = "hpsv2"
+    differentiable = True
     weight_files = (("checkpoint", FILENAME),)
     package = "open_clip"
     extra = "hps"

@@ -56,6 +56,7 @@ class ImageReward(ModelReward):
     """
 
     name = "image_reward"
+    differentiable = True
     weight_files = (("checkpoint", FILENAME), ("tokenizer", "tokenizer_config.json"))
 
     checkpoint: str = HUB_CHECKPOINT

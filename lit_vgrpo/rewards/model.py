@@ -92,11 +92,20 @@ class ModelReward(Reward):
         self.load_for(images)
         if not prompts:
             return torch.zeros(0)
+        texts = self._texts(prompts)
+        return in_batches(self._score, self.batch_size, to_uint8(images).cpu(), texts).float().to(images.device)
+
+    def with_gradient(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+        self.load_for(images)
+        return self._score(images, self._texts(prompts)).float().to(images.device)
+
+    @torch.no_grad()
+    def _texts(self, prompts: list[str]) -> Tensor:
+        """Return each prompt as encoded by :meth:`_read`."""
         distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
         place = {prompt: number for number, prompt in enumerate(distinct)}
         # one at a time, as in a policy: other prompts must not change its last bits
-        texts = torch.cat([self._read([prompt]) for prompt in distinct])[[place[prompt] for prompt in prompts]]
-        return in_batches(self._score, self.batch_size, to_uint8(images).cpu(), texts).float().to(images.device)
+        return torch.cat([self._read([prompt]) for prompt in distinct])[[place[prompt] for prompt in prompts]]
 
     def load_for(self, images: Tensor) -> None:
         """Load the model and move it to its device, which may follow the images."""
@@ -111,7 +120,8 @@ class ModelReward(Reward):
         """Run one forward pass; not called if a subclass overrides ``__call__``.
 
         Args:
-            images: Shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as in PIL.
+            images: Shape ``(b, 3, H, W)``: uint8 on the CPU, where resizing rounds as in PIL; or, if the reward is
+                differentiable, floats in [0, 1] that may carry grad.
             texts: The prompts as returned by :meth:`_read`, first dimension b.
 
         Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from lit_vgrpo.tiny.shapes import (
     CHOICES,
     COLOURS,
     IMAGE_SIZE,
+    OFFSET,
     PALETTE,
     PLACES,
     SHAPES,
@@ -33,6 +34,7 @@ _MIN_AREA, _MAX_AREA = 20.0, 300.0  # pixels at 32 x 32; the task's shapes have 
 _MIN_SHARE = 0.7  # of the foreground in the largest blob: rejects images of two shapes
 _MAX_COLOUR_DISTANCE = 0.35  # RGB; the closest two colours of the palette are 0.52 apart
 _MIN_OVERLAP = 0.7  # intersection over union with the best template
+_COLOUR_SCALE, _PLACE_SCALE, _OVERLAP_SCALE = 0.3, 4.0, 0.05  # RGB distance, pixels, intersection over union
 
 
 @checked
@@ -46,9 +48,11 @@ class ShapesReward(Reward):
         check: One check, or ``"mean"`` for the mean of the three.
     """
 
+    prefix: ClassVar[str] = ""
+
     def __init__(self, check: Check = "mean") -> None:
         self.checked = tuple(CHOICES) if check == "mean" else (check,)
-        self.name = "shapes" if check == "mean" else check
+        self.name = self.prefix + ("shapes" if check == "mean" else check)
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         missing = [name for name in self.checked if name not in attributes_of(prompt, row)]
@@ -57,15 +61,56 @@ class ShapesReward(Reward):
         return f"Prompt \"{prompt}\" names no {missing[0]}. Write prompts such as 'a red circle on the left'."
 
     def __call__(self, images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
-        seen = recognise(images)
+        passed = self.checks(images)
         wanted = [attributes_of(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
-        scores = torch.zeros(len(prompts), device=images.device)
+        scores = images.new_zeros(len(prompts))
         for name in self.checked:
             indices = [CHOICES[name].index(w[name]) if name in w else -1 for w in wanted]
             target = torch.tensor(indices, dtype=torch.long, device=images.device)
-            passed = (seen[name] == target).float()
-            scores += torch.where(target < 0, torch.nan, passed)
+            of_target = passed[name].gather(1, target.clamp(min=0)[:, None])[:, 0]
+            scores = scores + torch.where(target < 0, torch.nan, of_target)
         return scores / len(self.checked)
+
+    def checks(self, images: Tensor) -> dict[str, Tensor]:
+        """Return by attribute how well images show each of its `CHOICES`, ``(B, choices)``: 0 or 1."""
+        return {
+            name: (index[:, None] == torch.arange(len(CHOICES[name]), device=index.device)).float()
+            for name, index in recognise(images).items()
+        }
+
+
+class SmoothShapesReward(ShapesReward):
+    """Colour, shape and place as smooth functions of the picture, 0 to 1: a gradient for the tiny task.
+
+    It trusts the picture to show one shape, so a policy can cheat it: hold out :class:`ShapesReward`, which checks.
+
+    Args:
+        check: One attribute, or ``"mean"`` for the mean of the three.
+    """
+
+    differentiable = True
+    prefix: ClassVar[str] = "smooth_"
+
+    def checks(self, images: Tensor) -> dict[str, Tensor]:
+        """Return the same in (0, 1), from the pixels' contrast with the border and its centroid; carries grad."""
+        images = at_task_size(images)
+        contrast = (images - border(images).mean(dim=-1)[:, :, None, None]).square().sum(1)
+        weight = contrast.square() / (contrast.square() + _MIN_CONTRAST**4)
+        area = weight.sum((1, 2)) + 1e-3
+        grid = torch.arange(IMAGE_SIZE, dtype=images.dtype, device=images.device) + 0.5
+        x, y = (weight.sum(1) * grid).sum(1) / area, (weight.sum(2) * grid).sum(1) / area
+        colour = torch.einsum("bchw,bhw->bc", images, weight) / area[:, None]
+        centre = torch.stack([x, y], 1) - IMAGE_SIZE / 2
+        return {
+            "colour": _nearness(colour, images.new_tensor([PALETTE[name] for name in COLOURS]), _COLOUR_SCALE),
+            "shape": (_overlaps(weight, x, y, area) / _OVERLAP_SCALE).softmax(1),
+            "place": _nearness(centre, OFFSET * images.new_tensor(list(PLACES.values())), _PLACE_SCALE),
+        }
+
+
+def _nearness(values: Tensor, choices: Tensor, scale: float) -> Tensor:
+    """Return ``1 / (1 + d^2 / scale^2)`` of the distances of values ``(B, D)`` from choices ``(N, D)``, ``(B, N)``."""
+    return 1 / (1 + (values[:, None] - choices).square().sum(2) / scale**2)
 
 
 class RecolourReward(Reward):
@@ -104,11 +149,8 @@ def recognise(images: Tensor) -> dict[str, Tensor]:
     Returns:
         ``{"colour", "shape", "place"}``, each of shape ``(B,)``, long: the index in `CHOICES`, or -2 for none.
     """
-    images = images.detach().float()
-    if images.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
-        images = F.interpolate(images, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)
-    edges = [images[:, :, 0], images[:, :, -1], images[:, :, 1:-1, 0], images[:, :, 1:-1, -1]]
-    background = torch.cat(edges, dim=-1).median(dim=-1).values[:, :, None, None]
+    images = at_task_size(images.detach().float())
+    background = border(images).median(dim=-1).values[:, :, None, None]
     contrast = (images - background).square().sum(1).sqrt()  # (B, 32, 32)
     peak = contrast.flatten(1).topk(16, dim=1).values.mean(1)
     alpha = (contrast / peak.clamp_min(1e-6)[:, None, None]).clamp(0, 1)
@@ -131,6 +173,18 @@ def recognise(images: Tensor) -> dict[str, Tensor]:
     return {name: torch.where(valid, index, none) for name, index in found.items()}
 
 
+def at_task_size(images: Tensor) -> Tensor:
+    """Return images ``(B, 3, H, W)`` resized to those of the task."""
+    side = (IMAGE_SIZE, IMAGE_SIZE)
+    return images if images.shape[-2:] == side else F.interpolate(images, side, mode="bilinear", antialias=True)
+
+
+def border(images: Tensor) -> Tensor:
+    """Return the pixels at the edges of images, ``(B, 3, N)``."""
+    edges = [images[:, :, 0], images[:, :, -1], images[:, :, 1:-1, 0], images[:, :, 1:-1, -1]]
+    return torch.cat(edges, dim=-1)
+
+
 def _colour(images: Tensor, weight: Tensor) -> Tensor:
     core = weight * (weight > 0.7)
     mean = torch.einsum("bchw,bhw->bc", images, core) / core.flatten(1).sum(1, keepdim=True).clamp_min(1e-6)
@@ -139,14 +193,18 @@ def _colour(images: Tensor, weight: Tensor) -> Tensor:
 
 
 def _shape(weight: Tensor, x: Tensor, y: Tensor, area: Tensor) -> Tensor:
-    """Return the template with the largest overlap, each drawn with the blob's centroid and area."""
+    overlap, index = _overlaps(weight, x, y, area).max(1)
+    return torch.where(overlap >= _MIN_OVERLAP, index, -2)
+
+
+def _overlaps(weight: Tensor, x: Tensor, y: Tensor, area: Tensor) -> Tensor:
+    """Return the overlap with each shape's template, drawn with the blob's centroid and area, ``(B, shapes)``."""
     overlaps = []
     for shape in SHAPES:
         template = coverage(shape, x, y, area)
         shared = torch.minimum(weight, template).flatten(1).sum(1)
         overlaps.append(shared / (area + template.flatten(1).sum(1) - shared))
-    overlap, index = torch.stack(overlaps, 1).max(1)
-    return torch.where(overlap >= _MIN_OVERLAP, index, -2)
+    return torch.stack(overlaps, 1)
 
 
 def _place(x: Tensor, y: Tensor) -> Tensor:

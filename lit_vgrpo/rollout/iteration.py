@@ -17,6 +17,7 @@ from lit_vgrpo.core.types import Conditioning, Experience, Rollout
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.rewards import Weighted
 
 SAVED_OF_RECORD = (
     *("iteration", "rewards", "group_ids", "parts", "errors", "images"),
@@ -60,17 +61,24 @@ class Iteration:
         batch: PromptBatch,
         ledger: PassLedger,
         replay: Replay,
+        reward: Weighted | None = None,
     ) -> Iteration:
         """Return the iteration with the loss's inputs for this rank's images, in the order of the batch's updates.
 
         Args:
             advantages: Advantages of this rank's images, ``(B,)``, in rollout order.
             replay: The previous iteration's images, for an objective that trains on them as well.
+            reward: The reward, for a method that takes its gradient.
         """
         replayed = replay.exchange(rollout, advantages, batch) if objective.replay else None
         context = PrepareContext(
             policy, rollout, advantages, batch.micro_batch_size, batch.updates, ledger, batch.later
         )
+        if objective.takes_reward_gradient:
+            groups = [batch.slots.index(slot) for slot in rollout.group_ids.tolist()]
+            asked, rows = [batch.prompts[group] for group in groups], [batch.rows[group] for group in groups]
+            context = replace(context, reward=reward, prompts=asked, data_rows=rows)
+            record = replace(record, has_advantage=True)  # it trains on every image
         with timed(record.seconds, "prepare"):
             if not record.has_advantage:
                 experience, replayed = context.experience(), None

@@ -31,7 +31,9 @@ PLACES: dict[str, tuple[int, int]] = {  # unit step from the centre, x to the ri
 }
 CHOICES: dict[str, tuple[str, ...]] = {"colour": COLOURS, "shape": SHAPES, "place": tuple(PLACES)}
 
-_OFFSET, _ALONG, _ACROSS = 6.5, 0.7, 2.0  # pixels: distance from the centre, jitter along it and across it
+OFFSET = 6.5
+"""Mean distance of a shape from the picture's centre, pixels."""
+_ALONG, _ACROSS = 0.7, 2.0  # pixels: jitter along the direction from the centre, and across it
 _RADIUS = (5.0, 6.2)  # pixels
 _AREA_PER_RADIUS_SQUARED = {"circle": math.pi, "square": 3.24, "triangle": 2.03}  # similar visual sizes
 
@@ -113,7 +115,7 @@ def render(colour: str, shape: str, place: str, generator: torch.Generator | Non
     device = "cpu" if generator is None else generator.device
     u = torch.rand(3, generator=generator, device=device).cpu()
     radius = _RADIUS[0] + (_RADIUS[1] - _RADIUS[0]) * u[0]
-    along, across = _OFFSET + _ALONG * (2 * u[1] - 1), _ACROSS * (2 * u[2] - 1)
+    along, across = OFFSET + _ALONG * (2 * u[1] - 1), _ACROSS * (2 * u[2] - 1)
     step_x, step_y = PLACES[place]
     x = IMAGE_SIZE / 2 + step_x * along + abs(step_y) * across
     y = IMAGE_SIZE / 2 + step_y * along + abs(step_x) * across

@@ -130,7 +130,10 @@ def _dummy_rollout(
     device = next(iter(conditioning.tensors.values())).device
     generator = torch.Generator().manual_seed(0)
     times = torch.cat([path.snap(1 - torch.arange(spec.steps) / spec.steps), torch.zeros(1)]).to(device)
-    trajectory = None
+    trajectory, recorded = None, objective.recorded_steps(0)
+    if recorded:
+        states = torch.randn(images, len(recorded), *latent_shape, generator=generator).to(device)
+        trajectory = Trajectory(states, torch.zeros(images, 0, device=device), None, times[list(recorded)], 0.0)
     if spec.is_sde:
         steps = spec.sde_steps
         states = torch.randn(images, len(steps) + 1, *latent_shape, generator=generator).to(device)
@@ -171,7 +174,7 @@ class Demand:
 
     Attributes:
         stored: Largest pass without gradient, excluding the rollout's; ``None`` if there is none.
-        trained: The pass of a micro-batch.
+        trained: The pass of a micro-batch; the passes of a chain count as one of all their rows.
         kept: Storage kept for the updates, in latents.
         loss: Peak memory of the loss without the network, in latents.
         copies: Names of the copies of the trained weights kept on the device.
@@ -197,8 +200,10 @@ class _StandIn(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
         self.passes: list[Pass] = []
 
-    def forward(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
-        self.passes.append(Pass(len(z), guidance, torch.is_grad_enabled()))
+    def forward(
+        self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0, detach_negative: bool = False
+    ) -> Tensor:
+        self.passes.append(Pass(len(z), 1.0 if detach_negative else guidance, torch.is_grad_enabled()))
         return z * self.weight
 
 
@@ -224,10 +229,10 @@ def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
         loss.backward()
     storages = {_place(tensor): tensor.untyped_storage().nbytes() for tensor in _latents(whole)}
     stored = [one for one in network.passes if not one.with_grad]
-    (trained,) = (one for one in network.passes if one.with_grad)
+    trained = [one for one in network.passes if one.with_grad]
     return Demand(
         stored=max(stored, key=lambda one: one.rows * policy.guidance_factor(one.guidance), default=None),
-        trained=trained,
+        trained=replace(trained[0], rows=sum(one.rows for one in trained)),
         kept=sum(storages.values()) / LATENT_BYTES,
         loss=live.peak / LATENT_BYTES,
         copies=tuple(sorted(method.copies)),

@@ -66,6 +66,7 @@ def module_errors(module: Any, sizes: Sizes) -> list[str]:
         *_evaluation_errors(module),
         *_guidance_errors(module),
         *_quantisation_errors(module),
+        *_gradient_errors(module),
     ]
 
 
@@ -120,6 +121,26 @@ def _quantisation_errors(module: Any) -> list[str]:
         for key, spec in specs.items()
         if spec is not None and spec.quantise is not None
     ][:1]
+
+
+def _gradient_errors(module: Any) -> list[str]:
+    if not module.objective.takes_reward_gradient or module.reward.differentiable:
+        return []
+    method, names = type(module.objective).__name__, ", ".join(module.reward.part_names)
+    return [
+        f"model.objective={method} trains on the reward's gradient, but model.reward ({names}) has none. Use one "
+        "such as PickScore, HPSv2, ImageReward or SmoothShapesReward, or a function with differentiable: true."
+    ]
+
+
+def gradient_note(module: Any) -> list[str]:
+    """Return a line on the rewards that a method which trains on gradients only logs, if there are any."""
+    parts = module.reward.parts
+    logged = [part.name for part in parts if part.weight and not part.reward.differentiable]
+    if not module.objective.takes_reward_gradient or not logged:
+        return []
+    trained = ", ".join(part.name for part in parts if part.weight and part.reward.differentiable)
+    return [f"Trained on the gradient of {trained}; {', '.join(logged)} has none and is only logged."]
 
 
 def _guidance_errors(module: Any) -> list[str]:

@@ -1,6 +1,18 @@
 """Every training method in a small setting, and what it costs."""
 
-from lit_vgrpo import AWM, DGPO, EPG, RAM, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec
+from lit_vgrpo import (
+    AWM,
+    DGPO,
+    EPG,
+    RAM,
+    VGRPO,
+    DanceGRPO,
+    DiffusionNFT,
+    FlowGRPO,
+    MixGRPO,
+    RewardGradient,
+    RolloutSpec,
+)
 from lit_vgrpo.core.surrogate import TimeGrid
 from lit_vgrpo.core.types import ScoutSpec
 
@@ -47,6 +59,10 @@ METHODS = {
     "RAM, pure noise": (lambda: RAM(RolloutSpec(steps=S), 2, **PURE_NOISE), 2, (S, 2 + 2 / 4, 2 * (1 + 1 / 4))),
     "RVM": (lambda: RAM(RolloutSpec(steps=S), 4, old_decay_max=0.0, kl_weight=0.0), 1, (S, 4, 0)),
     "AWM, anchor": (lambda: AWM(RolloutSpec(steps=S), kl_weight=0.0, ema_weight=0.0, **ANCHOR), 1, (S, 6, 6)),
+    "FlowBP": (lambda: RewardGradient(RolloutSpec(steps=S)), 1, (S, 4, 0)),
+    "ReFL": (lambda: RewardGradient(RolloutSpec(steps=S), "refl"), 1, (S, 1, 1)),
+    "DRaFT-K": (lambda: RewardGradient(RolloutSpec(steps=S), "draft_k", num_steps=2), 2, (S, 2 * 2, 0)),
+    "DRaFT-LV": (lambda: RewardGradient(RolloutSpec(steps=S), "draft_lv"), 1, (S, 3, 3)),
     "MixGRPO, anchor": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, **ANCHOR), 1, (S, 4, 4)),
 }
 REPLAYED = {"V-GRPO, replay": (lambda: shared_passes(replay=True, clip=0.01), 2, None)}
@@ -61,5 +77,8 @@ VARIANTS = (
     "Flow-GRPO, cps",
     "Flow-GRPO, guard",
     "MixGRPO, Flash",
+    "ReFL",
+    "DRaFT-K",
+    "DRaFT-LV",
 )
 """Another setting of a method, with no state between iterations of its own."""

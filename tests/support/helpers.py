@@ -18,6 +18,7 @@ class Brightness(Reward):
     """Mean pixel value: differs a little from image to image, even on a random model."""
 
     name = "brightness"
+    differentiable = True
 
     def __call__(self, images, prompts, rows):
         return images.mean(dim=(1, 2, 3))

@@ -33,11 +33,12 @@ ADVICE = {
     "scouts": "a smaller model.rollout_batch_size",
     "evaluation": "a smaller data.eval_batch_size",
     "decoding images": "a smaller model.policy.decode_batch_size",
+    "gradient of the reward": "a smaller model.policy.decode_batch_size, or model.objective.decode_crop=0.5",
     "encoding prompts": "model.policy.offload_encoders=true",
     "optimizer's step": "model.optimizer.kind=adamw8bit, or model.policy.lora_rank=32",
 }
 """Settings that lower the peak of each phase."""
-TRAINING, STORED, ROLLOUT, SCOUTS, EVALUATION, DECODING, ENCODING, STEP = ADVICE
+TRAINING, STORED, ROLLOUT, SCOUTS, EVALUATION, DECODING, GRADIENT, ENCODING, STEP = ADVICE
 PUBLISHED = {
     "yuvalkirstain/PickScore_v1": 986_109_441,
     "openai/clip-vit-large-patch14": 427_616_513,
@@ -126,6 +127,8 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         scouts = at_most(plan.images_per_iteration * factor, module.rollout_batch_size) or plan.images_per_rank * factor
         phases[SCOUTS] = peak_of(Pass(scouts, spec.guidance, False)) + asked.samples_with_copy * share.trained + held
         phases[DECODING] = max(phases[DECODING], _decoding(policy, scouts) + held)
+    if module.objective.takes_reward_gradient:
+        phases[GRADIENT] = gradient_peak(policy, module.objective.decode_crop)
     if asked.stored is not None:
         phases[STORED] = peak_of(asked.stored) + bool(asked.copies) * share.trained
     if (data := cli.datamodule).has_heldout:
@@ -168,6 +171,16 @@ def _decoding(policy: Policy, images: int) -> int:
     with torch.no_grad(), AutocastOnMeta(), LiveMemory() as live:
         decoded = policy.decode(torch.empty(at_once, *policy.latent_shape, device="meta"))
     return live.peak + 2 * max(0, images - at_once) * bytes_of([decoded[:1]])
+
+
+def gradient_peak(policy: Policy, crop: float | None) -> int:
+    """Return the peak of one of the VAE's batches and its backward pass, without the reward's model."""
+    channels, *sides = policy.latent_shape
+    window = [max(1, round((crop or 1) * side)) for side in sides]
+    with torch.enable_grad(), AutocastOnMeta(), LiveMemory() as live:
+        latents = torch.empty(policy.decode_batch_size, channels, *sides, device="meta", requires_grad=True)
+        policy.decode_with_gradient(latents[..., : window[0], : window[1]]).sum().backward()
+    return live.peak
 
 
 def scorers(rewards: Iterable[Reward], device: torch.device) -> tuple[int, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -117,11 +117,18 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
             raise missing from error
         twin.adopt(pipeline)
     twin.autocast = lambda dtype=None: AutocastOnMeta(dtype or twin.dtype, device_type)  # type: ignore[method-assign]
-    if twin.gradient_checkpointing:
-        # Recomputation in the backward pass must use the same dtypes.
-        again = partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), twin.autocast()))
-        twin.network.enable_gradient_checkpointing(again)
+    # Recomputation in the backward pass must use the same dtypes.
+    networks = [(twin.network, None)] if twin.gradient_checkpointing else []
+    for network, dtype in (*networks, (twin.pipeline.vae, twin.decode_dtype)):
+        with suppress(ValueError):  # this VAE cannot
+            contexts = partial(_contexts, twin, dtype)
+            network.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, context_fn=contexts))
     return twin
+
+
+def _contexts(policy: Policy, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """Return the contexts of a forward pass and of its recomputation."""
+    return nullcontext(), policy.autocast(dtype)
 
 
 def _components(folder: Path, index: dict[str, Any], nulls: dict[str, None]) -> dict[str, nn.Module]:

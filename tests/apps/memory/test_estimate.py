@@ -7,11 +7,11 @@ import pytest
 import torch
 from all_methods import METHODS, VARIANTS
 from commands import check
-from helpers import repeating
+from helpers import Brightness, repeating
 from real_architectures import FLUX_DEV, SD35_MEDIUM, write_architecture
 
 from lit_vgrpo import OptimizerConfig
-from lit_vgrpo.apps.memory.estimate import Pass, estimate, peak_of_pass
+from lit_vgrpo.apps.memory.estimate import Pass, estimate, gradient_peak, peak_of_pass
 from lit_vgrpo.apps.memory.meta import AutocastOnMeta, NotEstimated, policy_on_meta
 from lit_vgrpo.apps.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.core.sizes import Sizes
@@ -20,6 +20,7 @@ from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
+from lit_vgrpo.rewards import as_weighted
 from lit_vgrpo.training.memory_passes import LiveMemory, demand
 from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
@@ -112,10 +113,10 @@ def test_a_method_asks_for_what_it_says(tiny_sd3, name):
     with LiveMemory() as live:
         rollout = objective.roll_out(policy, RolloutRequest(["a", "b"], [{}, {}], [0, 1], 4, 0, 0))
         advantages = torch.linspace(-1, 1, 8)
-        kept = (
-            rollout,
-            objective.prepare(PrepareContext(policy, rollout, advantages, micro_batch_size=4, updates=updates)),
-        )
+        asked = {"reward": as_weighted(Brightness()), "prompts": ["a"] * 8, "data_rows": [{}] * 8}
+        context = PrepareContext(policy, rollout, advantages, micro_batch_size=4, updates=updates, **asked)
+        kept = (rollout, objective.prepare(context))
+        del context
     latent = torch.Size(policy.latent_shape).numel() * 4
     assert len(kept) == 2
     embeddings = bytes_of(rollout.conditioning.tensors.values())
@@ -204,3 +205,15 @@ def test_live_memory_counts_storages_until_they_are_freed():
         assert (live.live, live.peak) == (4000, 8000)
         del z
         assert live.live == 0
+
+
+@pytest.mark.parametrize("crop", [None, 0.5])
+def test_the_gradient_of_a_reward_takes_what_a_real_one_does(make, crop):
+    policy = make("sd3", decode_batch_size=2)
+    found = gradient_peak(policy_on_meta(policy), crop)
+    policy.load()
+    side = policy.latent_shape[-1] // (1 if crop is None else 2)
+    with LiveMemory() as live:
+        latents = torch.randn(2, *policy.latent_shape, requires_grad=True)
+        policy.decode_with_gradient(latents[..., :side, :side]).sum().backward()
+    assert found == pytest.approx(live.peak, rel=0.05)

@@ -1,0 +1,222 @@
+"""RewardGradient against the papers' definitions in float64, its gradient by the reward, and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+from pair_methods import assert_same_gradient, loss_and_gradient
+
+from lit_vgrpo import RewardGradient, RolloutSpec
+from lit_vgrpo.core.noise import STREAM_RENOISED, STREAM_ROLLOUT, image_generators, seeded_generator
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.types import Conditioning, RolloutRequest
+from lit_vgrpo.objectives.base import PrepareContext
+from lit_vgrpo.objectives.score_gradient import active_steps, score_gradient
+from lit_vgrpo.policies import SD3Policy, UNetPolicy
+from lit_vgrpo.rewards import PythonReward, Weighted
+
+PROMPTS = ["a red circle on the left", "a blue square"]
+GROUP, S, ITERATION, SEED = 3, 6, 2, 5
+SIZES = Sizes(2, GROUP, 1, 3)
+
+
+def closeness(images, prompts):
+    """How near pictures are to a grey that depends on the prompt, more so on the right; (B,)."""
+    grey = torch.tensor([len(prompt) / 50 for prompt in prompts], dtype=images.dtype)
+    ramp = torch.linspace(0.5, 1.5, images.shape[3], dtype=images.dtype)
+    return -((images - grey[:, None, None, None]).square() * ramp).mean((1, 2, 3))
+
+
+REWARD = Weighted([PythonReward(closeness, differentiable=True)])
+
+
+def make(**options):
+    guidance = options.pop("guidance", 1.0)
+    objective = RewardGradient(RolloutSpec("euler", S, guidance), **options)
+    objective.connect(None, SEED)
+    return objective
+
+
+def context_of(policy, objective, micro_batch_size=3):
+    rows = [{"prompt": prompt} for prompt in PROMPTS]
+    rollout = objective.roll_out(policy, RolloutRequest(PROMPTS, rows, [0, 1], GROUP, ITERATION, SEED))
+    asked = [prompt for prompt in PROMPTS for _ in range(GROUP)]
+    return PrepareContext(
+        *(policy, rollout, torch.zeros(6), micro_batch_size), reward=REWARD, prompts=asked, data_rows=[{}] * 6
+    )
+
+
+class Wide:
+    """A policy's network, VAE and rollout in float64, written out."""
+
+    def __init__(self, policy, guidance):
+        self.policy, self.guidance = copy.copy(policy), guidance
+        self.network, self.vae = copy.deepcopy(policy.network).double(), copy.deepcopy(policy.pipeline.vae).double()
+        encoded = policy.encode(PROMPTS).select(torch.arange(2).repeat_interleave(GROUP))
+        self.cond, self.negative = (
+            Conditioning({name: value.double() for name, value in one.tensors.items()})
+            for one in (encoded, policy.negative().expand(6))
+        )
+        scheduler = policy.scheduler("euler", S)
+        self.times = [*policy.scheduler_times(scheduler).double().tolist(), 0.0]
+        x = policy.prior(image_generators(STREAM_ROLLOUT, SEED, ITERATION, range(6))).double()
+        self.states, self.velocities = [x], []
+        with torch.no_grad():
+            for i in range(S):
+                self.velocities.append(self.velocity(self.states[i], i))
+                self.states.append(self.states[i] + self.step(i) * self.velocities[i])
+
+    def step(self, i):
+        return self.times[i + 1] - self.times[i]
+
+    def velocity(self, x, i):
+        t = torch.full((6,), self.times[i], dtype=torch.float64)
+        with self.policy.using(self.network):
+            prompted = self.policy.predict(x, t, self.cond)
+            if self.guidance == 1:
+                return prompted
+            with torch.no_grad():
+                plain = self.policy.predict(x, t, self.negative)
+        return plain + self.guidance * (prompted - plain)
+
+    def reward(self, latents):
+        config = self.vae.config
+        pixels = self.vae.decode(latents / config.scaling_factor + (config.shift_factor or 0)).sample
+        return closeness((pixels / 2 + 0.5).clamp(0, 1), [prompt for prompt in PROMPTS for _ in range(GROUP)])
+
+    def images(self, objective):
+        """The images whose reward is maximised, a list of ``(6, C, h, w)``."""
+        last, at = S - 1, objective.recorded_steps(ITERATION)
+        if objective.variant == "refl":
+            (k,) = at
+            return [self.states[k] - self.times[k] * self.velocity(self.states[k], k)]
+        if objective.variant == "draft_k":
+            x = self.states[S - objective.steps]
+            for i in range(S - objective.steps, S):
+                x = x + self.step(i) * self.velocity(x, i)
+            return [x]
+        if objective.variant == "draft_lv":
+            t = self.times[last]
+            clean = self.states[last] - t * self.velocity(self.states[last], last)
+            draws = image_generators(STREAM_RENOISED, SEED, ITERATION, range(6))
+            shape = (objective.num_noises, *clean.shape[1:])
+            noise = torch.stack([torch.randn(shape, generator=draw) for draw in draws]).double()
+            noisy = [(1 - t) * clean.detach() + t * noise[:, n] for n in range(objective.num_noises)]
+            return [clean, *(z - t * self.velocity(z, last) for z in noisy)]
+        chosen = sum(self.step(k) for k in at)
+        factor = 1 + objective.rescale * (sum(self.step(i) for i in range(S)) / chosen - 1)
+        x = self.states[0]
+        for i in range(S):
+            v = self.velocities[i]
+            if i in at:
+                again = self.velocity(self.states[i].detach(), i)
+                v = again.detach() + factor * (again - again.detach())
+            x = x + self.step(i) * v
+        return [x + (self.states[S] - x).detach()]
+
+    def loss_and_gradient(self, objective):
+        scores = torch.stack([self.reward(x) for x in self.images(objective)], dim=1)
+        loss = (-scores if objective.target is None else (objective.target - scores).relu()).mean()
+        named = [p for p in self.network.parameters() if p.requires_grad]
+        parts = torch.autograd.grad(loss, named, allow_unused=True)
+        flat = [torch.zeros_like(p) if g is None else g for p, g in zip(named, parts, strict=True)]
+        return loss.item(), torch.cat([g.flatten() for g in flat])
+
+
+CASES = {
+    "flowbp": {},
+    "flowbp, target": {"num_steps": 2, "target": -0.06, "late_bias": 0.0, "rescale": 1.0},
+    "flowbp, guidance": {"num_steps": 3, "guidance": 2.0},
+    "refl": {"variant": "refl", "num_steps": 4},
+    "draft_k": {"variant": "draft_k", "num_steps": 3, "guidance": 2.0},
+    "draft_lv": {"variant": "draft_lv", "target": -0.06},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_those_of_the_definition(policy, name):
+    objective = make(**CASES[name])
+    objective.setup(policy)
+    experience = objective.prepare(context_of(policy, objective))
+    loss, gradient = loss_and_gradient(policy, objective, experience.micro_batches(3))
+    expected, direction = Wide(policy, CASES[name].get("guidance", 1)).loss_and_gradient(objective)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert_same_gradient(gradient, direction.float(), rtol=1e-4)
+
+
+def test_a_crop_has_the_gradient_of_its_window_alone(policy):
+    objective = make()
+    context = context_of(policy, objective)
+    latents, images = context.rollout.latents[:4], torch.tensor([0, 1, 4, 4])
+    scores, gradient = score_gradient(context, latents, images, crop=0.5)
+    side = latents.shape[-1]
+    for z, image, score, found in zip(latents, images, scores, gradient, strict=True):
+        rows, columns = (found.abs().amax(dims).nonzero().flatten() for dims in ((0, 2), (0, 1)))
+        window = [slice(int(part[0]), int(part[0]) + side // 2) for part in (rows, columns)]
+        assert len(rows) == len(columns) == side // 2
+        leaf = z[None, :, window[0], window[1]].clone().requires_grad_()
+        expected = REWARD.with_gradient(policy.decode_with_gradient(leaf), [context.prompts[image]], [{}])
+        torch.testing.assert_close(score, expected[0].detach())
+        torch.testing.assert_close(found[:, window[0], window[1]], torch.autograd.grad(expected[0], leaf)[0][0])
+    assert gradient[2].abs().max() > 0  # the same image twice, with the same window
+    assert torch.equal(gradient[2] != 0, gradient[3] != 0)
+    assert context.ledger.counts == {"vae": {"with_grad": 4, "without_grad": 0}}
+
+
+def test_an_image_s_gradient_does_not_depend_on_the_others(policy):
+    context = context_of(policy, make())
+    whole = score_gradient(context, context.rollout.latents, torch.arange(6))
+    alone = score_gradient(context, context.rollout.latents[4:], torch.tensor([4, 5]))
+    assert all(torch.equal(of_all[4:], of_two) for of_all, of_two in zip(whole, alone, strict=True))
+
+
+def test_the_vae_recomputes_its_blocks_and_decodes_the_same(policy):
+    latents = torch.randn(2, *policy.latent_shape)
+    before = policy.decode(latents)
+    leaf = latents.clone().requires_grad_()
+    policy.decode_with_gradient(leaf).sum().backward()
+    assert policy.pipeline.vae.is_gradient_checkpointing
+    assert leaf.grad.abs().min() > 0
+    torch.testing.assert_close(policy.decode_with_gradient(leaf).detach(), before)
+    torch.testing.assert_close(policy.decode(latents), before)
+
+
+def test_later_steps_are_drawn_more_often():
+    drawn = [active_steps(4, 2, 1.0, seeded_generator(number)) for number in range(2000)]
+    assert all(first < second for first, second in drawn)
+    firsts = torch.tensor([active_steps(4, 1, 1.0, seeded_generator(number))[0] for number in range(4000)])
+    shares = firsts.bincount(minlength=4) / 4000
+    torch.testing.assert_close(shares, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.03, rtol=0)
+    assert active_steps(4, 4, 1.0, seeded_generator(0)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("objective", "line"),
+    [
+        (RewardGradient(RolloutSpec("dpm++", 6)), "rollout.solver=dpm++: RewardGradient differentiates Euler's steps"),
+        (RewardGradient(RolloutSpec("flow_sde", 6)), "rollout.solver=flow_sde: RewardGradient differentiates"),
+        (make(num_steps=7), "num_steps=7 exceeds rollout.steps=6. Use at most 6."),
+        (RewardGradient(RolloutSpec("euler", 3)), "num_steps=4 exceeds rollout.steps=3"),
+        (make(variant="draft_lv", num_steps=2), "num_steps has no effect with variant=draft_lv"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_line(objective, line):
+    (error,) = objective.check(SIZES)
+    assert error.startswith(f"model.objective.{line}")
+
+
+def test_families_that_cannot_be_differentiated_are_one_line():
+    assert make().check(SIZES) == make().policy_errors(SD3Policy) == []
+    assert "it is not defined on a variance-preserving path" in make().policy_errors(UNetPolicy)[0]
+    blind = type("BlindPolicy", (SD3Policy,), {"decodes_with_gradient": False})
+    assert make().policy_errors(blind) == [
+        "model.objective=RewardGradient does not work on BlindPolicy: its decode has no gradient."
+    ]
+
+
+def test_a_loop_without_a_reward_is_told_what_to_give(policy):
+    objective = make()
+    context = context_of(policy, objective)
+    bare = PrepareContext(policy, context.rollout, context.advantages, 3)
+    with pytest.raises(RuntimeError, match="Give PrepareContext reward, prompts and data_rows"):
+        objective.prepare(bare)
