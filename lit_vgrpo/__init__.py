@@ -25,6 +25,7 @@ _HOMES = {
     "DanceGRPO": "lit_vgrpo.objectives",
     "DDPO": "lit_vgrpo.objectives",
     "Denoising": "lit_vgrpo.objectives",
+    "ChromaPolicy": "lit_vgrpo.policies",
     "Flux2Policy": "lit_vgrpo.policies",
     "FluxPolicy": "lit_vgrpo.policies",
     "KontextPolicy": "lit_vgrpo.policies",

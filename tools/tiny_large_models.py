@@ -1,4 +1,4 @@
-"""Small random pipelines of the large families: Qwen-Image, FLUX.2-klein and Z-Image, for tests."""
+"""Small random pipelines of the families that no recipe trains in a demo, for tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from diffusers import (
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
@@ -20,6 +22,7 @@ from diffusers import (
 )
 from tiny_chat import chat_tokenizer, deep_qwen3, picture_processor, qwen3, qwen25_vl
 from tiny_pipelines import build_pipeline
+from tiny_text import t5_encoder, t5_tokenizer
 
 _WIDTH = 16  # of the text encoders
 _CHANNELS = 4  # of the latents
@@ -119,3 +122,24 @@ def build_z_image(folder: str | Path, seed: int = 0) -> Path:
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     denoiser = ZImageTransformer2DModel, transformer
     return build_pipeline(ZImagePipeline, folder, seed, None, denoiser, scheduler, texts)
+
+
+def build_chroma(folder: str | Path, seed: int = 0) -> Path:
+    """Write a `ChromaPipeline` folder: 8 x 8 x 8 latents and 16 image tokens for 32 x 32 images."""
+    transformer = {
+        "in_channels": 32,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "axes_dims_rope": (4, 6, 6),
+        "approximator_num_channels": 16,
+        "approximator_hidden_dim": 16,
+        "approximator_layers": 1,
+    }
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=True)
+    texts: list[Any] = [(t5_tokenizer(), t5_encoder, 32)]
+    louder = {"*.add_v_proj.weight": 4.0, "*.attn.to_out.0.weight": 2.0}
+    denoiser = ChromaTransformer2DModel, transformer
+    return build_pipeline(ChromaPipeline, folder, seed, None, denoiser, scheduler, texts, louder)
