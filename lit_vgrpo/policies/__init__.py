@@ -6,6 +6,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.chroma import ChromaPolicy
 from lit_vgrpo.policies.flux import FluxPolicy, KontextPolicy
 from lit_vgrpo.policies.flux2 import Flux2Policy
+from lit_vgrpo.policies.lumina2 import Lumina2Policy
 from lit_vgrpo.policies.qwen_image import QwenImageEditPolicy, QwenImagePolicy
 from lit_vgrpo.policies.sd3 import SD3Policy
 from lit_vgrpo.policies.sdxl import SDXLPolicy
@@ -18,6 +19,7 @@ __all__ = [
     "Flux2Policy",
     "FluxPolicy",
     "KontextPolicy",
+    "Lumina2Policy",
     "Policy",
     "QwenImageEditPolicy",
     "QwenImagePolicy",
