@@ -1,4 +1,4 @@
-"""Small chat tokenizers and frozen random language models, as Qwen-Image, FLUX.2 and Z-Image encode prompts with."""
+"""Small tokenizers and frozen random language models that encode prompts, as those of the newer families do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 from tiny_text import byte_symbols, learn_merges, task_words
 from torch import nn
 from transformers import (
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
@@ -92,6 +95,22 @@ def qwen3(tokenizer: Any, width: int, seed: int = 0, layers: int = 3) -> nn.Modu
 def deep_qwen3(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:
     """Return a frozen random Qwen3 with the 27 layers that FLUX.2's pipeline reads."""
     return _frozen(Qwen3ForCausalLM, Qwen3Config(**_options(tokenizer, width, 27), head_dim=8), seed)
+
+
+def gemma_tokenizer(text: str = "", max_length: int = 4096) -> GemmaTokenizer:
+    """Return a tokenizer in which each word of the tasks and of a text is one token."""
+    words = ["▁" + word for word in dict.fromkeys([*task_words(), *text.split()])]
+    merges = dict.fromkeys((word[:i], word[i]) for word in words for i in range(1, len(word)))
+    letters = dict.fromkeys(["▁", *map(chr, range(33, 127)), *"".join(words)])
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    tokens = dict.fromkeys([*special, *letters, *map("".join, merges)])
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return GemmaTokenizer(vocab=vocab, merges=list(merges), model_max_length=max_length, add_bos_token=True)
+
+
+def gemma2(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:
+    """Return a frozen random Gemma 2, as Lumina 2 and Sana have."""
+    return _frozen(Gemma2Model, Gemma2Config(**_options(tokenizer, width, 2), head_dim=16), seed)
 
 
 def qwen25_vl(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:

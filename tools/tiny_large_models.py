@@ -1,4 +1,4 @@
-"""Small random pipelines of the large families: Qwen-Image, FLUX.2-klein and Z-Image, for tests."""
+"""Small random pipelines of the families that no recipe trains in a demo, for tests."""
 
 from __future__ import annotations
 
@@ -7,22 +7,32 @@ from typing import Any
 
 import torch
 from diffusers import (
+    AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
+    Lumina2Pipeline,
+    Lumina2Transformer2DModel,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from tiny_chat import chat_tokenizer, deep_qwen3, picture_processor, qwen3, qwen25_vl
+from tiny_chat import chat_tokenizer, deep_qwen3, gemma2, gemma_tokenizer, picture_processor, qwen3, qwen25_vl
 from tiny_pipelines import build_pipeline
+from tiny_text import t5_encoder, t5_tokenizer
 
 _WIDTH = 16  # of the text encoders
 _CHANNELS = 4  # of the latents
+_LUMINA = (
+    "You are an assistant designed to generate superior images with the degree of image-text alignment based on "
+    "textual prompts or user prompts. <Prompt Start>"
+)
 
 
 def build_qwen_image_edit(folder: str | Path) -> Path:
@@ -119,3 +129,57 @@ def build_z_image(folder: str | Path, seed: int = 0) -> Path:
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     denoiser = ZImageTransformer2DModel, transformer
     return build_pipeline(ZImagePipeline, folder, seed, None, denoiser, scheduler, texts)
+
+
+def build_chroma(folder: str | Path, seed: int = 0) -> Path:
+    """Write a `ChromaPipeline` folder: 8 x 8 x 8 latents and 16 image tokens for 32 x 32 images."""
+    transformer = {
+        "in_channels": 32,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "axes_dims_rope": (4, 6, 6),
+        "approximator_num_channels": 16,
+        "approximator_hidden_dim": 16,
+        "approximator_layers": 1,
+    }
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=True)
+    texts: list[Any] = [(t5_tokenizer(), t5_encoder, 32)]
+    louder = {"*.add_v_proj.weight": 4.0, "*.attn.to_out.0.weight": 2.0}
+    denoiser = ChromaTransformer2DModel, transformer
+    return build_pipeline(ChromaPipeline, folder, seed, None, denoiser, scheduler, texts, louder)
+
+
+def build_lumina2(folder: str | Path, seed: int = 0) -> Path:
+    """Write a `Lumina2Pipeline` folder: 4 x 4 x 4 latents and 4 image tokens for 32 x 32 images."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        vae = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            block_out_channels=(8,) * 4,
+            latent_channels=_CHANNELS,
+            norm_num_groups=4,
+            scaling_factor=0.4,
+            shift_factor=0.1,
+            mid_block_add_attention=False,
+        )
+    transformer = {
+        "sample_size": 8,
+        "in_channels": _CHANNELS,
+        "hidden_size": 24,
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "num_attention_heads": 2,
+        "num_kv_heads": 1,
+        "multiple_of": 8,
+        "axes_dim_rope": (4, 4, 4),
+        "axes_lens": (264, 16, 16),
+        "cap_feat_dim": _WIDTH,
+    }
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=6.0, use_dynamic_shifting=True)
+    texts: list[Any] = [(gemma_tokenizer(_LUMINA), gemma2, _WIDTH)]
+    denoiser = Lumina2Transformer2DModel, transformer
+    return build_pipeline(Lumina2Pipeline, folder, seed, vae, denoiser, scheduler, texts)

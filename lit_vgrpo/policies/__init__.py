@@ -3,8 +3,10 @@
 from lit_vgrpo.core.probability_paths import RectifiedFlow, VariancePreserving
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.chroma import ChromaPolicy
 from lit_vgrpo.policies.flux import FluxPolicy, KontextPolicy
 from lit_vgrpo.policies.flux2 import Flux2Policy
+from lit_vgrpo.policies.lumina2 import Lumina2Policy
 from lit_vgrpo.policies.qwen_image import QwenImageEditPolicy, QwenImagePolicy
 from lit_vgrpo.policies.sd3 import SD3Policy
 from lit_vgrpo.policies.sdxl import SDXLPolicy
@@ -12,10 +14,12 @@ from lit_vgrpo.policies.unet import UNetPolicy
 from lit_vgrpo.policies.z_image import ZImagePolicy
 
 __all__ = [
+    "ChromaPolicy",
     "Conditioning",
     "Flux2Policy",
     "FluxPolicy",
     "KontextPolicy",
+    "Lumina2Policy",
     "Policy",
     "QwenImageEditPolicy",
     "QwenImagePolicy",

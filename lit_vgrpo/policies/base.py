@@ -26,7 +26,7 @@ from lit_vgrpo.policies.acceleration import (
 from lit_vgrpo.policies.export import save_policy
 from lit_vgrpo.policies.loading import KEY, pipeline_errors, read_pipeline
 from lit_vgrpo.policies.pipeline import PipelinePolicy
-from lit_vgrpo.policies.placement import cast, in_own_precision, place, with_cpu_default
+from lit_vgrpo.policies.placement import cast, in_own_precision, place, unmasked_on_meta, with_cpu_default
 from lit_vgrpo.policies.prompt_encoder import PromptEncoder
 from lit_vgrpo.policies.trained import choose_trained
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
@@ -112,6 +112,7 @@ class Policy(PipelinePolicy):
         self.network = getattr(pipeline, self.network_name)
         for encoder in self.encoders():
             cast(encoder, self.dtype)
+            encoder.register_forward_pre_hook(unmasked_on_meta, with_kwargs=True)
         if self.offload_encoders:
             place(self.encoders(), torch.device("cpu"))
         choose_trained(self, self.unused_weights())

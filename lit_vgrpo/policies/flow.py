@@ -14,6 +14,7 @@ from lit_vgrpo.core.probability_paths import RectifiedFlow
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.solvers import FLOW_SDES
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.loading import config_value
 
 FLOW_SOLVERS = ("euler", "dpm++", "unipc")
 LONGEST_PROMPT = 1024  # tokens
@@ -44,6 +45,8 @@ class FlowPolicy(Policy, ABC):
     """The joint attention of images and text, as in most families."""
     packed: ClassVar[int] = 1
     """Latents per side in one of the network's ``in_channels`` inputs."""
+    takes_guidance: ClassVar[bool] = False
+    """True if the networks take the guidance scale as an input, unless their configuration says otherwise."""
 
     def __init__(
         self, checkpoint: str, max_sequence_length: Annotated[int, Range(1, LONGEST_PROMPT)] = 512, **options: Any
@@ -51,9 +54,18 @@ class FlowPolicy(Policy, ABC):
         super().__init__(checkpoint, **options)
         self.max_sequence_length = max_sequence_length
 
+    @property
+    def embeds_guidance(self) -> bool:
+        name = "guidance_embeds"
+        if self.loaded:
+            return self.takes_guidance and bool(self.network.config.get(name, True))
+        return self.takes_guidance and config_value(self, f"{self.network_name}/config.json", name) is not False
+
     def misfit(self, pipeline: Any) -> str | None:
         from diffusers import FlowMatchEulerDiscreteScheduler
 
+        if self.negative_prompt and self.takes_guidance and pipeline.transformer.config.get("guidance_embeds", True):
+            return "takes guidance as an input, so model.policy.negative_prompt has no effect. Leave it out."
         scheduler, config = pipeline.scheduler, pipeline.scheduler.config
         odd = [name for name in ("stochastic_sampling", "invert_sigmas") if config.get(name)]
         if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not odd:
@@ -79,10 +91,13 @@ class FlowPolicy(Policy, ABC):
         """Return the logarithm of a dynamic shift; ``None`` for the usual one, linear in the number of tokens."""
         return None
 
+    def sigmas(self, steps: int) -> Sequence[float]:
+        """Return the unshifted sigmas that the pipeline passes to its scheduler."""
+        return np.linspace(1.0, 1 / steps, steps).tolist()
+
     def scheduler(self, solver: str, steps: int) -> Any:
-        sigmas = np.linspace(1.0, 1 / steps, steps).tolist()  # as in the pipeline
         base, tokens = self.pipeline.scheduler, self.image_tokens()
-        return flow_scheduler(solver, base, steps, tokens, sigmas, self.shift_mu(steps))
+        return flow_scheduler(solver, base, steps, tokens, self.sigmas(steps), self.shift_mu(steps))
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
         return (scheduler.timesteps.double() / scheduler.config.num_train_timesteps).float()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.flow import PATCH, FlowPolicy
-from lit_vgrpo.policies.loading import config_value
 
 REFERENCE_LATENTS = "reference_latents"
 
@@ -24,19 +23,8 @@ class FluxPolicy(FlowPolicy):
 
     pipeline_class: ClassVar[str] = "FluxPipeline"
     packed: ClassVar[int] = PATCH
+    takes_guidance: ClassVar[bool] = True
     has_cache: ClassVar[bool] = True
-
-    @property
-    def embeds_guidance(self) -> bool:
-        if self.loaded:
-            return bool(self.network.config.guidance_embeds)
-        known = config_value(self, f"{self.network_name}/config.json", "guidance_embeds")
-        return True if known is None else bool(known)
-
-    def misfit(self, pipeline: Any) -> str | None:
-        if self.negative_prompt and pipeline.transformer.config.guidance_embeds:
-            return "takes guidance as an input, so model.policy.negative_prompt has no effect. Leave it out."
-        return super().misfit(pipeline)
 
     def prompt_limit(self) -> tuple[Any, int, str]:
         encoder = type(self.pipeline.text_encoder_2).__name__  # CLIP gives only one vector, from the prompt's start
@@ -54,14 +42,17 @@ class FluxPolicy(FlowPolicy):
         prediction = self.network(
             hidden_states=sequence,
             timestep=t,  # the network multiplies it by 1000
-            guidance=cond.tensors.get("guidance"),
             encoder_hidden_states=tokens,
-            pooled_projections=cond.tensors["pooled"],
             txt_ids=torch.zeros(tokens.shape[1], 3, device=z.device),
             img_ids=ids,
             return_dict=False,
+            **self.other_inputs(cond, len(ids)),
         )[0]
         return unpacked(prediction, z)
+
+    def other_inputs(self, cond: Conditioning, image_tokens: int) -> dict[str, Any]:
+        """Return the network's inputs that not all of its kind have."""
+        return {"guidance": cond.tensors.get("guidance"), "pooled_projections": cond.tensors["pooled"]}
 
     def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, Tensor]:
         """Return the network's image tokens ``(B, N, C)``, those of ``z`` first, and their ids ``(N, 3)``."""

@@ -9,14 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.flow import PATCH, FlowPolicy
+from lit_vgrpo.policies.flow import PATCH
+from lit_vgrpo.policies.language_model import LanguageModelPolicy
 from lit_vgrpo.policies.loading import config_value
 from lit_vgrpo.policies.pipeline import INDEX
 
 TEXT_LAYERS = (9, 18, 27)  # of the encoder's hidden states, as in the pipeline
 
 
-class Flux2Policy(FlowPolicy):
+class Flux2Policy(LanguageModelPolicy):
     """``Flux2KleinPipeline`` as a policy on a rectified flow.
 
     A latent is 2 x 2 of the VAE's, scaled by the statistics of the VAE's batch norm. The padding of short prompts is
@@ -26,7 +27,7 @@ class Flux2Policy(FlowPolicy):
     pipeline_class: ClassVar[str] = "Flux2KleinPipeline"
     packed: ClassVar[int] = PATCH
     default_lora_targets: ClassVar[tuple[str, ...]] = (
-        *FlowPolicy.default_lora_targets,
+        *LanguageModelPolicy.default_lora_targets,
         "attn.to_qkv_mlp_proj",  # of the blocks with a single stream
     )
 
@@ -78,19 +79,16 @@ class Flux2Policy(FlowPolicy):
 
         return compute_empirical_mu(self.image_tokens(), steps)
 
-    def prompt_limit(self) -> tuple[Any, int, str]:
-        tokenizer = self.pipeline.tokenizer
-        empty = tokenizer.apply_chat_template(
-            [{"role": "user", "content": ""}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    def prompt_length(self) -> None:
+        return None  # the network reads the padding
+
+    def templated(self, prompt: str) -> str:
+        message = {"role": "user", "content": prompt}
+        return self.tokenizer.apply_chat_template(
+            [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
-        limit = self.max_sequence_length - len(tokenizer(empty)["input_ids"])
-        return tokenizer, limit, type(self.pipeline.text_encoder).__name__
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        if self.device.type == "meta":  # the encoder cannot read its attention mask
-            ids = torch.zeros(len(prompts), self.max_sequence_length, dtype=torch.int64, device=self.device)
-            hidden = self.pipeline.text_encoder(ids, output_hidden_states=True).hidden_states
-            return {"tokens": torch.cat([hidden[layer] for layer in TEXT_LAYERS], dim=2)}
         tokens, _ = self.pipeline.encode_prompt(
             prompts,
             device=self.device,

@@ -86,6 +86,14 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(wanted)
 
 
+def unmasked_on_meta(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Leave out what an encoder would read the values of, on the meta device; a pre-hook of its forward pass."""
+    if (mask := kwargs.get("attention_mask")) is not None and mask.is_meta:
+        read = ("attention_mask", "position_ids", "use_cache")  # without a cache, it looks for packed prompts
+        kwargs = {name: value for name, value in kwargs.items() if name not in read}
+    return args, kwargs
+
+
 def _slots(module: nn.Module) -> Iterator[Slot]:
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):

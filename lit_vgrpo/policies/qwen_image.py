@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import Any, ClassVar
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.types import MASK, Conditioning, lengthened
-from lit_vgrpo.policies.flow import PATCH, FlowPolicy
+from lit_vgrpo.policies.flow import PATCH
 from lit_vgrpo.policies.flux import REFERENCE_LATENTS, packed, unpacked
+from lit_vgrpo.policies.language_model import LanguageModelPolicy
 from lit_vgrpo.policies.prompt_encoder import masked_rows
 
 Shape = tuple[int, int, int]
@@ -22,19 +24,8 @@ READ = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
 """The processor's outputs that the pipeline passes to the encoder."""
 
 
-class QwenImagePolicy(FlowPolicy):
-    """``QwenImagePipeline`` as a policy on a rectified flow.
-
-    Guidance takes two passes, and each token of the guided prediction is rescaled to its length in the conditional
-    prediction. The pipeline always does this.
-    """
-
-    pipeline_class: ClassVar[str] = "QwenImagePipeline"
-    packed: ClassVar[int] = PATCH
-
-    def unused_weights(self) -> tuple[str, ...]:
-        last = f"transformer_blocks.{self.network.config.num_layers - 1}"
-        return f"{last}.attn.to_add_out.*", f"{last}.txt_mlp.*"  # its text tokens are dropped
+class QwenVAEPolicy(LanguageModelPolicy, ABC):
+    """A policy in the latents of Qwen-Image's VAE, which is one of videos, here of one frame."""
 
     def _latent_affine(self) -> tuple[Tensor, Tensor]:
         config = self.pipeline.vae.config
@@ -53,32 +44,27 @@ class QwenImagePolicy(FlowPolicy):
         scale, shift = self._latent_affine()
         return (self.pipeline.vae.encode(images.unsqueeze(2)).latent_dist.mode()[:, :, 0] - shift) * scale
 
-    def prompt_length(self) -> int:
-        return self.max_sequence_length
 
-    def prompt_limit(self) -> tuple[Any, int, str]:
-        pipeline = self.pipeline
-        after = pipeline.tokenizer(pipeline.prompt_template_encode.partition("{}")[2])["input_ids"]
-        return pipeline.tokenizer, self.max_sequence_length - len(after), type(pipeline.text_encoder).__name__
+class QwenImagePolicy(QwenVAEPolicy):
+    """``QwenImagePipeline`` as a policy on a rectified flow.
 
-    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        return masked_rows([self._encoded(prompt) for prompt in prompts])
+    Guidance takes two passes, and each token of the guided prediction is rescaled to its length in the conditional
+    prediction. The pipeline always does this.
+    """
 
-    def _encoded(self, prompt: str) -> Tensor:
-        """Return the last hidden states of a prompt's tokens without the system prompt's, ``(L, D)``.
+    pipeline_class: ClassVar[str] = "QwenImagePipeline"
+    packed: ClassVar[int] = PATCH
+    text_layer: ClassVar[int] = -1
 
-        The encoder is causal, so truncating the end of a long prompt changes no earlier token.
-        """
-        pipeline = self.pipeline
-        before = pipeline.prompt_template_encode_start_idx
-        ids = pipeline.tokenizer(
-            pipeline.prompt_template_encode.format(prompt),
-            max_length=before + self.max_sequence_length,
-            truncation=True,
-            return_tensors="pt",
-        )["input_ids"]
-        encoded = pipeline.text_encoder(ids.to(self.device), output_hidden_states=True)
-        return encoded.hidden_states[-1][0, before:]
+    def unused_weights(self) -> tuple[str, ...]:
+        last = f"transformer_blocks.{self.network.config.num_layers - 1}"
+        return f"{last}.attn.to_add_out.*", f"{last}.txt_mlp.*"  # its text tokens are dropped
+
+    def templated(self, prompt: str) -> str:
+        return self.pipeline.prompt_template_encode.format(prompt)
+
+    def tokens_dropped(self) -> int:
+        return self.pipeline.prompt_template_encode_start_idx
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         sequence, shapes = self.sequence(z, cond)

@@ -54,6 +54,7 @@ class Family:
     idle: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     edit: Callable[[Tensor], dict[str, Any]] = lambda given: {}
+    size: tuple[int, int] = (HEIGHT, WIDTH)
 
     def load(self, folder: Path | None = None, **options: Any) -> Policy:
         """A new policy for a test that changes it."""
@@ -64,7 +65,7 @@ class Family:
         return load_copy(self.policy_class, self.folder, **self.all_options(options))
 
     def all_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        return {"height": HEIGHT, "width": WIDTH, **self.options, **options}
+        return {"height": self.size[0], "width": self.size[1], **self.options, **options}
 
     @cached_property
     def shared(self) -> Policy:
@@ -153,13 +154,13 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
             num_inference_steps=3,
             latents=family.pack(noise[rows].clone()),
             output_type="pt",
-            height=HEIGHT,
-            width=WIDTH,
+            height=family.size[0],
+            width=family.size[1],
             **family.guidance(guidance, NEGATIVE if negative else ""),
             **given,
         ).images
     images = torch.stack(drawn)
-    assert images.shape == (2, 3, HEIGHT, WIDTH)
+    assert images.shape == (2, 3, *family.size)
     torch.testing.assert_close(policy.decode(latents), images, **SAME)
 
 

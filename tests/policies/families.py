@@ -8,9 +8,11 @@ from policies.contract import Family
 
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.policies import (
+    ChromaPolicy,
     Flux2Policy,
     FluxPolicy,
     KontextPolicy,
+    Lumina2Policy,
     QwenImageEditPolicy,
     QwenImagePolicy,
     SD3Policy,
@@ -19,7 +21,7 @@ from lit_vgrpo.policies import (
     ZImagePolicy,
 )
 
-LARGE = ("qwen_image", "flux2", "z_image")
+LARGE = ("qwen_image", "flux2", "z_image", "chroma", "lumina2")
 FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", "kontext", *LARGE, "qwen_image_edit")
 SLOW = ("qwen_image_edit",)
 FIRST = ("sd3", "unet_eps", "flux")
@@ -72,6 +74,10 @@ def make_large_family(name, folder):
             idle=IDLE,
             unused=("transformer_blocks.1.attn.to_add_out.*", "transformer_blocks.1.txt_mlp.*"),
         )
+    if name == "chroma":
+        return Family(ChromaPolicy, folder, {"max_sequence_length": 16}, pack=pack, **T5)
+    if name == "lumina2":
+        return Family(Lumina2Policy, folder, options, prompt_limit=20, limited_by="Gemma2", size=(32, 48))
     if name == "flux2":
         return Family(
             Flux2Policy, folder, options, guidance=negative_embedded(folder), prompt_limit=21, limited_by="Qwen3"

@@ -1,7 +1,6 @@
 """Every family through the same checks, on small real pipelines."""
 
 import itertools
-from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import reduce
 
@@ -13,6 +12,7 @@ from policies.contract import PROMPTS, SAME, encoded, inputs
 from policies.families import FAMILIES, FIRST, REPEATS
 from rollouts import sample_chain
 
+from lit_vgrpo.apps.memory.meta import AutocastOnMeta
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.sampling import sample
@@ -213,7 +213,7 @@ def test_bfloat16_keeps_trained_weights_in_float32(family):
 def test_helpers_follow_the_network_to_its_device(family):
     """On the ``meta`` device, which refuses every tensor that stays behind."""
     policy = family.load(lora_rank=2).to("meta")
-    policy.autocast = nullcontext  # torch has none for this device
+    policy.autocast = lambda dtype=None: AutocastOnMeta()  # torch has none for this device
     assert policy.device.type == "meta"
     noise, _, cond = inputs(policy)
     t = torch.tensor([0.2, 0.9], device="meta")
