@@ -29,6 +29,7 @@ from lit_vgrpo.objectives.pairs import (
     distance_to_copy,
     pairs_at,
     predict_pairs,
+    predictions,
     store_predictions,
     stored,
 )
@@ -165,7 +166,7 @@ class ForwardObjective(Objective):
         policy, micros = context.policy, experience.micro_batches(context.micro_batch_size)
         use: Literal["training", "reference"] = "reference" if copy == "reference" else "training"
         with self.with_copy(policy, copy, context.ledger):
-            predicted = (self.predict(policy, micro, policy.path.prediction, use=use)[0] for micro in micros)
+            predicted = (predictions(policy, micro, self.guidance_in(use, policy)) for micro in micros)
             store_predictions(experience, name or f"{copy}_prediction", micros, predicted)
 
     def store_anchor(self, context: PrepareContext, experience: Experience) -> None:
