@@ -1,128 +1,134 @@
-"""Measure the time saved by scoring images while the next ones are made: the same run with and without overlap.
+"""Measure the time saved by scoring images while the next ones are sampled: the same run with and without overlap.
 
-    python benchmarks/overlap.py                              # 5 pairs of runs, about 4 minutes on 2 cores
-    python benchmarks/overlap.py --pairs 2 --ms 5 --out overlap.json
+    python benchmarks/overlap.py --out benchmarks/results/overlap.json   # a reward of 0.2 s per 32 images
+    python benchmarks/overlap.py --ms 0 --batch-sizes 64
+    python benchmarks/overlap.py --recipe tiny_ocr --ms -1 --batch-sizes 16 --out benchmarks/results/overlap_ocr.json
 
-The tiny task is trained on a reward behind ``lightning serve-reward`` that takes some milliseconds an image, as one on
-another machine does. Runs with and without overlap take turns; the ratio of each pair is what counts. Scores and
-weights must be the same.
+The reward waits, as one on another machine does, and uses no CPU; ``--ms -1`` keeps the recipe's. Runs with and without
+overlap take turns in one process. The figures are medians over the iterations after the first and over the runs.
+Scores and weights must be the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import torch
+from torch import Tensor
+
+from lit_vgrpo.launch.build import build
 from lit_vgrpo.system.paths import write_atomically
-from lit_vgrpo.training.checkpoint_file import read
 
-MODULE = """
-import time
+PHASES = ("rollout", "decode", "reward", "reward_overlapped", "prepare")
 
-def waiting(images, prompts, rows, ms):
+
+def waiting(images: Tensor, prompts: list[str], rows: list[dict[str, Any]], ms: float) -> Tensor:
+    """Return how much redder than blue images are, after some milliseconds per image."""
     time.sleep(len(prompts) * ms / 1000)
     return images[:, 0].mean((1, 2)) - images[:, 2].mean((1, 2))
-"""
-SETTINGS = [
-    "trainer.max_epochs=4",
-    "trainer.callbacks=null",
-    "trainer.enable_progress_bar=false",
-    "data.heldout=null",
-    "model.policy.decode_batch_size=16",
-    "model.rollout_batch_size=16",
-]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class Clock(L.Callback):
+    """Seconds of each iteration: in all, of the CPU in all threads, and by phase."""
+
+    def __init__(self) -> None:
+        self.iterations: list[dict[str, float]] = []
+        self._started = (0.0, 0.0)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._started = time.perf_counter(), time.process_time()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch.is_last:
+            wall, cpu = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
+            phases = {name: pl_module.record.seconds.get(name, 0.0) for name in PHASES}
+            updates = wall - sum(phases[name] for name in PHASES if name != "reward_overlapped")
+            self.iterations.append({"iteration": wall, "cpu": cpu, **phases, "updates": updates})
 
 
-def run(folder: Path, url: str, overlap: bool) -> dict[str, float]:
-    """Train, and read the means of the iterations after the first off the metrics."""
-    http = {
-        "class_path": "HTTPReward",
-        "init_args": {"url": url, "batch_size": 8, "connection": {"max_connections": 1}},
+def run(options: argparse.Namespace, std: str, batch_size: int, overlap: bool) -> tuple[list[dict[str, float]], Tensor]:
+    """Train, and return the iterations after the first, and the weights."""
+    clock = Clock()
+    settings = [
+        f"trainer.max_epochs={options.iterations + 1}",
+        *("trainer.callbacks=null", "trainer.enable_progress_bar=false", "data.heldout=null"),
+        *(f"model.advantage_std={std}", f"model.rollout_batch_size={batch_size}"),
+    ]
+    if options.ms >= 0:
+        reward = {"python": "overlap:waiting", "concurrent": True, "options": {"ms": options.ms}}
+        weighted = {"class_path": "Weighted", "init_args": {"rewards": [reward]}}
+        settings.append(f"model.reward={json.dumps(weighted)}")
+    with tempfile.TemporaryDirectory() as folder:
+        cli = build([options.recipe, *settings, f"run_dir={folder}/run"])
+        cli.model.reward.overlap = overlap
+        cli.trainer.callbacks.insert(0, clock)
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    weights = [p.detach().flatten() for p in cli.model.policy.parameters() if p.requires_grad]
+    return clock.iterations[1:], torch.cat(weights)
+
+
+def compared(options: argparse.Namespace, std: str, batch_size: int) -> dict[str, Any]:
+    """Return the medians of the runs with and without overlap, in seconds, and whether their weights are the same."""
+    found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    weights = []
+    for number in range(options.pairs):
+        for overlap in (True, False) if number % 2 else (False, True):
+            iterations, trained = run(options, std, batch_size, overlap)
+            found[overlap] += iterations
+            weights.append(trained)
+    plain, together = (
+        {name: statistics.median(one[name] for one in found[overlap]) for name in found[overlap][0]}
+        for overlap in (False, True)
+    )
+    return {
+        "advantage_std": std,
+        "rollout_batch_size": batch_size,
+        "without": plain,
+        "with": together,
+        "hidden": together["reward_overlapped"] / max(together["reward"] + together["reward_overlapped"], 1e-9),
+        "equal": all(torch.equal(weights[0], other) for other in weights),
     }
-    reward = {"class_path": "Weighted", "init_args": {"rewards": [http], "overlap": overlap}}
-    command = [sys.executable, "-m", "lit_vgrpo", "run", "tiny_shapes", f"run_dir={folder}", *SETTINGS]
-    subprocess.run([*command, f"model.reward={json.dumps(reward)}"], check=True, stdout=subprocess.DEVNULL)
-    with (folder / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["time/iteration_s"]][1:]
-    names = ("iteration_s", "rollout_s", "reward_s", "reward_overlapped_s")
-    found = {name: statistics.fmean(float(row[f"time/{name}"]) for row in rows) for name in names}
-    return {**found, "reward_mean": float(rows[-1]["reward/mean"])}
-
-
-def same_weights(one: Path, other: Path) -> bool:
-    states = [read(folder / "checkpoints" / "last.ckpt")["state_dict"] for folder in (one, other)]
-    return all(bool((states[0][name] == states[1][name]).all()) for name in states[0])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--ms", type=float, default=20.0, help="milliseconds the reward takes for an image")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/overlap.json"))
+    parser.add_argument("--recipe", default="tiny_shapes")
+    parser.add_argument("--ms", type=float, default=6.25, help="milliseconds per image; -1 keeps the recipe's reward")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 16], help="rollout_batch_size")
+    parser.add_argument("--stds", nargs="+", default=["global", "group"], help="advantage_std")
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as text:
-        folder, port = Path(text), free_port()
-        (folder / "waiting_reward.py").write_text(MODULE)
-        words = ["python:waiting_reward:waiting", f"options={json.dumps({'ms': options.ms})}", f"--port={port}"]
-        server = subprocess.Popen(
-            [sys.executable, "-m", "lit_vgrpo", "serve-reward", *words, "--batch-size=8"], cwd=folder,
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        try:
-            assert server.stdout is not None
-            print(server.stdout.readline().strip())
-            pairs = [pair(folder, f"http://127.0.0.1:{port}/score", number) for number in range(options.pairs)]
-        finally:
-            server.terminate()
-            server.wait(20)
-    return report(pairs, options)
-
-
-def pair(folder: Path, url: str, number: int) -> dict[str, Any]:
-    runs = {}
-    for overlap in (True, False) if number % 2 else (False, True):
-        name = "overlap" if overlap else "one after the other"
-        runs[name] = run(folder / f"{number}-{overlap}", url, overlap)
-    equal = same_weights(folder / f"{number}-True", folder / f"{number}-False")
-    return {
-        **runs,
-        "ratio": runs["overlap"]["iteration_s"] / runs["one after the other"]["iteration_s"],
-        "equal": equal,
-    }
-
-
-def report(pairs: list[dict[str, Any]], options: argparse.Namespace) -> int:
-    print(
-        f"{'':20} {'iteration':>10} {'rollout':>8} {'waiting for rewards':>20} {'scored meanwhile':>17}   (s, medians)"
-    )
-    for name in ("one after the other", "overlap"):
-        values = [statistics.median(found[name][key] for found in pairs) for key in list(pairs[0][name])[:4]]
-        print(f"{name:20} {values[0]:10.2f} {values[1]:8.2f} {values[2]:20.2f} {values[3]:17.2f}")
-    ratios = [found["ratio"] for found in pairs]
-    print(f"ratio of an iteration: median {statistics.median(ratios):.3f} of {', '.join(f'{r:.3f}' for r in ratios)}")
-    equal = all(found["equal"] for found in pairs)
-    print(
-        f"weights after {SETTINGS[0].partition('=')[2]} iterations: {'the same, bit for bit' if equal else 'DIFFERENT'}"
-    )
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.out, json.dumps({"ms": options.ms, "pairs": pairs}, indent=2) + "\n")
-    return 0 if equal else 1
+    torch.set_num_threads(1)
+    found = [compared(options, std, size) for std in options.stds for size in options.batch_sizes]
+    print(f"{'std':8}{'batch':>6}  {'overlap':8}{'iteration':>10}{'CPU':>7}{'sampling':>9}{'decode':>7}", end="")
+    print(f"{'waiting':>8}{'hidden':>7}{'prepare':>8}{'updates':>8}   (s)")
+    for row in found:
+        for name in ("without", "with"):
+            s = row[name]
+            print(f"{row['advantage_std']:8}{row['rollout_batch_size']:>6}  {name:8}", end="")
+            print(
+                f"{s['iteration']:10.3f}{s['cpu']:7.3f}{s['rollout']:9.3f}{s['decode']:7.3f}{s['reward']:8.3f}", end=""
+            )
+            print(f"{max(s['reward_overlapped'], 0):7.3f}{s['prepare']:8.3f}{s['updates']:8.3f}")
+        ratios = [row["with"][name] / row["without"][name] for name in ("iteration", "cpu")]
+        print(
+            f"{'':14}  hidden {row['hidden']:.0%}, ratio {ratios[0]:.2f} of wall time, {ratios[1]:.2f} of CPU time, ",
+            end="",
+        )
+        print(f"weights {'the same' if row['equal'] else 'DIFFERENT'}")
+    if options.out is not None:
+        write_atomically(options.out, json.dumps({**vars(options), "out": None, "found": found}, indent=2) + "\n")
+    return 0 if all(row["equal"] for row in found) else 1
 
 
 if __name__ == "__main__":

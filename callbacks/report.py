@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
 
 When = Literal["evaluations", "end", "never"]
-MOST_SHARE = 0.05
+MOST_SHARE = 0.02
 """Maximum share of the run's time that writing reports takes; a refresh that comes sooner is left out."""
 SIDE = 256
 """Maximum longer side of a kept image, in pixels."""

@@ -49,7 +49,6 @@ class Snapshot:
 
     def to(self, device: torch.device) -> None:
         """Move the copy."""
-        self.follow()
         self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
 
     @torch.no_grad()

@@ -188,11 +188,6 @@ class Pairs:
         values = dict(table)
         return Pairs(values.pop("times"), values.pop("noise"), rows, self.shared, values)
 
-    def joined_with(self, other: Pairs) -> Pairs:
-        """Return these pairs, followed by those of other images."""
-        table = {name: torch.cat([values, other.table()[name]]) for name, values in self.table().items()}
-        return self.with_table(table, torch.cat([self.rows, other.rows + len(self.times)]))
-
     def of_images(self) -> tuple[Tensor, Tensor]:
         """Return ``times (B, N)`` and ``noise (B, N, ...)``, one row per image."""
         return self.times[self.rows], self.noise[self.rows]

@@ -335,6 +335,18 @@ class Rollout:
         trajectories = [batch.trajectory for batch in batches if batch.trajectory is not None]
         return replace(batches[-1], **columns, trajectory=Trajectory.joined(trajectories) if trajectories else None)
 
+    def followed_by(self, other: Rollout) -> Rollout:
+        """Return these images, followed by others with other numbers of groups and images."""
+        return replace(
+            self,
+            latents=torch.cat([self.latents, other.latents]),
+            group_ids=torch.cat([self.group_ids, other.group_ids]),
+            image_ids=torch.cat([self.image_ids, other.image_ids]),
+            conditioning=self.conditioning.joined_with(other.conditioning),
+            rows=torch.cat([self.rows, other.rows + len(self.conditioning)]),
+            trajectory=None,
+        )
+
 
 @dataclass
 class Experience:
@@ -383,14 +395,6 @@ class Experience:
             pairs=None if self.pairs is None else self.pairs.select(index),
             extras={name: value[index] for name, value in self.extras.items()},
         )
-
-    def joined_with(self, other: Experience) -> Experience:
-        """Return these images, followed by others that the same method prepared."""
-        latents, advantages = torch.cat([self.latents, other.latents]), torch.cat([self.advantages, other.advantages])
-        rows = torch.cat([self.rows, other.rows + len(self.conditioning)])
-        pairs = None if self.pairs is None or other.pairs is None else self.pairs.joined_with(other.pairs)
-        extras = {name: torch.cat([value, other.extras[name]]) for name, value in self.extras.items()}
-        return Experience(latents, advantages, self.conditioning.joined_with(other.conditioning), rows, pairs, extras)
 
     def micro_batches(self, size: int) -> list[Experience]:
         """Return the rows cut into micro-batches of ``size`` images, in order."""

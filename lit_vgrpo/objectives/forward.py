@@ -30,6 +30,7 @@ from lit_vgrpo.objectives.pairs import (
     norm_excess,
     pairs_at,
     predict_pairs,
+    predictions,
     store_predictions,
     stored,
 )
@@ -173,7 +174,7 @@ class ForwardObjective(Objective):
         policy, micros = context.policy, experience.micro_batches(context.micro_batch_size)
         use: Literal["training", "reference"] = "reference" if copy == "reference" else "training"
         with self.with_copy(policy, copy, context.ledger):
-            predicted = (self.predict(policy, micro, policy.path.prediction, use=use)[0] for micro in micros)
+            predicted = (predictions(policy, micro, self.guidance_in(use, policy)) for micro in micros)
             store_predictions(experience, f"{copy}_prediction", micros, predicted)
 
     def store_pulls(self, context: PrepareContext, experience: Experience) -> None:

@@ -178,31 +178,39 @@ def predict_pairs(
     home, micro = micro.latents.device, micro.to(policy.device)
     assert micro.pairs is not None
     path, shared = policy.path, micro.pairs.shared
+    prediction = predictions(policy, micro, guidance).flatten(0, 1)
     times, noise = micro.pairs.of_images()
-    of_image = slice(shared, None)
-    own = times.shape[1] - shared
-    x = micro.latents.repeat_interleave(own, dim=0)
-    t, eps = times[:, of_image].flatten(), noise[:, of_image].flatten(0, 1)
-    z, rows = path.interpolate(x, eps, t), micro.rows.repeat_interleave(own)
     if shared:
-        used, place = torch.unique(micro.pairs.rows, return_inverse=True)
-        row_of = micro.rows.new_zeros(len(used)).scatter(0, place, micro.rows)
-        z = torch.cat([micro.pairs.noise[used, :shared].flatten(0, 1), z])
-        t = torch.cat([micro.pairs.times[used, :shared].flatten(), t])
-        rows = torch.cat([row_of.repeat_interleave(shared), rows])
-    prediction = policy(z, t, micro.conditioning.select(rows), guidance)
-    if shared:
-        of_rows, rest = prediction.split([len(used) * shared, len(x)])
-        each = of_rows.unflatten(0, (len(used), shared))[place]
-        prediction = torch.cat([each, rest.unflatten(0, (len(micro), own))], dim=1).flatten(0, 1)
-        noise = torch.cat(
-            [_noise_from(path, micro.latents, noise[:, :shared], times[:, :shared]), noise[:, of_image]], 1
-        )
+        of_rows = _noise_from(path, micro.latents, noise[:, :shared], times[:, :shared])
+        noise = torch.cat([of_rows, noise[:, shared:]], dim=1)
     t, x = times.flatten(), micro.latents.repeat_interleave(times.shape[1], dim=0)
     scale = expand(path.error_scale(space, t, cap), x)
     error = scale * (prediction - path.target(x, noise.flatten(0, 1), t))
     prediction, error, scale = (value.unflatten(0, times.shape).to(home) for value in (prediction, error, scale))
     return prediction, error, scale
+
+
+def predictions(policy: Policy, micro: Experience, guidance: float) -> Tensor:
+    """Return the network's predictions ``(M, N, ...)`` of :func:`predict_pairs`, of a micro-batch on any device."""
+    home, micro = micro.latents.device, micro.to(policy.device)
+    assert micro.pairs is not None
+    pairs, shared = micro.pairs, micro.pairs.shared
+    own = pairs.times.shape[1] - shared
+    x = micro.latents.repeat_interleave(own, dim=0)
+    t, eps = pairs.times[:, shared:][pairs.rows].flatten(), pairs.noise[:, shared:][pairs.rows].flatten(0, 1)
+    z, rows = policy.path.interpolate(x, eps, t), micro.rows.repeat_interleave(own)
+    if shared:
+        used, place = torch.unique(pairs.rows, return_inverse=True)
+        row_of = micro.rows.new_zeros(len(used)).scatter(0, place, micro.rows)
+        z = torch.cat([pairs.noise[used, :shared].flatten(0, 1), z])
+        t = torch.cat([pairs.times[used, :shared].flatten(), t])
+        rows = torch.cat([row_of.repeat_interleave(shared), rows])
+    prediction = policy(z, t, micro.conditioning.select(rows), guidance)
+    of_rows, of_images = prediction.split([len(z) - len(x), len(x)])
+    of_images = of_images.unflatten(0, (len(micro), own))
+    if shared:
+        of_images = torch.cat([of_rows.unflatten(0, (len(used), shared))[place], of_images], dim=1)
+    return of_images.to(home)
 
 
 def _noise_from(path: ProbabilityPath, latents: Tensor, noisy: Tensor, times: Tensor) -> Tensor:

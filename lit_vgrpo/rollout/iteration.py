@@ -71,29 +71,25 @@ class Iteration:
             reward: The reward, for a method that takes its gradient.
         """
         replayed = replay.exchange(rollout, advantages, batch) if objective.replay else None
-        context = PrepareContext(
-            policy, rollout, advantages, batch.micro_batch_size, batch.updates, ledger, batch.later
-        )
+        size, later = batch.micro_batch_size, batch.later
+        replayed = replayed if record.has_advantage else None
+        if replayed is not None:
+            later = None if later is None else torch.cat([later, later + len(rollout)])
+            rollout = rollout.followed_by(replayed[0])
+            advantages = torch.cat([advantages.to(replayed[1].device), replayed[1]])
+        context = PrepareContext(policy, rollout, advantages, size, batch.updates, ledger, later)
         if objective.takes_reward_gradient:
             groups = [batch.slots.index(slot) for slot in rollout.group_ids.tolist()]
             asked, rows = [batch.prompts[group] for group in groups], [batch.rows[group] for group in groups]
             context = replace(context, reward=reward, prompts=asked, data_rows=rows)
             record = replace(record, has_advantage=True)  # it trains on every image
         with timed(record.seconds, "prepare"):
-            if not record.has_advantage:
-                experience, replayed = context.experience(), None
-            else:
-                experience = objective.prepare(context)
-            if replayed is not None:
-                others = replace(context, rollout=replayed[0], advantages=replayed[1])
-                experience = experience.joined_with(objective.prepare(others))
-        order = training_order(batch, is_replayed=replayed is not None)
-        image_ids = rollout.image_ids if replayed is None else torch.cat([rollout.image_ids, replayed[0].image_ids])
+            experience = objective.prepare(context) if record.has_advantage else context.experience()
+        order, image_ids = training_order(batch, is_replayed=replayed is not None), rollout.image_ids
         if order is not None:
             experience, image_ids = experience.select(order.to(experience.latents.device)), image_ids[order]
             record = replace(record, local_group_ids=image_ids // batch.group_size)
-        size = batch.micro_batch_size if replayed is None else 2 * batch.micro_batch_size
-        return cls(experience, image_ids, record, size, batch.updates)
+        return cls(experience, image_ids, record, size if replayed is None else 2 * size, batch.updates)
 
     @property
     def is_over(self) -> bool:

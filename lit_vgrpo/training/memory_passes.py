@@ -107,14 +107,14 @@ def prepared(
     """
     rollout = _dummy_rollout(objective, policy.path, conditioning, latent_shape, images, plan.group_size)
     advantages = torch.linspace(-1, 1, images, device=rollout.latents.device)
-    updates = plan.updates_per_iteration
-    context = PrepareContext(policy, rollout, advantages, micro_batch_size, updates, later=later, is_trial=True)
-    experience = objective.prepare(context)
+    updates, whole = plan.updates_per_iteration, rollout
     if objective.replay:
         groups = rollout.group_ids + images // rollout.group_size
-        others = replace(rollout, group_ids=groups, image_ids=rollout.image_ids + images)
-        experience = experience.joined_with(objective.prepare(replace(context, rollout=others)))
-    return rollout, experience
+        whole = rollout.followed_by(replace(rollout, group_ids=groups, image_ids=rollout.image_ids + images))
+        advantages = advantages.repeat(2)
+        later = None if later is None else torch.cat([later, later + images])
+    context = PrepareContext(policy, whole, advantages, micro_batch_size, updates, later=later, is_trial=True)
+    return rollout, objective.prepare(context)
 
 
 def _dummy_rollout(
