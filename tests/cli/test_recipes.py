@@ -73,7 +73,10 @@ SIZES = {
     "sd35m_stage5": [FEW_STEPS, *SMALL, "model.reward.detect=false"],
     "sd3_pickscore": [FEW_EVALUATION_STEPS, *SMALL],
     "tiny_shapes": ["seed_everything=3"],  # a seed with a spread of rewards in both iterations
-    **{f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL] for method in ("awm", "dgpo", "flowgrpo", "nft", "ram")},
+    **{
+        f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL]
+        for method in ("awm", "dgpo", "flowgrpo", "nft", "ram")
+    },
 }
 REPEATS = (
     "sd3_pickscore",  # trained and exported below

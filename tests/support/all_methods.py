@@ -38,6 +38,12 @@ METHODS = {
     "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True, kl_weight=0.04), 1, (S, 3, 3)),
     "Flow-GRPO, cps": (lambda: FlowGRPO(RolloutSpec("cps", S), kl_weight=0.0), 1, (S, S - 1, 0)),
     "Flow-GRPO, guard": (lambda: FlowGRPO(RolloutSpec(**SDE), guard=True, kl_weight=0.0), 1, (S, S - 1, 0)),
+    "Flow-DPPO": (lambda: FlowGRPO(RolloutSpec(**SDE), kl_mask=1e-5, kl_weight=0.0), 2, (S, 2 * (S - 1), 0)),
+    "MixGRPO, old anew": (
+        lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, clip=None, kl_mask=1e-5, recompute_old=True),
+        1,
+        (S, 4, 0),
+    ),
     "MixGRPO, Flash": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, flash=True), 1, (4 + 1, 4, 0)),
     "DanceGRPO": (lambda: DanceGRPO(RolloutSpec("dance_sde", S, shared_noise=True)), 1, (S, 3, 0)),
     "DGPO, moving": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5, reference="moving"), 1, (S, 4, 8)),
@@ -60,6 +66,8 @@ VARIANTS = (
     "RVM",
     "Flow-GRPO, cps",
     "Flow-GRPO, guard",
+    "Flow-DPPO",
+    "MixGRPO, old anew",
     "MixGRPO, Flash",
 )
 """Another setting of a method, with no state between iterations of its own."""
