@@ -1,6 +1,6 @@
 """Every training method in a small setting, and what it costs."""
 
-from lit_vgrpo import AWM, DGPO, EPG, RAM, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec
+from lit_vgrpo import AWM, CRD, DGPO, EPG, RAM, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec
 from lit_vgrpo.core.surrogate import TimeGrid
 from lit_vgrpo.core.types import ScoutSpec
 
@@ -51,6 +51,12 @@ METHODS = {
     "PEPG, on-policy": (lambda: EPG(RolloutSpec(steps=S), decay_type=0, proximal=True), 2, (S, 2 * S - 2, 2 * S - 2)),
     "RAM": (lambda: RAM(RolloutSpec(steps=S), 4), 1, (S, 4, 8)),
     "RAM, pure noise": (lambda: RAM(RolloutSpec(steps=S), 2, **PURE_NOISE), 2, (S, 2 + 2 / 4, 2 * (1 + 1 / 4))),
+    "CRD": (lambda: CRD(RolloutSpec("dpm++", S), noisiest=5), 1, (S, 4, 8)),
+    "CRD, pure noise": (
+        lambda: CRD(RolloutSpec("dpm++", S), 2, temperature=0.2, sampler_decay_type=0, share_passes="pure_noise"),
+        2,
+        (S, 2 * (1 + 1 / 4), 3 * (1 + 1 / 4)),
+    ),
     "RVM": (lambda: RAM(RolloutSpec(steps=S), 4, old_decay_max=0.0, kl_weight=0.0), 1, (S, 4, 0)),
     "AWM, anchor": (lambda: AWM(RolloutSpec(steps=S), kl_weight=0.0, ema_weight=0.0, **ANCHOR), 1, (S, 6, 6)),
     "MixGRPO, anchor": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, **ANCHOR), 1, (S, 4, 4)),
@@ -64,6 +70,7 @@ VARIANTS = (
     "DiffusionNFT, on-policy",
     "PEPG, on-policy",
     "RVM",
+    "CRD, pure noise",
     "Flow-GRPO, cps",
     "Flow-GRPO, guard",
     "Flow-DPPO",
