@@ -171,7 +171,7 @@ class GroupObjective(ForwardObjective):
         return values[first]
 
     def values_of(self, micro: Experience, losses: Tensor) -> Tensor:
-        """Return :meth:`group_values` of a micro-batch: those of the update if groups are spread, else its own."""
+        """Return :meth:`group_values` of a micro-batch: those stored for the update if groups are spread."""
         values = micro.extras.get("group_values")
         if values is None:
             compared = micro.extras[self.compared_losses]
