@@ -21,6 +21,7 @@ _HOMES = {
     "DGPO": "lit_vgrpo.objectives",
     "AWM": "lit_vgrpo.objectives",
     "RAM": "lit_vgrpo.objectives",
+    "CRD": "lit_vgrpo.objectives",
     "FlowGRPO": "lit_vgrpo.objectives",
     "MixGRPO": "lit_vgrpo.objectives",
     "DanceGRPO": "lit_vgrpo.objectives",

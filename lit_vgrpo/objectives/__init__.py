@@ -3,6 +3,7 @@
 from lit_vgrpo.core.surrogate import clipped_surrogate
 from lit_vgrpo.objectives.awm import AWM
 from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.objectives.crd import CRD
 from lit_vgrpo.objectives.dance_grpo import DanceGRPO
 from lit_vgrpo.objectives.ddpo import DDPO
 from lit_vgrpo.objectives.denoising import Denoising, ImageSource
@@ -17,6 +18,7 @@ from lit_vgrpo.objectives.vgrpo import VGRPO
 
 __all__ = [
     "AWM",
+    "CRD",
     "DDPO",
     "DGPO",
     "EPG",

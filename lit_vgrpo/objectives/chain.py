@@ -8,17 +8,20 @@ from torch import Tensor
 
 from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.noise import STREAM_STEPS, seeded_generator
-from lit_vgrpo.core.ranges import GuidanceScale, HalfOpenUnitInterval, NonNegativeFloat, Range
+from lit_vgrpo.core.ranges import GuidanceScale, HalfOpenUnitInterval, NonNegativeFloat, PositiveFloat, Range
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.solvers import FLOW_SDES, VP_SDES, Transition, log_prob, transition
-from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics
+from lit_vgrpo.core.surrogate import clipped_surrogate, leaves_trust_region, mean_over_pixels, ratio_metrics
 from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
 from lit_vgrpo.objectives.base import Objective, PrepareContext
+from lit_vgrpo.objectives.pairs import old_values
 from lit_vgrpo.policies.base import Policy
 
 
 def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
     """Return ``m((mean - mean_ref)^2) / (2 sigma^2)`` per step, without its ``h``; ``(B, K, ...) -> (B, K)``.
+
+    With the standard deviation of the whole step for ``diffusion``, it is the KL between the two steps, per dimension.
 
     Source:
         arXiv 2505.05470.
@@ -41,16 +44,19 @@ class ChainObjective(Objective):
             passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
         clip: Half-width of the ratio's trust region; null for none.
+        kl_mask: Flow-DPPO's bound in place of the clip: a step whose KL to the old policy's, per dimension, is at least
+            this has no gradient while its advantage pushes it further away; null for none. The public code has 1e-5.
         advantage_clip: Bound on the advantages; null for none.
         drop_zero_advantages: Leave images without advantage, such as those of a group without spread, out of the loss.
             The loss is then the mean over the iteration's other images. If off, the KL and the anchor act on them too.
             Their passes are not saved.
         kl_weight: Weight of the KL of each step to the starting weights; 0 or null switches it and its passes off.
         training_guidance: Guidance scale of the policy during training; null takes the rollout's. With any other scale
-            the old log-probabilities are recomputed, in separate passes.
+            the old log-probabilities are recomputed, as with ``recompute_old``.
         reference_guidance: Guidance scale of the starting weights; null takes the training's.
-        recompute_old: Recompute the old log-probabilities in the training's batches, in separate passes. In 16-bit
-            precision those of the rollout's batches round differently, so the ratio is not exactly 1 before the update.
+        recompute_old: Recompute the old log-probabilities in the training's batches. In 16-bit precision those of the
+            rollout's batches round differently, so the ratio is not exactly 1 before the update. Images that only an
+            iteration's first update trains on need no separate passes for it.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
@@ -61,6 +67,7 @@ class ChainObjective(Objective):
     anchor_weight: NonNegativeFloat = 0.0
     anchor_decay: HalfOpenUnitInterval | None = None
     clip: Annotated[float, Range(above=0, below=1)] | None = 1e-4
+    kl_mask: PositiveFloat | None = None
     advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
     drop_zero_advantages: bool = False
     kl_weight: NonNegativeFloat | None = 0.0
@@ -137,13 +144,18 @@ class ChainObjective(Objective):
         return errors
 
     def check(self, sizes: Sizes) -> list[str]:
-        return self.chain_errors() or super().check(sizes)
+        errors = self.chain_errors() or super().check(sizes)
+        if self.clip is not None and self.kl_mask is not None:
+            errors.append(
+                f"model.objective.clip={self.clip} and kl_mask={self.kl_mask} both bound a step. Set one to null."
+            )
+        return errors
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         steps = self.num_trained_steps(self.rollout_spec(0))
         passes: dict[str, float] = {"update": steps * sizes.uses_per_image}
-        if self._recomputes_old:
-            passes["old"] = steps
+        if self._recomputes_old and sizes.updates_per_iteration > 1:
+            passes["old"] = steps * sizes.later_share
         return passes | self.pull_passes(steps)
 
     @property
@@ -154,15 +166,14 @@ class ChainObjective(Objective):
     # --- one iteration ---------------------------------------------------------------------------------------------
 
     def prepare(self, context: PrepareContext) -> Experience:
-        policy, advantages = context.policy, clamped(context.advantages, self.advantage_clip)
+        advantages = clamped(context.advantages, self.advantage_clip)
         experience = context.experience(extras=self._chosen(context.rollout), advantages=advantages)
         if self.drop_zero_advantages:
             kept = (experience.advantages != 0).float()
             share = self.all_ranks(kept).mean().clamp(min=1e-9)  # an iteration without any takes no step
             experience.extras["weight"] = kept / share.to(kept.device)
         if self._recomputes_old:
-            with context.ledger.phase("old"), torch.no_grad():
-                self._store_old(policy, experience, context.micro_batch_size)
+            self._store_old(context, experience)
         if self.kl_weight:
             experience.extras["reference_mean"] = self._means_of(context, experience, "reference")
         if self.anchor is not None:
@@ -177,16 +188,29 @@ class ChainObjective(Objective):
             parts = experience.micro_batches(context.micro_batch_size)
             return torch.cat([self._transition(policy, micro, guidance).mean for micro in parts])
 
-    def _store_old(self, policy: Policy, experience: Experience, micro_batch_size: int) -> None:
-        """Recompute the rollout's steps in the batches of training, so that the ratio is 1 before any update."""
-        log_probs, means = [], []
-        for micro in experience.micro_batches(micro_batch_size):
-            step = self._transition(policy, micro, self.guidance_in("training", policy))
-            log_probs.append(self._log_prob(micro, step))
-            means.append(step.mean)
-        experience.extras["log_prob"] = torch.cat(log_probs)
-        if "old_mean" in experience.extras:
-            experience.extras["old_mean"] = torch.cat(means)
+    @property
+    def records_means(self) -> bool:
+        return self.kl_mask is not None
+
+    def _store_old(self, context: PrepareContext, experience: Experience) -> None:
+        """Recompute the rollout's steps in the batches of training, so that the ratio is 1 before any update.
+
+        The first update has the old policy's weights: its steps are the old ones, and need no passes.
+        """
+        policy, extras = context.policy, experience.extras
+        names = [name for name in ("log_prob", "old_mean") if name in extras]
+        if context.updates == 1:
+            for name in names:
+                del extras[name]
+            return
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        with context.ledger.phase("old"), torch.no_grad():
+            for micro in context.later_of(experience).micro_batches(context.micro_batch_size):
+                step = self._transition(policy, micro, self.guidance_in("training", policy))
+                values = {"log_prob": self._log_prob(micro, step), "old_mean": step.mean}
+                for name in names:
+                    found[name].append(values[name])
+        extras |= {name: context.placed(torch.cat(values)) for name, values in found.items()}
 
     def _chosen(self, rollout: Rollout) -> dict[str, Tensor]:
         """Return the trained steps of every image, by name; views of the trajectory if all of it is trained."""
@@ -223,7 +247,8 @@ class ChainObjective(Objective):
 
     def log_ratio(self, micro: Experience, step: Transition) -> Tensor:
         """Return the log of new over old likelihood of every trained step, ``(M, K)``; carries grad."""
-        return self._log_prob(micro, step) - micro.extras["log_prob"]
+        log_prob = self._log_prob(micro, step)
+        return log_prob - old_values(micro, "log_prob", log_prob)
 
     def _log_prob(self, micro: Experience, step: Transition) -> Tensor:
         """Return the log-probability ``(M, K)`` of the end of every trained step of the rollout."""
@@ -237,9 +262,14 @@ class ChainObjective(Objective):
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         step = self._transition(policy, micro, self.guidance_in("training", policy))
-        log_ratio = self.log_ratio(micro, step)
-        gain = self.step_weight(micro) * clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip)
-        losses, metrics = -gain.mean(dim=1), ratio_metrics(log_ratio, self.clip)
+        log_ratio, advantages = self.log_ratio(micro, step), micro.advantages[:, None]
+        gain, metrics = clipped_surrogate(log_ratio, advantages, self.clip), ratio_metrics(log_ratio, self.clip)
+        if self.kl_mask is not None:
+            moved = step_kl(step.mean.detach(), old_values(micro, "old_mean", step.mean), step.std)
+            masked = leaves_trust_region(log_ratio, advantages, moved, self.kl_mask)
+            gain = gain.masked_fill(masked, 0)
+            metrics["clip_fraction"] = masked.float().mean(dim=1)
+        losses = -(self.step_weight(micro) * gain).mean(dim=1)
         if self.kl_weight:
             kl = step_kl(step.mean, micro.extras["reference_mean"], step.diffusion)
             losses = losses + self.kl_weight * kl.mean(dim=1)

@@ -49,7 +49,8 @@ class EPG(LaggedObjective):
     predictions are as large as the latents times the number of times.
 
     Args:
-        proximal: PEPG instead of EPG; they are equal while the policy is the one that rolled out.
+        proximal: PEPG instead of EPG; they are equal while the policy is the one that rolled out. The public code's
+            third method, PAR, with the loss ``sg(rho) (A - log rho)^2 / 2``, has the gradient of PEPG.
         advantage_scale: Divisor of the advantages: the public code uses ``0.1 (R - mean)``, not divided by any std
             (``model.advantage_std: none``, the default here). With a single update and EPG, Adam cancels most of it;
             in PEPG it limits how far the policy may move.

@@ -23,7 +23,7 @@ from policy_copies import load_copy
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.objectives import AWM, DDPO, DGPO, EPG, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO
+from lit_vgrpo.objectives import AWM, CRD, DDPO, DGPO, EPG, RAM, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import UNetPolicy
 
@@ -37,6 +37,8 @@ PAIRS = {
     "DiffusionNFT": (DiffusionNFT, {"num_times": 2}, "x"),
     "EPG": (EPG, {"num_times": 2}, "x"),
     "DGPO": (DGPO, {"num_times": 2, "noisiest": 4}, "own"),
+    "CRD": (CRD, {"num_times": 2}, "own"),
+    "RAM": (RAM, {"num_times": 2, "reward_weight": 0.1}, "own"),
 }
 ALL_IMAGES = {"drop_zero_advantages": False}  # one of ADVANTAGES is 0
 CHAINS = {

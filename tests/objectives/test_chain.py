@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -213,8 +214,9 @@ def test_ratio_is_one_before_any_update_and_not_after(tiny_sd3, name, lora):
     assert gradient(policy, loss).isfinite().all()
 
 
+@pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("objective", [FlowGRPO(CHAIN, kl_weight=0.0, guard=True), MixGRPO(CHAIN, window_size=2)])
-def test_old_likelihoods_may_be_computed_anew(policy, objective):
+def test_old_likelihoods_may_be_computed_anew(policy, objective, updates):
     """Rounding that differs with the batch size, here made much larger, has no effect."""
     rollout = roll(policy, objective)
     rollout.trajectory.log_probs += 0.1
@@ -223,14 +225,34 @@ def test_old_likelihoods_may_be_computed_anew(policy, objective):
         objective.recompute_old = recompute
         ledger = PassLedger()
         ledger.attach(policy.network)
-        given = {"micro_batch_size": 2, "updates": 1, "ledger": ledger}
+        given = {"micro_batch_size": 2, "updates": updates, "ledger": ledger}
         experience = objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, **given))
         found = [objective.loss(policy, micro)[1]["ratio_deviation"] for micro in experience.micro_batches(2)]
         ratios[recompute] = torch.cat(found).max()
-        planned = objective.prediction_passes(SIZES).get("old", 0)
+        planned = objective.prediction_passes(replace(SIZES, updates_per_iteration=updates)).get("old", 0)
         assert ledger.training_counts().get("old", {}).get("without_grad", 0) == planned * len(rollout)
+        assert (planned > 0) == (recompute and updates > 1)
     assert ratios[False] > 0.05
-    assert ratios[True] < 1e-6
+    assert ratios[True] <= (0 if updates == 1 else 1e-6)
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_the_first_update_has_the_loss_that_old_passes_would_give_it(policy, guard):
+    objective = FlowGRPO(CHAIN, kl_weight=0.0, guard=guard, recompute_old=True, drop_zero_advantages=False)
+    objective.setup(policy)
+    rollout, order = roll(policy, objective), torch.tensor([1, 3, 4, 0, 2, 5])
+
+    def shares(updates, later):
+        given = {"micro_batch_size": 1, "updates": updates, "later": later}
+        return objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, **given)).select(order)
+
+    whole, split, alone = shares(2, None), shares(2, order[3:]), shares(1, None)
+    for k in range(2):
+        parts = [experience.select(slice(3 * k, 3 * k + 3)) for experience in (whole, split, alone)]
+        found = [gradient(policy, sum(objective.loss(policy, m)[0] for m in e.micro_batches(1))) for e in parts]
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2]) == (k == 0)
+        nudge(policy, 0.05)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -297,6 +319,7 @@ def test_without_kl_nothing_is_kept(policy):
         (FlowGRPO(RolloutSpec("flow_sde", 5, window=(3, 5))), "would train on the last of .*at most 4 of them"),
         (FlowGRPO(RolloutSpec("flow_sde", 5, window=(0, 2)), fast=True), "rollout.window is set by FlowGRPO itself"),
         (FlowGRPO(RolloutSpec("cps", 5), guard=True), "guard=true needs a Gaussian"),
+        (MixGRPO(kl_mask=1e-5), "clip=0.0001 and kl_mask=1e-05 both bound a step. Set one to null"),
         (MixGRPO(RolloutSpec("flow_sde", 4)), "MixGRPO would train on the last .*at most 3 of them"),
     ],
 )

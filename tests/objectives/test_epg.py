@@ -66,6 +66,23 @@ def test_on_policy_its_gradient_is_that_of_vgrpo(policy, proximal):
     assert_same_gradient(gradient, expected / 5, rtol=1e-4)
 
 
+def test_the_public_codes_par_has_the_gradient_of_pepg(policy):
+    """PAR regresses the log-ratio on the advantage: ``sg(rho) (A - log rho)^2 / 2``."""
+    objective = EPG(RolloutSpec(steps=4), proximal=True, kl_weight=0.0, advantage_scale=1.0)
+    spread_copies(policy, objective)
+    experience = prepare(policy, objective)
+    pairs = Pairs64(policy, experience)
+    old = elbo(pairs, pairs.predict_with(objective.copies["old"]))
+
+    def par(v):
+        log_ratio = elbo(pairs, v) - old
+        return (log_ratio.detach().exp() * (ADVANTAGES.double()[:, None] - log_ratio) ** 2).mean() / 2
+
+    _, expected = pairs.loss_and_gradient(par)
+    _, gradient = loss_and_gradient(policy, objective, [experience])
+    assert_same_gradient(gradient, expected, rtol=1e-4)
+
+
 def test_the_proximal_term_pulls_back_to_the_policy_that_rolled_out(policy):
     objective = EPG(RolloutSpec(steps=4), proximal=True, kl_weight=0.0)
     objective.setup(policy)

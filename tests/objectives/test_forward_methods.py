@@ -13,12 +13,14 @@ from pair_methods import (
 )
 
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.objectives import AWM, DGPO, EPG, DiffusionNFT
+from lit_vgrpo.objectives import AWM, CRD, DGPO, EPG, RAM, DiffusionNFT
 from lit_vgrpo.objectives.base import PrepareContext
 
 METHODS = {
     "AWM": lambda: AWM(RolloutSpec(steps=4), num_times=3),
     "DGPO": lambda: DGPO(RolloutSpec("dpm++", steps=4), num_times=2, noisiest=3, behaviour_from_step=0),
+    "CRD": lambda: CRD(RolloutSpec("dpm++", steps=4), num_times=2),
+    "RAM": lambda: RAM(RolloutSpec(steps=4), num_times=2),
     "DiffusionNFT": lambda: DiffusionNFT(RolloutSpec(steps=2)),
     "EPG": lambda: EPG(RolloutSpec(steps=4)),
 }

@@ -45,14 +45,14 @@ class Listener(SD3Policy):
         return super().forward(z, t, cond, guidance)
 
 
-def heard_in_an_iteration(policy, objective):
+def heard_in_an_iteration(policy, objective, updates=1):
     ledger = policy.ledger
     ledger.attach(policy.network)
     objective.setup(policy)
     with ledger.phase("rollout"):
         rollout = roll(policy, objective)
     experience = objective.prepare(
-        PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1, ledger=ledger)
+        PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=updates, ledger=ledger)
     )
     objective.before_update(policy, [experience], ledger)
     _, metrics = objective.loss(policy, experience)
@@ -94,6 +94,9 @@ def test_an_embedded_scale_is_trained_as_it_was_sampled(name, tiny_sd3):
 def test_the_ratio_is_one_before_an_update_whatever_the_scale(name, tiny_sd3):
     policy, objective = Listener(str(tiny_sd3)).load(), METHODS[name](training_guidance=1.0)
     heard, metrics = heard_in_an_iteration(policy, objective)
+    assert "old" not in heard  # the only update has the old policy's weights
+    assert metrics["ratio_deviation"].max() == 0
+    heard, metrics = heard_in_an_iteration(policy, objective, updates=2)
     assert heard["old"] == {1.0}
     assert metrics["ratio_deviation"].max() < 1e-6
 

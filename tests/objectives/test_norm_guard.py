@@ -7,7 +7,7 @@ from pair_methods import Pairs64, assert_same_gradient, loss_and_gradient, nudge
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.objectives import AWM, DGPO, EPG, VGRPO, DiffusionNFT
+from lit_vgrpo.objectives import AWM, CRD, DGPO, EPG, RAM, VGRPO, DiffusionNFT
 from lit_vgrpo.objectives.pairs import norm_excess
 
 SIZES = Sizes(2, 3, micro_batch_size=6)
@@ -17,6 +17,8 @@ METHODS = {
     "V-GRPO, pure noise": (VGRPO, {"num_mc_samples": 2, "share_passes": "pure_noise"}),
     "AWM": (AWM, {"num_times": 2, "kl_weight": 0.0}),
     "DiffusionNFT": (DiffusionNFT, {"num_times": 2}),
+    "RAM": (RAM, {"num_times": 2, "reward_weight": 0.1}),
+    "CRD, no KL": (CRD, {"num_times": 2, "kl_weight": 0.0}),
     "EPG, no KL": (EPG, {"num_times": 2, "kl_weight": 0.0}),
     "DGPO": (DGPO, {"num_times": 2, "noisiest": 4}),
     "DGPO, moving, no KL": (DGPO, {"num_times": 2, "noisiest": 4, "reference": "moving", "kl_weight": 0.0}),

@@ -103,23 +103,27 @@ class Steps:
         each = zip(ends, self.distributions(outputs), strict=True)
         return torch.stack([density(end, mean, std) for end, (mean, std, _) in each])
 
-    def loss(
-        self, outputs, old, clip, advantages=ADVANTAGES, kl_weight=0.0, reference=None, density=gaussian, guard=()
-    ):
-        """``old``: the outputs at rollout; ``reference``: those of the start; ``guard``: the means at rollout."""
+    def ratio(self, outputs, old, density=gaussian, guard=()):
         log_ratio = self.log_probs(outputs, density) - self.log_probs(old, density).detach()
-        a = ADVANTAGES.double()[[i for i, _ in self.index]]
-        weight = torch.ones_like(a)
         if guard:
             new = self.distributions(outputs)
             pairs = zip(new, self.distributions(old), strict=True)
             bias = [((mean - before) ** 2).mean() / (2 * std**2) for (mean, std, _), (before, _, _) in pairs]
             std = torch.tensor([s for _, s, _ in new], dtype=torch.float64)
             log_ratio = (log_ratio + torch.stack(bias)) * std
-            times = self.chain.times.double()
-            weight = torch.stack([1 / (times[k] - times[k + 1]) for _, k in self.index])
-        ratio = log_ratio.exp()
-        gain = weight * torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
+        return log_ratio.exp()
+
+    def weight(self, guard):
+        times = self.chain.times.double()
+        return torch.stack([1 / (times[k] - times[k + 1]) if guard else torch.ones(()) for _, k in self.index])
+
+    def loss(
+        self, outputs, old, clip, advantages=ADVANTAGES, kl_weight=0.0, reference=None, density=gaussian, guard=()
+    ):
+        """``old``: the outputs at rollout; ``reference``: those of the start; ``guard``: the means at rollout."""
+        a = ADVANTAGES.double()[[i for i, _ in self.index]]
+        ratio = self.ratio(outputs, old, density, guard)
+        gain = self.weight(guard) * torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
         loss = -gain.mean()
         if kl_weight:
             pairs = zip(self.distributions(outputs), self.distributions(old), strict=True)

@@ -1,0 +1,131 @@
+"""CRD against arithmetic in float64, on small real pipelines."""
+
+import pytest
+import torch
+from pair_methods import (
+    ADVANTAGES,
+    Pairs64,
+    assert_same_gradient,
+    loss_and_gradient,
+    nudge,
+    pixel_mean,
+    prepare,
+    roll,
+    spread_copies,
+    weights,
+)
+
+from lit_vgrpo.core.records import PassLedger
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.objectives import AWM, CRD
+
+SIZES = Sizes(2, 3, micro_batch_size=6)
+STEPS = RolloutSpec("dpm++", steps=5)
+SETTINGS = {
+    "published": {},
+    "temperature": {"temperature": 0.1, "adaptive_kl": False},
+    "plain errors": {"self_normalise": False, "beta": 3.0, "advantage_clip": 1.5},
+    "pure noise": {"share_passes": "pure_noise", "kl_weight": 0.0},
+}
+
+
+NETWORKS = ["flow", "flow-lora", "epsilon", "v_prediction"]
+CASES = [(network, name) for network in NETWORKS for name in SETTINGS if "flow" in network or name != "pure noise"]
+
+
+def updated(policy, objective, micros, ledger=None):
+    objective.before_update(policy, micros, ledger)
+    return loss_and_gradient(policy, objective, micros)
+
+
+@pytest.mark.parametrize(("network", "name"), CASES, indirect=["network"])
+def test_loss_and_gradient_equal_the_third_partys_in_float64(network, name):
+    spec = STEPS if network.path_kind == "flow" else RolloutSpec("ddim", steps=5)
+    objective = CRD(spec, 3, **SETTINGS[name])
+    spread_copies(network, objective)
+    experience = prepare(network, objective)
+    pairs, clip, beta = Pairs64(network, experience), objective.advantage_clip, objective.beta
+    old = pairs.predict_with(objective.copies["old"])
+    start = pairs.predict_with(objective.copies["reference"]) if objective.kl_weight else None
+    a = ADVANTAGES.double().clamp(-clip, clip)
+    share = (a / clip) / 2 + 0.5
+
+    def log_p(v):
+        error = v - pairs.target
+        scale = pixel_mean(error.detach().abs()) if objective.self_normalise else 1.0
+        return -pixel_mean(error**2) / scale
+
+    def published(v):
+        r, total = log_p(v) - log_p(old), 0.0
+        temperatures = [torch.inf] if objective.temperature is None else [objective.temperature, -objective.temperature]
+        for group in (slice(0, 3), slice(3, 6)):
+            for temperature in temperatures:
+                weight = torch.softmax(share[group] / temperature, 0)
+                centre = (weight[:, None] * r[group].detach()).sum(0)
+                target = share[group] - (weight * share[group]).sum()
+                total = total + ((beta * (r[group] - centre) - target[:, None]) ** 2).sum() / len(temperatures)
+        loss = total / r.numel() * clip / beta
+        if start is not None:
+            coefficient = 1e-4 + share * (0.1 - 1e-4) if objective.adaptive_kl else torch.tensor(0.1)
+            loss = loss + (coefficient * pixel_mean((v - start) ** 2).mean(1)).mean()
+        return loss
+
+    expected, expected_gradient = pairs.loss_and_gradient(published)
+    loss, gradient = updated(network, objective, [experience])
+    assert loss == pytest.approx(expected, rel=2e-3)
+    assert_same_gradient(gradient, expected_gradient)
+    for order in ([[0, 1], [2, 3], [4, 5]], [[5, 0], [3, 2], [1, 4]], [[3, 4, 5], [0, 1, 2]]):
+        other, in_micros = updated(network, objective, [experience.select(torch.tensor(k)) for k in order])
+        assert other == pytest.approx(loss, rel=1e-3)
+        assert_same_gradient(in_micros, gradient)
+
+
+def test_at_first_its_gradient_is_that_of_awm(policy):
+    objective = CRD(STEPS, 3, self_normalise=False, kl_weight=0.0, beta=2.0)
+    awm = AWM(STEPS, 3, weighting="uniform", clip=None, kl_weight=0.0, ema_weight=0.0)
+    objective.setup(policy)
+    experience = prepare(policy, objective)
+    _, gradient = updated(policy, objective, [experience])
+    _, expected = loss_and_gradient(policy, awm, [experience])
+    assert_same_gradient(gradient, expected, rtol=1e-4)
+
+
+def test_the_copies_follow_steps_and_iterations(policy):
+    objective = CRD(STEPS)
+    objective.setup(policy)
+    before, start = roll(policy, objective).latents, weights(policy)
+    nudge(policy)
+    moved = weights(policy)
+    assert torch.equal(roll(policy, objective).latents, before)
+    objective.num_updates = 99
+    objective.after_update(policy)
+    assert torch.equal(roll(policy, objective).latents, before)  # the sampler follows iterations
+    objective.after_iteration(policy)
+    for copy, kept in (("old", 0.35), ("sampler", 0.1)):
+        for name, tensor in objective.copies[copy].tensors.items():
+            expected = kept * start[name].double() + (1 - kept) * moved[name].double()
+            torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
+    objective.num_updates = 4999
+    objective.copies["old"].load_state_dict(start)
+    objective.after_update(policy)
+    name = next(iter(start))
+    torch.testing.assert_close(objective.copies["old"].tensors[name], 0.5 * (start[name] + moved[name]))
+
+
+def test_passes_and_what_is_refused(policy):
+    objective, ledger = CRD(STEPS, 3, sampler_decay_type=0, kl_weight=0.0), PassLedger()
+    objective.setup(policy)
+    assert objective.copies.keys() == {"old"}
+    experience = prepare(policy, objective)
+    ledger.attach(policy.network)
+    updated(policy, objective, experience.micro_batches(2), ledger)
+    assert objective.prediction_passes(SIZES) == {"update": 3, "old": 3}
+    assert ledger.counts["group"] == {"with_grad": 0, "without_grad": 18}
+    assert CRD(STEPS, 3).prediction_passes(Sizes(2, 3, micro_batch_size=2)) == dict.fromkeys(
+        ("update", "old", "group", "reference"), 3
+    )
+    sizes = Sizes(6, 4, updates_per_iteration=4, micro_batch_size=2, split_updates=True)
+    assert "CRD compares whole groups, but updates_per_iteration=4" in CRD().check(sizes)[0]
+    with pytest.raises(ValueError, match="adaptive_kl=False has no effect with kl_weight=0"):
+        CRD(kl_weight=0.0, adaptive_kl=False)
