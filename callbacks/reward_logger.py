@@ -99,8 +99,8 @@ class RewardLogger(L.Callback):
             self._warned_of_copies = warning is not None
             if warning is not None:
                 rank_zero_warn(warning)
-        if decoded := module.ledger.decoded_with_gradient:
-            metrics["cost/decoded_with_gradient"] = float(decoded)
+        if module.ledger.decoded:
+            metrics["cost/decoded_with_gradient"] = float(module.ledger.decoded)
         for phase, count in module.ledger.training_counts().items():
             metrics |= {f"passes/{phase}_{kind}": float(n) for kind, n in count.items() if n}
         return metrics | module.guard.metrics()

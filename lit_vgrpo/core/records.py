@@ -18,8 +18,6 @@ BACKWARD = 2
 
 NOT_TRAINING = ("evaluation", "samples", "diagnostics")
 """Phases that training does not need."""
-VAE = "vae"
-"""Phase of the images that are decoded with gradient."""
 
 
 @dataclass
@@ -146,19 +144,19 @@ class Stopwatch:
 class PassLedger:
     """Counter of the images that pass through a network, by a hook; classifier-free guidance counts twice.
 
-    Backward passes and recomputation by activation checkpointing are not counted. Images that are decoded with
-    gradient are counted apart, as a phase that is not part of training's passes: the VAE is not the network.
+    Backward passes and recomputation by activation checkpointing are not counted.
 
     Attributes:
         ranks: Number of ranks doing the same work; this rank's passes are multiplied by it.
         current_phase: Name under which passes are counted now.
         images: Images rolled out for training, over all ranks.
+        decoded: Images decoded with gradient, over all ranks: forward and backward passes of the VAE and the reward.
         stopwatch: Time of the training steps.
     """
 
     def __init__(self) -> None:
         self.ranks = 1
-        self.images = 0
+        self.images = self.decoded = 0
         self.stopwatch = Stopwatch()
         self.counts: dict[str, dict[str, int]] = {}
         self.current_phase = "update"
@@ -178,12 +176,7 @@ class PassLedger:
 
     def count_decoded(self, number: int) -> None:
         """Count this rank's images decoded with gradient."""
-        self.counts.setdefault(VAE, {"with_grad": 0, "without_grad": 0})["with_grad"] += number * self.ranks
-
-    @property
-    def decoded_with_gradient(self) -> int:
-        """Images decoded with gradient, over all ranks."""
-        return self.counts.get(VAE, {}).get("with_grad", 0)
+        self.decoded += number * self.ranks
 
     def count_images(self, number: int) -> None:
         """Count images rolled out for training."""
@@ -199,8 +192,8 @@ class PassLedger:
             self.current_phase = before
 
     def training_counts(self) -> dict[str, dict[str, int]]:
-        """Return the counts of the network in all phases except evaluation, sample grids and diagnostics."""
-        return {name: count for name, count in self.counts.items() if name not in (*NOT_TRAINING, VAE)}
+        """Return the counts of all phases except evaluation, sample grids and diagnostics."""
+        return {name: count for name, count in self.counts.items() if name not in NOT_TRAINING}
 
     def training_passes(self) -> int:
         """Return all passes except those of evaluation, sample grids and diagnostics."""
@@ -215,11 +208,12 @@ class PassLedger:
 
     def state_dict(self) -> dict[str, Any]:
         counts = {name: dict(count) for name, count in self.counts.items()}
-        return {"passes": counts, "images": self.images, "stopwatch": self.stopwatch.state_dict()}
+        own = {"images": self.images, "decoded": self.decoded, "stopwatch": self.stopwatch.state_dict()}
+        return {"passes": counts, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counts = {name: dict(count) for name, count in state["passes"].items()}
-        self.images = state["images"]
+        self.images, self.decoded = state["images"], state.get("decoded", 0)
         self.stopwatch.load_state_dict(state["stopwatch"])
 
 

@@ -52,7 +52,7 @@ def score_gradient(
 
     both = in_batches(of_batch, policy.decode_batch_size, latents, images.cpu())
     context.ledger.count_decoded(len(latents))
-    return both[:, 0], both[:, 1:].view_as(latents)
+    return both[:, 0].clone(), both[:, 1:].reshape(latents.shape)
 
 
 def active_steps(steps: int, number: int, late_bias: float, generator: torch.Generator) -> list[int]:

@@ -135,12 +135,13 @@ def _gradient_errors(module: Any) -> list[str]:
 
 def gradient_note(module: Any) -> list[str]:
     """Return a line on the rewards that a method which trains on gradients only logs, if there are any."""
-    parts = module.reward.parts
-    logged = [part.name for part in parts if part.weight and not part.reward.differentiable]
-    if not module.objective.takes_reward_gradient or not logged:
+    weighted = [part for part in module.reward.parts if part.weight]
+    trained, logged = (
+        ", ".join(part.name for part in weighted if part.reward.differentiable is kind) for kind in (True, False)
+    )
+    if not (module.objective.takes_reward_gradient and trained and logged):
         return []
-    trained = ", ".join(part.name for part in parts if part.weight and part.reward.differentiable)
-    return [f"Trained on the gradient of {trained}; {', '.join(logged)} has none and is only logged."]
+    return [f"Trained on the gradient of {trained}; {logged} has none and is only logged."]
 
 
 def _guidance_errors(module: Any) -> list[str]:

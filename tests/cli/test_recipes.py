@@ -37,6 +37,7 @@ PASSES = {
     "sd3_pickscore_dgpo": {"rollout": (0, 20), "reference": (0, 4), "old": (0, 4), "update": (4, 0)},
     "sd3_pickscore_fast": {"rollout": (0, 10), "update": (3.5, 0)},  # groups of 2
     "sd3_pickscore_flowgrpo": {"rollout": (0, 20), "reference": (0, 18), "update": (18, 0)},
+    "sd3_pickscore_flowbp": {"rollout": (0, 50), "update": (4, 4)},  # the negative prompt's passes keep no graph
     "sd3_pickscore_nft": {"rollout": (0, 10), "old": (0, 9), "reference": (0, 9), "update": (9, 0)},
     "sd3_pickscore_ram": {"rollout": (0, 20), "old": (0, 8), "reference": (0, 8), "update": (8, 0)},
     "sdxl_preference": {"rollout": (0, 8), "update": (4, 0)},
@@ -75,7 +76,7 @@ SIZES = {
     "tiny_shapes": ["seed_everything=3"],  # a seed with a spread of rewards in both iterations
     **{
         f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL]
-        for method in ("awm", "dgpo", "flowgrpo", "nft", "ram")
+        for method in ("awm", "dgpo", "flowbp", "flowgrpo", "nft", "ram")
     },
 }
 REPEATS = (

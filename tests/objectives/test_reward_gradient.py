@@ -1,9 +1,11 @@
 """RewardGradient against the papers' definitions in float64, its gradient by the reward, and what it refuses."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from helpers import Brightness, make_data, make_module, make_trainer, weights
 from pair_methods import assert_same_gradient, loss_and_gradient
 
 from lit_vgrpo import RewardGradient, RolloutSpec
@@ -13,7 +15,8 @@ from lit_vgrpo.core.types import Conditioning, RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.score_gradient import active_steps, score_gradient
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
-from lit_vgrpo.rewards import PythonReward, Weighted
+from lit_vgrpo.rewards import JPEGCompressibility, PythonReward, ShapesReward, SmoothShapesReward, Weighted
+from lit_vgrpo.training.settings import gradient_note, module_errors
 
 PROMPTS = ["a red circle on the left", "a blue square"]
 GROUP, S, ITERATION, SEED = 3, 6, 2, 5
@@ -160,7 +163,7 @@ def test_a_crop_has_the_gradient_of_its_window_alone(policy):
         torch.testing.assert_close(found[:, window[0], window[1]], torch.autograd.grad(expected[0], leaf)[0][0])
     assert gradient[2].abs().max() > 0  # the same image twice, with the same window
     assert torch.equal(gradient[2] != 0, gradient[3] != 0)
-    assert context.ledger.counts == {"vae": {"with_grad": 4, "without_grad": 0}}
+    assert (context.ledger.decoded, context.ledger.training_passes()) == (4, 0)
 
 
 def test_an_image_s_gradient_does_not_depend_on_the_others(policy):
@@ -220,3 +223,51 @@ def test_a_loop_without_a_reward_is_told_what_to_give(policy):
     bare = PrepareContext(policy, context.rollout, context.advantages, 3)
     with pytest.raises(RuntimeError, match="Give PrepareContext reward, prompts and data_rows"):
         objective.prepare(bare)
+
+
+def test_rewards_without_gradient_are_named_or_only_logged(tiny_sd3):
+    blind = make_module(tiny_sd3, make(), Weighted([JPEGCompressibility(), ShapesReward("colour")]))
+    (error,) = module_errors(blind, SIZES)
+    assert error.startswith(
+        "model.objective=RewardGradient trains on the reward's gradient, but model.reward (jpeg, colour) has none. Use "
+    )
+    assert gradient_note(blind) == gradient_note(make_module(tiny_sd3, make(), Brightness())) == []
+    mixed = make_module(tiny_sd3, make(), Weighted([JPEGCompressibility(), Brightness(), SmoothShapesReward()]))
+    assert module_errors(mixed, SIZES) == []
+    assert gradient_note(mixed) == [
+        "Trained on the gradient of brightness, smooth_shapes; jpeg has none and is only logged."
+    ]
+
+
+def level(images, prompts):
+    """The same for every picture, but not its gradient."""
+    brightness = images.mean((1, 2, 3))
+    return brightness - brightness.detach() + 0.5
+
+
+def test_images_that_are_all_alike_are_trained_on(tiny_sd3, tmp_path):
+    module = make_module(tiny_sd3, make(), PythonReward(level, differentiable=True))
+    trainer = make_trainer(tmp_path, 1)
+    trainer.fit(module, datamodule=make_data(heldout=None))
+    assert trainer.callback_metrics["reward/no_spread"] == 1
+    assert module.record.updates == module.objective.num_updates == 1
+    assert trainer.callback_metrics["policy/trained_reward"] == pytest.approx(0.5)
+    assert trainer.callback_metrics["cost/decoded_with_gradient"] == module.ledger.images == 8
+    start = module.reference.state_dict()
+    assert sum(not torch.equal(value, start[name]) for name, value in weights(module).items()) > 10
+
+
+def without_squares(images, prompts):
+    fails = torch.tensor(["square" in prompt for prompt in prompts])
+    return closeness(images, prompts).masked_fill(fails, torch.nan)
+
+
+def test_images_whose_reward_failed_are_left_out(policy):
+    objective = make(num_steps=2)
+    objective.setup(policy)
+    context = context_of(policy, objective)
+    whole = objective.prepare(context)
+    failing = Weighted([PythonReward(without_squares, differentiable=True)])
+    partly = objective.prepare(replace(context, reward=failing))
+    assert torch.equal(partly.extras["gradient"][:3], whole.extras["gradient"][:3])
+    assert partly.extras["gradient"][3:].abs().max() == partly.extras["loss"][3:].abs().max() == 0

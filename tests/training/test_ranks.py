@@ -28,15 +28,15 @@ OTHERS = {
     "DanceGRPO": TWO,
 }
 CONTINUED = {
-    **dict.fromkeys([*WHOLE, "DGPO, moving", "V-GRPO, scouts"], f"{TWO_UPDATES},middle=1"),
+    **dict.fromkeys([*WHOLE, "DGPO, moving", "V-GRPO, scouts", "FlowBP"], f"{TWO_UPDATES},middle=1"),
     "MixGRPO, window 4": f"{SPLIT},middle=1",
 }
 # Two prompts on four ranks: every group is cut in two.
 CUT = dict.fromkeys(
-    ["DGPO, no guidance", "V-GRPO, scouts", "DGPO, moving", "V-GRPO, replay"],
+    ["DGPO, no guidance", "V-GRPO, scouts", "DGPO, moving", "V-GRPO, replay", "DRaFT-LV"],
     f"{TWO},prompts_per_iteration=2,micro_batch_size=2",
 )
-SHARDED = {"DGPO, moving": TWO_UPDATES, "AWM": TWO_UPDATES, "V-GRPO, replay": TWO_UPDATES}
+SHARDED = {"DGPO, moving": TWO_UPDATES, "AWM": TWO_UPDATES, "V-GRPO, replay": TWO_UPDATES, "DRaFT-K": TWO_UPDATES}
 
 
 def train(checkpoint, out, ranks, jobs):

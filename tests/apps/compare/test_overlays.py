@@ -104,22 +104,27 @@ def test_a_race_drops_what_costs_and_keeps_the_average():
 
 
 OF_A_UNET = ["ddpo"]
+BY_GRADIENT = ["flowbp"]
+SMOOTH = ("tiny_shapes", "model.reward=SmoothShapesReward", "model.heldout_reward=ShapesReward")
 
 
 @pytest.mark.parametrize(
     ("recipe", "methods"),
     [
-        ("tiny_unet", OF_A_UNET),
+        (["tiny_unet"], OF_A_UNET),
+        (SMOOTH, BY_GRADIENT),
         pytest.param(
-            "tiny_shapes", [name for name in shipped_methods() if name not in OF_A_UNET], marks=pytest.mark.slow
+            ["tiny_shapes"],
+            [name for name in shipped_methods() if name not in (*OF_A_UNET, *BY_GRADIENT)],
+            marks=pytest.mark.slow,
         ),
     ],
 )
 def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    race = entrants(compare_options([recipe, "--methods", ",".join(methods), "--settings", "published"]))
+    race = entrants(compare_options([*recipe, "--methods", ",".join(methods), "--settings", "published"]))
     assert [entrant.method for entrant in race] == methods
-    options = compare_options([recipe, "--methods", ",".join(methods), "--sweep"])
+    options = compare_options([*recipe, "--methods", ",".join(methods), "--sweep"])
     for method in methods:
         overlay = read_overlay(find_overlay(method))
         points = swept(options, overlay)
