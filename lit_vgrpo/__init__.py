@@ -33,6 +33,7 @@ _HOMES = {
     "FluxPolicy": "lit_vgrpo.policies",
     "KontextPolicy": "lit_vgrpo.policies",
     "Lumina2Policy": "lit_vgrpo.policies",
+    "QwenImage21Policy": "lit_vgrpo.policies",
     "QwenImageEditPolicy": "lit_vgrpo.policies",
     "QwenImagePolicy": "lit_vgrpo.policies",
     "SD3Policy": "lit_vgrpo.policies",

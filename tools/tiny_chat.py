@@ -21,6 +21,11 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLModel,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
 )
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -29,6 +34,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n"
     "{% endif %}{% endif %}"
 )
+PARTS = "{% for part in message.content %}{{ part.text }}{% endfor %}"
+PARTS_TEMPLATE = TEMPLATE.replace("{{ message.content }}", PARTS)
 QWEN_IMAGE = (
     "system Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of "
     "the objects and background: user assistant"
@@ -131,6 +138,31 @@ def qwen25_vl(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:
     special: dict[str, Any] = {name: known.get(token, 0) for name, token in zip(names, VISION, strict=True)}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
     return _frozen(Qwen2_5_VLForConditionalGeneration, config, seed)
+
+
+def qwen3_vl(tokenizer: Any, width: int, seed: int = 0, layers: int = 2, *, head: bool = True) -> nn.Module:
+    """Return a frozen random Qwen3-VL whose vision tower is as small as can be."""
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "mrope_interleaved": True}
+    text = {**_options(tokenizer, width, layers), "head_dim": 8, "rope_parameters": rope}
+    text.pop("bos_token_id")
+    vision = {
+        "depth": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_heads": 1,
+        "out_hidden_size": width,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    config = Qwen3VLConfig(text_config=text, vision_config=vision)
+    return _frozen(Qwen3VLForConditionalGeneration if head else Qwen3VLModel, config, seed)
+
+
+def qwen3_vl_processor(tokenizer: Any) -> Qwen3VLProcessor:
+    """Return the processor of Qwen3-VL."""
+    sizes = {"shortest_edge": 32 * 32, "longest_edge": 512 * 512}
+    pictures = Qwen2VLImageProcessor(size=sizes, patch_size=16)
+    return Qwen3VLProcessor(pictures, tokenizer, Qwen3VLVideoProcessor(size=sizes), chat_template=PARTS_TEMPLATE)
 
 
 def picture_processor(tokenizer: Any) -> Qwen2VLProcessor:

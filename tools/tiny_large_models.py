@@ -10,6 +10,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
     ChromaPipeline,
     ChromaTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
@@ -17,13 +18,25 @@ from diffusers import (
     Flux2Transformer2DModel,
     Lumina2Pipeline,
     Lumina2Transformer2DModel,
+    QwenImage21Pipeline,
+    QwenImage21Transformer2DModel,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from tiny_chat import chat_tokenizer, deep_qwen3, gemma2, gemma_tokenizer, picture_processor, qwen3, qwen25_vl
+from tiny_chat import (
+    chat_tokenizer,
+    deep_qwen3,
+    gemma2,
+    gemma_tokenizer,
+    picture_processor,
+    qwen3,
+    qwen3_vl,
+    qwen3_vl_processor,
+    qwen25_vl,
+)
 from tiny_pipelines import build_pipeline
 from tiny_text import t5_encoder, t5_tokenizer
 
@@ -183,3 +196,33 @@ def build_lumina2(folder: str | Path, seed: int = 0) -> Path:
     texts: list[Any] = [(gemma_tokenizer(_LUMINA), gemma2, _WIDTH)]
     denoiser = Lumina2Transformer2DModel, transformer
     return build_pipeline(Lumina2Pipeline, folder, seed, vae, denoiser, scheduler, texts)
+
+
+def build_qwen_image21(folder: str | Path, seed: int = 0) -> Path:
+    """Write a `QwenImage21Pipeline` folder: 4 x 2 x 2 latents and 4 image tokens for 32 x 32 images."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        vae = AutoencoderKLQwenImage21(
+            base_dim=8,
+            decoder_base_dim=8,
+            z_dim=_CHANNELS,
+            dim_mult=[1, 1, 1, 1, 1],
+            num_res_blocks=1,
+            latents_mean=[-0.5, 0.2, 0.9, 0.1],
+            latents_std=[0.5, 1.5, 0.8, 1.2],
+        )
+    transformer = {
+        "in_channels": _CHANNELS,
+        "out_channels": _CHANNELS,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "context_in_dim": _WIDTH,
+        "axes_dims_rope": (4, 6, 6),
+    }
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    tokenizer = chat_tokenizer(edits=True)
+    parts = {"processor": qwen3_vl_processor(tokenizer), "text_encoder": qwen3_vl(tokenizer, _WIDTH, seed + 1)}
+    denoiser = QwenImage21Transformer2DModel, transformer
+    louder = {"*.attn.to_v.weight": 3.0, "*.attn.to_out.0.weight": 3.0}
+    return build_pipeline(QwenImage21Pipeline, folder, seed, vae, denoiser, scheduler, [], louder, **parts)

@@ -8,6 +8,7 @@ from lit_vgrpo.policies.flux import FluxPolicy, KontextPolicy
 from lit_vgrpo.policies.flux2 import Flux2Policy
 from lit_vgrpo.policies.lumina2 import Lumina2Policy
 from lit_vgrpo.policies.qwen_image import QwenImageEditPolicy, QwenImagePolicy
+from lit_vgrpo.policies.qwen_image21 import QwenImage21Policy
 from lit_vgrpo.policies.sd3 import SD3Policy
 from lit_vgrpo.policies.sdxl import SDXLPolicy
 from lit_vgrpo.policies.unet import UNetPolicy
@@ -21,6 +22,7 @@ __all__ = [
     "KontextPolicy",
     "Lumina2Policy",
     "Policy",
+    "QwenImage21Policy",
     "QwenImageEditPolicy",
     "QwenImagePolicy",
     "RectifiedFlow",

@@ -21,6 +21,7 @@ LONGEST_PROMPT = 1024  # tokens
 SIGMA_KINDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 """Options of a scheduler that change its grid of times."""
 PATCH = 2  # latents per side of a token
+DEFAULT_SIDE = 1024  # pixels of an image, in most pipelines
 
 
 @checked
@@ -45,6 +46,8 @@ class FlowPolicy(Policy, ABC):
     """The joint attention of images and text, as in most families."""
     packed: ClassVar[int] = 1
     """Latents per side in one of the network's ``in_channels`` inputs."""
+    patch: ClassVar[int] = PATCH
+    """Latents per side of a token."""
     takes_guidance: ClassVar[bool] = False
     """True if the networks take the guidance scale as an input, unless their configuration says otherwise."""
 
@@ -76,16 +79,17 @@ class FlowPolicy(Policy, ABC):
         )
 
     def find_latent_shape(self) -> tuple[int, int, int]:
-        sides = self.latent_sides(self.pipeline.default_sample_size, PATCH)
+        default = DEFAULT_SIDE // self.pipeline.vae_scale_factor
+        sides = self.latent_sides(getattr(self.pipeline, "default_sample_size", default), PATCH)
         return self.network.config.in_channels // self.packed**2, *sides
 
     def build_path(self) -> RectifiedFlow:
         return RectifiedFlow()
 
     def image_tokens(self) -> int:
-        """Return the number of tokens per image, 2 x 2 latents each."""
+        """Return the number of tokens per image."""
         _, height, width = self.latent_shape
-        return height // PATCH * (width // PATCH)
+        return height // self.patch * (width // self.patch)
 
     def shift_mu(self, steps: int) -> float | None:
         """Return the logarithm of a dynamic shift; ``None`` for the usual one, linear in the number of tokens."""

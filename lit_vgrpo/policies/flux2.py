@@ -26,6 +26,7 @@ class Flux2Policy(LanguageModelPolicy):
 
     pipeline_class: ClassVar[str] = "Flux2KleinPipeline"
     packed: ClassVar[int] = PATCH
+    patch: ClassVar[int] = 1
     default_lora_targets: ClassVar[tuple[str, ...]] = (
         *LanguageModelPolicy.default_lora_targets,
         "attn.to_qkv_mlp_proj",  # of the blocks with a single stream
@@ -51,10 +52,6 @@ class Flux2Policy(LanguageModelPolicy):
     def find_latent_shape(self) -> tuple[int, int, int]:
         height, width = self.latent_sides(self.pipeline.default_sample_size, PATCH)
         return self.network.config.in_channels, height // PATCH, width // PATCH
-
-    def image_tokens(self) -> int:
-        _, height, width = self.latent_shape
-        return height * width
 
     def pipeline_latents(self, noise: Tensor) -> Tensor:
         return noise

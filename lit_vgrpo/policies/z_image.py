@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.types import MASK, Conditioning
-from lit_vgrpo.policies.flow import PATCH
 from lit_vgrpo.policies.language_model import LanguageModelPolicy, unpadded
-
-DEFAULT_SIDE = 1024  # pixels, as in the pipeline
 
 
 class ZImagePolicy(LanguageModelPolicy):
@@ -24,10 +21,6 @@ class ZImagePolicy(LanguageModelPolicy):
     default_lora_targets: ClassVar[tuple[str, ...]] = (
         *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
     )
-
-    def find_latent_shape(self) -> tuple[int, int, int]:
-        sides = self.latent_sides(DEFAULT_SIDE // self.pipeline.vae_scale_factor, PATCH)
-        return self.network.config.in_channels, *sides
 
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         return {"guidance_scale": guidance - 1, "negative_prompt": [self.negative_prompt] * prompts}

@@ -13,6 +13,7 @@ from lit_vgrpo.policies import (
     FluxPolicy,
     KontextPolicy,
     Lumina2Policy,
+    QwenImage21Policy,
     QwenImageEditPolicy,
     QwenImagePolicy,
     SD3Policy,
@@ -21,7 +22,7 @@ from lit_vgrpo.policies import (
     ZImagePolicy,
 )
 
-LARGE = ("qwen_image", "flux2", "z_image", "chroma", "lumina2")
+LARGE = ("qwen_image", "flux2", "z_image", "chroma", "lumina2", "qwen_image21")
 FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", "kontext", *LARGE, "qwen_image_edit")
 SLOW = ("qwen_image_edit",)
 FIRST = ("sd3", "unet_eps", "flux")
@@ -61,6 +62,9 @@ def make_family(name, sd3_folder, unet_folder, sdxl_folder, flux_folder, large_f
 def make_large_family(name, folder):
     """One of :data:`LARGE` or :data:`SLOW`; their limits are less by the tokens of the chat template."""
     options = {"max_sequence_length": 48}
+    if name == "qwen_image21":
+        limits = {"prompt_limit": 40, "limited_by": "Qwen3VL"}
+        return Family(QwenImage21Policy, folder, options, guidance=true_cfg_of_one, pack=flat, size=(32, 64), **limits)
     if name.startswith("qwen_image"):
         edits = {"edit": as_files, "guidance": true_cfg_of_one} if name == "qwen_image_edit" else {}
         return Family(
@@ -94,6 +98,11 @@ def unresized(given):
 def pack(z):
     """FLUX's pipeline takes latents as tokens of 2 x 2."""
     return F.pixel_unshuffle(z, 2).flatten(2).transpose(1, 2)
+
+
+def flat(z):
+    """Qwen-Image-2.1's pipeline takes latents as tokens."""
+    return z.flatten(2).transpose(1, 2)
 
 
 def embedded(guidance, negative):

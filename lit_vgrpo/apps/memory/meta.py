@@ -47,6 +47,8 @@ class AutocastOnMeta(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "where" and any(isinstance(value, Tensor) and value.is_meta for value in args[1:]):
+            args = args[0].to("meta"), *args[1:]  # a mask that a policy leaves on the CPU, where the network reads it
         if name == "scaled_dot_product_attention":
             args, kwargs = self._cast((args, kwargs), self.dtype)
             return _attention(*args, **kwargs)
