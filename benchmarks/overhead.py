@@ -65,6 +65,9 @@ class Stopwatch(L.Callback):
             optimizer.register_step_pre_hook(lambda *_: self._enter("optimizer step"))
             optimizer.register_step_post_hook(lambda *_: self._leave())
         self._time_calls(policy, "decode", "decode")
+        self._time_calls(policy, "encode", "text encoders")
+        self._time_calls(pl_module.objective, "prepare", "pairs and losses")
+        self._time_calls(pl_module.objective, "loss", "pairs and losses")
         self._time_calls(pl_module, "backward", "backward")
         if pl_module.scores.queue is not None:
             self._time_calls(pl_module.scores.queue, "put", "reward")
@@ -133,7 +136,7 @@ def _table(iterations: list[dict[str, Tensor]], clock: int) -> dict[str, Any]:
     apart = {name: seconds.pop(name, 0.0) for name in APART}
     rest = {name: seconds.pop(name, 0.0) for name in (REST, OTHER_THREADS)}
     total = sum(seconds.values()) + sum(rest.values())
-    network = sum(value for name, value in seconds.items() if name.startswith(("forward", "backward")))
+    network = sum(value for name, value in seconds.items() if name.startswith(("forward", "backward", "text")))
     known = network + seconds.get("decode", 0.0) + seconds.get("reward", 0.0) + rest[OTHER_THREADS]
     return {
         "seconds": seconds | rest,

@@ -93,7 +93,7 @@ def compared(options: argparse.Namespace, std: str, batch_size: int) -> dict[str
         "rollout_batch_size": batch_size,
         "without": plain,
         "with": together,
-        "hidden": together["reward_overlapped"] / max(together["reward"] + together["reward_overlapped"], 1e-9),
+        "hidden": max(0.0, together["reward_overlapped"] / (together["reward"] + together["reward_overlapped"])),
         "equal": all(torch.equal(weights[0], other) for other in weights),
     }
 

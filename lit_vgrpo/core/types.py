@@ -337,15 +337,13 @@ class Rollout:
 
     def followed_by(self, other: Rollout) -> Rollout:
         """Return these images, followed by others with other numbers of groups and images."""
-        return replace(
-            self,
-            latents=torch.cat([self.latents, other.latents]),
-            group_ids=torch.cat([self.group_ids, other.group_ids]),
-            image_ids=torch.cat([self.image_ids, other.image_ids]),
-            conditioning=self.conditioning.joined_with(other.conditioning),
-            rows=torch.cat([self.rows, other.rows + len(self.conditioning)]),
-            trajectory=None,
-        )
+        rows = torch.cat([self.rows, other.rows + len(self.conditioning)])
+        columns: dict[str, Any] = {
+            name: torch.cat([getattr(self, name), getattr(other, name)])
+            for name in ("latents", "group_ids", "image_ids")
+        }
+        conditioning = self.conditioning.joined_with(other.conditioning)
+        return replace(self, **columns, conditioning=conditioning, rows=rows, trajectory=None)
 
 
 @dataclass

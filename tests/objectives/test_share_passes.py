@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from all_methods import ANCHOR
-from pair_methods import ADVANTAGES, GROUP, assert_same_gradient, loss_and_gradient, prepare, spread_copies
+from pair_methods import ADVANTAGES, GROUP, assert_same_gradient, loss_and_gradient, prepare, roll, spread_copies
 from policies.families import FAMILIES, make_family
 
 from lit_vgrpo.core.importance import balance_weights, effective_sample_size, negative_log_densities, temperature_for
@@ -17,7 +17,7 @@ from lit_vgrpo.core.surrogate import Pairs, TimeGrid
 from lit_vgrpo.core.types import Rollout, RolloutSpec
 from lit_vgrpo.objectives import DGPO, VGRPO
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.pairs import share_noisy_latents
+from lit_vgrpo.objectives.pairs import share_noisy_latents, stored
 from lit_vgrpo.policies import UNetPolicy
 
 SIZES = Sizes(2, GROUP, micro_batch_size=6)
@@ -171,3 +171,23 @@ def test_what_cannot_share_is_refused(options, sizes, line):
 def test_a_path_that_does_not_end_in_noise_is_refused():
     (error,) = VGRPO(share_passes="pure_noise").policy_errors(UNetPolicy)
     assert "needs a path that ends in pure noise, but that of UNetPolicy keeps some of the image" in error
+
+
+@pytest.mark.parametrize("options", [{}, {"share_passes": "group", "importance_temperature": 0.05}], ids=["", "shared"])
+def test_replayed_images_are_prepared_as_if_alone(policy, options):
+    objective = VGRPO(RolloutSpec(steps=3), 2, **options, **ANCHOR)
+    spread_copies(policy, objective)
+    new = roll(policy, objective)
+    again = replace(new, latents=new.latents + 1, group_ids=new.group_ids + 2, image_ids=new.image_ids + len(new))
+    again.conditioning = new.conditioning.select(torch.tensor([1, 0]))
+    alone = [objective.prepare(PrepareContext(policy, images, ADVANTAGES, 3)) for images in (new, again)]
+    both = objective.prepare(PrepareContext(policy, new.followed_by(again), ADVANTAGES.repeat(2), 3))
+    for number, expected in enumerate(alone):
+        found = both.select(slice(number * len(new), (number + 1) * len(new)))
+        assert torch.equal(found.latents, expected.latents)
+        assert torch.equal(stored(found, "anchor_prediction"), stored(expected, "anchor_prediction"))
+        assert all(torch.equal(*each) for each in zip(found.pairs.of_images(), expected.pairs.of_images(), strict=True))
+        assert found.extras.keys() == expected.extras.keys()
+        assert all(torch.equal(values, expected.extras[name]) for name, values in found.extras.items())
+        prompts = [one.conditioning.select(one.rows).tensors for one in (found, expected)]
+        assert all(torch.equal(values, prompts[1][name]) for name, values in prompts[0].items())
