@@ -26,6 +26,7 @@ OTHERS = {
     "DGPO, no guidance": TWO_UPDATES,
     "AWM": TWO,
     "DanceGRPO": TWO,
+    "RAM, pure noise": TWO_UPDATES,
 }
 CONTINUED = {
     **dict.fromkeys([*WHOLE, "DGPO, moving", "V-GRPO, scouts", "FlowBP"], f"{TWO_UPDATES},middle=1"),
@@ -33,7 +34,7 @@ CONTINUED = {
 }
 # Two prompts on four ranks: every group is cut in two.
 CUT = dict.fromkeys(
-    ["DGPO, no guidance", "V-GRPO, scouts", "DGPO, moving", "V-GRPO, replay", "DRaFT-LV"],
+    ["DGPO, no guidance", "V-GRPO, scouts", "DGPO, moving", "CRD", "V-GRPO, replay", "DRaFT-LV"],
     f"{TWO},prompts_per_iteration=2,micro_batch_size=2",
 )
 SHARDED = {"DGPO, moving": TWO_UPDATES, "AWM": TWO_UPDATES, "V-GRPO, replay": TWO_UPDATES, "DRaFT-K": TWO_UPDATES}
