@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.noise import STREAM_ACTIVE, seeded_generator
-from lit_vgrpo.core.ranges import Finite, NonNegativeFloat, OnlyWith, Range
+from lit_vgrpo.core.ranges import Finite, NonNegativeFloat, OnlyWith, Range, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import Objective, PrepareContext
@@ -19,6 +19,7 @@ from lit_vgrpo.policies.base import Policy
 Variant = Literal["flowbp", "refl", "draft_k", "draft_lv"]
 
 
+@checked
 @dataclass(eq=False)
 class RewardGradient(Objective):
     """Maximises a differentiable reward by its gradient through the VAE and a few of the sampler's Euler steps.
