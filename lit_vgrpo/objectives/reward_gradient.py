@@ -121,17 +121,14 @@ class RewardGradient(Objective):
         times, first = torch.cat([rollout.schedule.cpu(), torch.zeros(1)]), self.recorded_steps(rollout.iteration)
         steps = torch.arange(first[0], len(times) - 1) if self.variant == "draft_k" else torch.tensor(first)
         before, t = chain.states, times[steps]
-        weights = times[steps + 1] - t  # of each velocity in the image
+        weight = -t if self.predicts else times[steps + 1] - t  # of each velocity in the image
         if self.variant == "flowbp":
-            weights = weights * (1 + self.rescale * (times[0] / -weights.sum() - 1))
-        elif self.variant == "refl":
-            weights = -t
-        elif self.variant == "draft_lv":
+            weight = weight * (1 + self.rescale * (times[0] / -weight.sum() - 1))
+        if self.variant == "draft_lv":
             before = torch.cat([before, renoised(context, self.num_noises, t)], dim=1)
-            t, weights = t.repeat(self.copies_of_image), weights.repeat(self.copies_of_image)
-        of_steps = {"t": t, "weight": weights}
-        extras = {name: value.expand(len(rollout), -1).to(before.device) for name, value in of_steps.items()}
-        experience = context.experience(extras={"before": before, **extras})
+        shape = len(rollout), max(len(t), before.shape[1])
+        of_steps = (value.expand(shape).to(before.device) for value in (t, weight))
+        experience = context.experience(extras=dict(zip(("before", "t", "weight"), (before, *of_steps), strict=True)))
         images = self._predicted(context, experience) if self.predicts else rollout.latents[:, None]
         owners = torch.arange(len(rollout)).repeat_interleave(images.shape[1])
         found = score_gradient(context, images.flatten(0, 1), owners, self.decode_crop)

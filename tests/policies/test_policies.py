@@ -200,6 +200,28 @@ def test_a_negative_prompt_counts_with_guidance_alone(family):
     contract.a_negative_prompt_counts_with_guidance_alone(family)
 
 
+def test_decoding_keeps_the_gradient(family):
+    policy = family.shared
+    latents = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    leaf = latents.clone().requires_grad_()
+    images = policy.decode_with_gradient(leaf)
+    (gradient,) = torch.autograd.grad((images * torch.linspace(0, 1, images.shape[3])).sum(), leaf)
+    assert gradient.flatten(1).norm(dim=1).min() > 0
+    torch.testing.assert_close(images.detach(), policy.decode(latents))
+
+
+def test_the_negative_prompts_pass_may_keep_no_graph(family):
+    policy, given = family.shared, inputs(family.shared)
+    whole, detached = policy(*given, 3.0), policy(*given, 3.0, detach_negative=True)
+    torch.testing.assert_close(detached, whole, **SAME)
+    weights = [*trainable_parameters(policy).values()]
+    ends = [torch.autograd.grad(value.square().sum(), weights, allow_unused=True) for value in (whole, detached)]
+    differs = any(
+        one is not None and not torch.allclose(one, other, rtol=1e-2) for one, other in zip(*ends, strict=True)
+    )
+    assert differs != policy.embeds_guidance
+
+
 def test_long_prompts_are_cut_with_one_warning(family, capfd):
     contract.long_prompts_are_cut_with_one_warning(family)
     assert "truncated" not in capfd.readouterr().err
