@@ -118,7 +118,7 @@ def deep_qwen3(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:
 def gemma_tokenizer(text: str = "", max_length: int = 4096) -> GemmaTokenizer:
     """Return a tokenizer in which each word of the tasks and of a text is one token."""
     words = ["▁" + word for word in dict.fromkeys([*task_words(), *text.split()])]
-    merges = dict.fromkeys((word[:i], word[i]) for word in words for i in range(1, len(word)))
+    merges: Any = dict.fromkeys((word[:i], word[i]) for word in words for i in range(1, len(word)))
     letters = dict.fromkeys(["▁", *map(chr, range(33, 127)), *"".join(words)])
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     tokens = dict.fromkeys([*special, *letters, *map("".join, merges)])
@@ -134,7 +134,12 @@ def gemma2(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:
 def mistral3(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:
     """Return a frozen random Mistral 3 with the 30 layers that FLUX.2-dev's pipeline reads."""
     text = MistralConfig(**_options(tokenizer, width, 30), head_dim=8)
-    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     config = Mistral3Config(text_config=text, vision_config=PixtralVisionConfig(**vision, image_size=32))
     return _frozen(Mistral3ForConditionalGeneration, config, seed)
 

@@ -113,7 +113,9 @@ class Flux2Policy(LanguageModelPolicy):
             guidance=cond.tensors.get("guidance"),
             encoder_hidden_states=tokens,
             txt_ids=_ids(0, 1, 1, tokens.shape[1], z.device),
-            img_ids=torch.cat([_ids(STEP * i, *image.shape[-2:], 1, z.device) for i, image in enumerate(images)]),
+            img_ids=torch.cat(
+                [_ids(STEP * i, image.shape[2], image.shape[3], 1, z.device) for i, image in enumerate(images)]
+            ),
             return_dict=False,
         )[0]
         return prediction[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))

@@ -137,9 +137,8 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
     latents, times = sample(policy, cond, torch.arange(2), RolloutSpec(solver, 3, guidance), noise)
     assert len(times) == 3
     pipeline, original = family.shared_pipeline, family.original_scheduler
-    if (
-        isinstance(policy.scheduler(solver, 3), type(original)) and solver != "ddim"
-    ):  # the pipeline's, which must not be told anything by the policy
+    if solver != "ddim" and isinstance(policy.scheduler(solver, 3), type(original)):
+        # the pipeline's, which must not be told anything by the policy
         pipeline.scheduler = type(original).from_config(original.config)
     elif solver == "ddim":
         pipeline.scheduler = diffusers.DDIMScheduler.from_config(original.config, **FROM_PURE_NOISE)
