@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil
@@ -16,6 +16,7 @@ from lit_vgrpo.policies.flux import REFERENCE_LATENTS
 from lit_vgrpo.policies.language_model import LanguageModelPolicy
 from lit_vgrpo.policies.loading import config_value
 from lit_vgrpo.policies.pipeline import INDEX
+from lit_vgrpo.system.hub import LoadError
 
 STEP = 10  # between the positions of images
 LARGEST = 1024 * 1024  # pixels of a picture
@@ -128,24 +129,21 @@ class Flux2Policy(LanguageModelPolicy):
 class Flux2EditPolicy(Flux2Policy):
     """``Flux2KleinPipeline`` called with a picture for each prompt, whose latents follow the image's.
 
-    As in the pipeline, a picture of more than 1024 x 1024 pixels is shrunk, and the encoder does not see it.
+    The encoder does not see the picture. The pipeline shrinks pictures of more than 1024 x 1024 pixels; such sizes are
+    refused.
     """
 
     edits: ClassVar[bool] = True
     pipeline_takes_one: ClassVar[bool] = True
 
-    def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
-        files = to_pil(torch.zeros(pictures.shape) if pictures.is_meta else pictures)
-        seen = torch.cat([self._seen(file) for file in files]).to(self.device)
-        return {**self.encode_prompts(prompts), REFERENCE_LATENTS: self.vae_encode(seen)}
+    def find_latent_shape(self) -> tuple[int, int, int]:
+        channels, *sides = super().find_latent_shape()
+        if math.prod(sides) * self.pixels_per_latent**2 > LARGEST:
+            raise LoadError("FLUX.2 shrinks pictures of more than 1024 x 1024 pixels. Set a smaller height and width.")
+        return channels, *sides
 
-    def _seen(self, picture: Image.Image) -> Tensor:
-        """Return a picture as the VAE sees it, ``(1, 3, h, w)`` in [-1, 1]."""
-        processor, multiple = self.pipeline.image_processor, self.pixels_per_latent
-        if picture.width * picture.height > LARGEST:
-            picture = processor._resize_to_target_area(picture, LARGEST)
-        height, width = (side // multiple * multiple for side in (picture.height, picture.width))
-        return processor.preprocess(picture, height=height, width=width, resize_mode="crop")
+    def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
+        return {**self.encode_prompts(prompts), REFERENCE_LATENTS: self.vae_encode(pictures * 2 - 1)}
 
     def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
         return {"image": to_pil(pictures)}
@@ -160,11 +158,6 @@ class Flux2DevPolicy(Flux2Policy):
     pipeline_class: ClassVar[str] = "Flux2Pipeline"
     takes_guidance: ClassVar[bool] = True
     text_layers: ClassVar[tuple[int, ...]] = (10, 20, 30)
-
-    def misfit(self, pipeline: Any) -> str | None:
-        if not pipeline.transformer.config.guidance_embeds:
-            return "has a network without a guidance input, which its pipeline cannot guide. Use FLUX.2 [dev]."
-        return super().misfit(pipeline)
 
     @property
     def tokenizer(self) -> Any:

@@ -26,11 +26,6 @@ class Krea2Policy(QwenVAEPolicy):
     packed: ClassVar[int] = PATCH
     default_lora_targets: ClassVar[tuple[str, ...]] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
 
-    def misfit(self, pipeline: Any) -> str | None:
-        if pipeline.config.patch_size != PATCH:
-            return f"has tokens of {pipeline.config.patch_size} latents per side, only {PATCH} are supported."
-        return super().misfit(pipeline)
-
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         return {"guidance_scale": guidance - 1, "negative_prompt": [self.negative_prompt] * prompts}
 

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.flow import FlowPolicy, flow_scheduler
 
-MASK = "prompt_mask"  # not core.types.MASK: the pipeline's padding has one length
-NEEDED = {
-    **{"algorithm_type": "dpmsolver++", "prediction_type": "flow_prediction", "final_sigmas_type": "zero"},
-    **{"use_flow_sigmas": True, "use_dynamic_shifting": False, "thresholding": False},
-}
-"""What the pipeline's scheduler must have."""
+MASK = "prompt_mask"  # not core.types.MASK: all prompts have one length
 
 
-@checked
 class SanaPolicy(FlowPolicy):
     """``SanaPipeline`` as a policy on a rectified flow.
 
     Its first solver is the pipeline's own. A prompt follows the pipeline's instruction, a negative prompt does not.
     Images have the size that they are asked for: call the pipeline with ``use_resolution_binning=False``.
-
-    Args:
-        checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: Tokens of a prompt that the network sees; longer prompts are cut.
-        **options: See :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "SanaPipeline"
@@ -38,19 +26,14 @@ class SanaPolicy(FlowPolicy):
     default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     pipeline_options: ClassVar[dict[str, Any]] = {"use_resolution_binning": False}
 
-    def __init__(
-        self, checkpoint: str, max_sequence_length: Annotated[int, Range(3, 1024)] = 300, **options: Any
-    ) -> None:
+    def __init__(self, checkpoint: str, max_sequence_length: int = 300, **options: Any) -> None:
         super().__init__(checkpoint, max_sequence_length=max_sequence_length, **options)
 
     def misfit(self, pipeline: Any) -> str | None:
         config = pipeline.scheduler.config
-        odd = [f"{name}={config.get(name)}" for name, value in NEEDED.items() if config.get(name) != value]
-        if odd:
-            return (
-                f"comes with a {type(pipeline.scheduler).__name__} that is not Sana's DPM-Solver++: {', '.join(odd)}."
-            )
-        return None
+        if config.get("use_flow_sigmas") and config.get("algorithm_type") == "dpmsolver++":
+            return None
+        return f"comes with {type(pipeline.scheduler).__name__}, Sana needs dpmsolver++ with use_flow_sigmas."
 
     def find_latent_shape(self) -> tuple[int, int, int]:
         config = self.network.config
@@ -65,26 +48,20 @@ class SanaPolicy(FlowPolicy):
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         instruction = inspect.signature(type(self.pipeline).__call__).parameters["complex_human_instruction"].default
-        tokens, mask, *_ = self._encoded(prompts, False, complex_human_instruction=instruction)
-        return {"tokens": tokens, MASK: mask}
+        return self._encoded(prompts, instruction)
 
     def encode_negative(self) -> dict[str, Tensor]:
-        *_, tokens, mask = self._encoded([""], True, negative_prompt=self.negative_prompt)
-        return {"tokens": tokens, MASK: mask}
+        return self._encoded([self.negative_prompt], None)
 
-    def _encoded(self, prompts: list[str], negative: bool, **options: Any) -> tuple[Tensor, ...]:
-        length = self.max_sequence_length
-        return self.pipeline.encode_prompt(prompts, negative, device=self.device, max_sequence_length=length, **options)
+    def _encoded(self, prompts: list[str], instruction: list[str] | None) -> dict[str, Tensor]:
+        length = {"device": self.device, "max_sequence_length": self.max_sequence_length}
+        tokens, mask, *_ = self.pipeline.encode_prompt(prompts, False, complex_human_instruction=instruction, **length)
+        return {"tokens": tokens, MASK: mask}
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         steps, scale = self.pipeline.scheduler.config.num_train_timesteps, self.network.config.timestep_scale
-        prediction = self.network(
-            z,
-            encoder_hidden_states=cond.tensors["tokens"],
-            encoder_attention_mask=cond.tensors[MASK],
-            timestep=t * steps * scale,
-            return_dict=False,
-        )[0]
+        tokens, mask = cond.tensors["tokens"], cond.tensors[MASK]
+        prediction = self.network(z, tokens, t * steps * scale, encoder_attention_mask=mask, return_dict=False)[0]
         return prediction[:, : z.shape[1]]  # without a learned variance
 
     def scheduler(self, solver: str, steps: int) -> Any:
