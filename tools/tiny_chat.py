@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,12 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    PixtralImageProcessor,
+    PixtralProcessor,
+    PixtralVisionConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
@@ -51,14 +58,18 @@ WORD = r"\w+|'s|\(|\),"
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def chat_tokenizer(max_length: int = 4096, *, edits: bool = False) -> Qwen2Tokenizer:
+def chat_tokenizer(
+    max_length: int = 4096, *, edits: bool = False, special: Sequence[str] = (), text: str = ""
+) -> Qwen2Tokenizer:
     """Return a byte-level tokenizer with a chat template, in which each word of the tasks is one token.
 
     Args:
         edits: know the words of Qwen-Image-Edit's system prompt instead of Qwen-Image's, and the tokens of a picture.
+        special: further special tokens.
+        text: whose words are known, too.
     """
-    words = [*task_words(), *re.findall(WORD, QWEN_IMAGE_EDIT if edits else QWEN_IMAGE)]
-    special = [START, END, *(VISION if edits else ())]
+    words = [*task_words(), *re.findall(WORD, (QWEN_IMAGE_EDIT if edits else QWEN_IMAGE) + text)]
+    special = [START, END, *(VISION if edits else ()), *special]
     merges = learn_merges([form for word in words for form in (word, "Ġ" + word)], end="")
     tokens = list(dict.fromkeys([*byte_symbols(), *map("".join, merges)]))
     tokenizer = Qwen2Tokenizer(
@@ -107,7 +118,7 @@ def deep_qwen3(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:
 def gemma_tokenizer(text: str = "", max_length: int = 4096) -> GemmaTokenizer:
     """Return a tokenizer in which each word of the tasks and of a text is one token."""
     words = ["▁" + word for word in dict.fromkeys([*task_words(), *text.split()])]
-    merges = dict.fromkeys((word[:i], word[i]) for word in words for i in range(1, len(word)))
+    merges: Any = dict.fromkeys((word[:i], word[i]) for word in words for i in range(1, len(word)))
     letters = dict.fromkeys(["▁", *map(chr, range(33, 127)), *"".join(words)])
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     tokens = dict.fromkeys([*special, *letters, *map("".join, merges)])
@@ -118,6 +129,24 @@ def gemma_tokenizer(text: str = "", max_length: int = 4096) -> GemmaTokenizer:
 def gemma2(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:
     """Return a frozen random Gemma 2, as Lumina 2 and Sana have."""
     return _frozen(Gemma2Model, Gemma2Config(**_options(tokenizer, width, 2), head_dim=16), seed)
+
+
+def mistral3(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:
+    """Return a frozen random Mistral 3 with the 30 layers that FLUX.2-dev's pipeline reads."""
+    text = MistralConfig(**_options(tokenizer, width, 30), head_dim=8)
+    vision: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    config = Mistral3Config(text_config=text, vision_config=PixtralVisionConfig(**vision, image_size=32))
+    return _frozen(Mistral3ForConditionalGeneration, config, seed)
+
+
+def pixtral_processor(tokenizer: Any) -> PixtralProcessor:
+    """Return the processor of Mistral 3, with the tokens of a picture."""
+    return PixtralProcessor(PixtralImageProcessor(), tokenizer, chat_template=PARTS_TEMPLATE)
 
 
 def qwen25_vl(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:

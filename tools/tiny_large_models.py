@@ -7,15 +7,20 @@ from typing import Any
 
 import torch
 from diffusers import (
+    AutoencoderDC,
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
     ChromaPipeline,
     ChromaTransformer2DModel,
+    DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
+    Flux2Pipeline,
     Flux2Transformer2DModel,
+    Krea2Pipeline,
+    Krea2Transformer2DModel,
     Lumina2Pipeline,
     Lumina2Transformer2DModel,
     QwenImage21Pipeline,
@@ -23,15 +28,20 @@ from diffusers import (
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
+    SanaPipeline,
+    SanaTransformer2DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from tiny_chat import (
     chat_tokenizer,
     deep_qwen3,
     gemma2,
     gemma_tokenizer,
+    mistral3,
     picture_processor,
+    pixtral_processor,
     qwen3,
     qwen3_vl,
     qwen3_vl_processor,
@@ -48,6 +58,19 @@ _LUMINA = (
 )
 
 
+def _qwen_vae() -> AutoencoderKLQwenImage:
+    """Return Qwen-Image's VAE, four pixels to a latent."""
+    return AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=_CHANNELS,
+        dim_mult=[1, 1, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[-0.5, 0.2, 0.9, 0.1],
+        latents_std=[0.5, 1.5, 0.8, 1.2],
+    )
+
+
 def build_qwen_image_edit(folder: str | Path) -> Path:
     """Write a `QwenImageEditPlusPipeline` folder, which has the parts of `build_qwen_image` and reads pictures."""
     return build_qwen_image(folder, edits=True)
@@ -57,15 +80,7 @@ def build_qwen_image(folder: str | Path, seed: int = 0, layers: int = 2, *, edit
     """Write a `QwenImagePipeline` folder: 4 x 8 x 8 latents and 16 image tokens for 32 x 32 images."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        vae = AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=_CHANNELS,
-            dim_mult=[1, 1, 2],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            latents_mean=[-0.5, 0.2, 0.9, 0.1],
-            latents_std=[0.5, 1.5, 0.8, 1.2],
-        )
+        vae = _qwen_vae()
     transformer = {
         "in_channels": 4 * _CHANNELS,
         "out_channels": _CHANNELS,
@@ -92,8 +107,12 @@ def build_qwen_image(folder: str | Path, seed: int = 0, layers: int = 2, *, edit
     return build_pipeline(kind, folder, seed, vae, denoiser, scheduler, texts, louder, **parts)
 
 
-def build_flux2(folder: str | Path, seed: int = 0, *, is_distilled: bool = False) -> Path:
-    """Write a `Flux2KleinPipeline` folder: 16 x 4 x 4 latents and as many image tokens for 32 x 32 images."""
+def build_flux2(folder: str | Path, seed: int = 0, *, is_distilled: bool = False, dev: bool = False) -> Path:
+    """Write a `Flux2KleinPipeline` folder: 16 x 4 x 4 latents and as many image tokens for 32 x 32 images.
+
+    Args:
+        dev: write a `Flux2Pipeline`, with another encoder and a network that takes the guidance scale.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         vae: Any = AutoencoderKLFlux2(
@@ -115,12 +134,16 @@ def build_flux2(folder: str | Path, seed: int = 0, *, is_distilled: bool = False
         "num_attention_heads": 2,
         "joint_attention_dim": 3 * _WIDTH,
         "axes_dims_rope": (4, 4, 4, 4),
-        "guidance_embeds": False,
+        "guidance_embeds": dev,
     }
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
-    texts: list[Any] = [(chat_tokenizer(), deep_qwen3, _WIDTH)]
     denoiser = Flux2Transformer2DModel, transformer
     louder = {"*.add_v_proj.weight": 4.0, "*_modulation*.weight": 4.0, "*.attn.to_out.0.weight": 2.0}
+    if dev:
+        tokenizer = chat_tokenizer(special=("[IMG]", "[IMG_BREAK]", "[IMG_END]"), text=SYSTEM_MESSAGE)
+        parts = {"tokenizer": pixtral_processor(tokenizer), "text_encoder": mistral3(tokenizer, _WIDTH, seed + 1)}
+        return build_pipeline(Flux2Pipeline, folder, seed, vae, denoiser, scheduler, [], louder, **parts)
+    texts: list[Any] = [(chat_tokenizer(), deep_qwen3, _WIDTH)]
     distilled = {"is_distilled": is_distilled}
     return build_pipeline(Flux2KleinPipeline, folder, seed, vae, denoiser, scheduler, texts, louder, **distilled)
 
@@ -226,3 +249,73 @@ def build_qwen_image21(folder: str | Path, seed: int = 0) -> Path:
     denoiser = QwenImage21Transformer2DModel, transformer
     louder = {"*.attn.to_v.weight": 3.0, "*.attn.to_out.0.weight": 3.0}
     return build_pipeline(QwenImage21Pipeline, folder, seed, vae, denoiser, scheduler, [], louder, **parts)
+
+
+def build_flux2_dev(folder: str | Path) -> Path:
+    """Write a `Flux2Pipeline` folder, which has the VAE and the network of `build_flux2`."""
+    return build_flux2(folder, dev=True)
+
+
+def build_krea2(folder: str | Path, seed: int = 0, *, is_distilled: bool = False) -> Path:
+    """Write a `Krea2Pipeline` folder: 4 x 8 x 8 latents and 16 image tokens for 32 x 32 images."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        vae = _qwen_vae()
+    transformer = {
+        "in_channels": 4 * _CHANNELS,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+        "timestep_embed_dim": 16,
+        "text_hidden_dim": _WIDTH,
+        "num_text_layers": 2,
+        "text_num_attention_heads": 1,
+        "text_num_key_value_heads": 1,
+        "text_intermediate_size": 16,
+        "num_layerwise_text_blocks": 1,
+        "num_refiner_text_blocks": 1,
+        "axes_dims_rope": (4, 6, 6),
+    }
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=6400)
+    tokenizer = chat_tokenizer()
+    parts = {"tokenizer": tokenizer, "text_encoder": qwen3_vl(tokenizer, _WIDTH, seed + 1, head=False)}
+    parts |= {"text_encoder_select_layers": (1, 2), "is_distilled": is_distilled}
+    denoiser = Krea2Transformer2DModel, transformer
+    louder = {"*.attn.to_v.weight": 3.0, "*.attn.to_out.0.weight": 3.0}
+    return build_pipeline(Krea2Pipeline, folder, seed, vae, denoiser, scheduler, [], louder, **parts)
+
+
+def build_sana(folder: str | Path, seed: int = 0) -> Path:
+    """Write a `SanaPipeline` folder: 4 x 4 x 4 latents and 16 image tokens for 32 x 32 images."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        vae = AutoencoderDC(
+            latent_channels=_CHANNELS,
+            attention_head_dim=4,
+            encoder_block_out_channels=(8,) * 4,
+            decoder_block_out_channels=(8,) * 4,
+            encoder_layers_per_block=(1,) * 4,
+            decoder_layers_per_block=(1,) * 4,
+            encoder_qkv_multiscales=((),) * 4,
+            decoder_qkv_multiscales=((),) * 4,
+            scaling_factor=0.4,
+        )
+    transformer = {
+        "in_channels": _CHANNELS,
+        "out_channels": _CHANNELS,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "caption_channels": _WIDTH,
+        "sample_size": 4,
+    }
+    flow: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    texts: list[Any] = [(gemma_tokenizer(), gemma2, _WIDTH)]
+    denoiser = SanaTransformer2DModel, transformer
+    scheduler = DPMSolverMultistepScheduler(**flow)
+    return build_pipeline(SanaPipeline, folder, seed, vae, denoiser, scheduler, texts)

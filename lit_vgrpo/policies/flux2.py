@@ -1,20 +1,25 @@
-"""FLUX.2 [klein]."""
+"""FLUX.2 [klein] and [dev], also with a picture to edit."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.flow import PATCH
+from lit_vgrpo.policies.flux import REFERENCE_LATENTS
 from lit_vgrpo.policies.language_model import LanguageModelPolicy
 from lit_vgrpo.policies.loading import config_value
 from lit_vgrpo.policies.pipeline import INDEX
+from lit_vgrpo.system.hub import LoadError
 
-TEXT_LAYERS = (9, 18, 27)  # of the encoder's hidden states, as in the pipeline
+STEP = 10  # between the positions of images
+LARGEST = 1024 * 1024  # pixels of a picture
 
 
 class Flux2Policy(LanguageModelPolicy):
@@ -26,6 +31,8 @@ class Flux2Policy(LanguageModelPolicy):
 
     pipeline_class: ClassVar[str] = "Flux2KleinPipeline"
     packed: ClassVar[int] = PATCH
+    text_layers: ClassVar[tuple[int, ...]] = (9, 18, 27)
+    """The encoder's hidden states that are the embedding, as in the pipeline."""
     patch: ClassVar[int] = 1
     default_lora_targets: ClassVar[tuple[str, ...]] = (
         *LanguageModelPolicy.default_lora_targets,
@@ -33,7 +40,8 @@ class Flux2Policy(LanguageModelPolicy):
     )
 
     def guidance_error(self) -> str | None:
-        known = self.pipeline.config.is_distilled if self.loaded else config_value(self, INDEX, "is_distilled")
+        name = "is_distilled"
+        known = self.pipeline.config.get(name) if self.loaded else config_value(self, INDEX, name)
         if not known:
             return None
         return (
@@ -42,6 +50,8 @@ class Flux2Policy(LanguageModelPolicy):
         )
 
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
+        if self.embeds_guidance:
+            return super().pipeline_guidance(guidance, prompts)
         negative = self.encode_negative()["tokens"].expand(prompts, -1, -1)
         return {"guidance_scale": guidance, "negative_prompt_embeds": negative}
 
@@ -90,25 +100,83 @@ class Flux2Policy(LanguageModelPolicy):
             prompts,
             device=self.device,
             max_sequence_length=self.max_sequence_length,
-            text_encoder_out_layers=TEXT_LAYERS,
+            text_encoder_out_layers=self.text_layers,
         )
         return {"tokens": tokens}
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         tokens = cond.tensors["tokens"]
         rows, columns = z.shape[-2:]
+        images = self.images(z, cond)
         prediction = self.network(
-            hidden_states=z.flatten(2).transpose(1, 2),
+            hidden_states=torch.cat([image.flatten(2) for image in images], dim=2).transpose(1, 2),
             timestep=t,  # the network multiplies it by 1000
+            guidance=cond.tensors.get("guidance"),
             encoder_hidden_states=tokens,
-            txt_ids=_ids(1, 1, tokens.shape[1], z.device),
-            img_ids=_ids(rows, columns, 1, z.device),
+            txt_ids=_ids(0, 1, 1, tokens.shape[1], z.device),
+            img_ids=torch.cat(
+                [_ids(STEP * i, image.shape[2], image.shape[3], 1, z.device) for i, image in enumerate(images)]
+            ),
             return_dict=False,
         )[0]
-        return prediction.transpose(1, 2).unflatten(2, (rows, columns))
+        return prediction[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))
+
+    def images(self, z: Tensor, cond: Conditioning) -> list[Tensor]:
+        """Return the latents in the network's sequence, those of ``z`` first."""
+        return [z]
 
 
-def _ids(rows: int, columns: int, length: int, device: torch.device) -> Tensor:
-    """Return each token's position, ``(rows x columns x length, 4)``: 0, row, column, place in the prompt."""
+class Flux2EditPolicy(Flux2Policy):
+    """``Flux2KleinPipeline`` called with a picture for each prompt, whose latents follow the image's.
+
+    The encoder does not see the picture. The pipeline shrinks pictures of more than 1024 x 1024 pixels; such sizes are
+    refused.
+    """
+
+    edits: ClassVar[bool] = True
+    pipeline_takes_one: ClassVar[bool] = True
+
+    def find_latent_shape(self) -> tuple[int, int, int]:
+        channels, *sides = super().find_latent_shape()
+        if math.prod(sides) * self.pixels_per_latent**2 > LARGEST:
+            raise LoadError("FLUX.2 shrinks pictures of more than 1024 x 1024 pixels. Set a smaller height and width.")
+        return channels, *sides
+
+    def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
+        return {**self.encode_prompts(prompts), REFERENCE_LATENTS: self.vae_encode(pictures * 2 - 1)}
+
+    def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
+        return {"image": to_pil(pictures)}
+
+    def images(self, z: Tensor, cond: Conditioning) -> list[Tensor]:
+        return [z, cond.tensors[REFERENCE_LATENTS]]
+
+
+class Flux2DevPolicy(Flux2Policy):
+    """``Flux2Pipeline`` (FLUX.2 [dev]) as a policy: the guidance scale is an input, and there is no negative prompt."""
+
+    pipeline_class: ClassVar[str] = "Flux2Pipeline"
+    takes_guidance: ClassVar[bool] = True
+    text_layers: ClassVar[tuple[int, ...]] = (10, 20, 30)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.pipeline.tokenizer.tokenizer
+
+    def templated(self, prompt: str) -> str:
+        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+        (messages,) = format_input([prompt], self.pipeline.system_message)
+        return self.pipeline.tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+class Flux2DevEditPolicy(Flux2EditPolicy, Flux2DevPolicy):
+    """``Flux2Pipeline`` called with a picture for each prompt, see :class:`Flux2EditPolicy`."""
+
+
+def _ids(image: int, rows: int, columns: int, length: int, device: torch.device) -> Tensor:
+    """Return each token's position, ``(rows x columns x length, 4)``: image, row, column, place in the prompt."""
     sides = (1, rows, columns, length)
-    return torch.cartesian_prod(*(torch.arange(side, device=device) for side in sides))
+    ids = torch.cartesian_prod(*(torch.arange(side, device=device) for side in sides))
+    ids[:, 0] = image
+    return ids

@@ -28,6 +28,12 @@ FAMILIES = {
     "qwen_image_edit": ("QwenImageEditPolicy", 48),
     "flux2": ("Flux2Policy", 48),
     "z_image": ("ZImagePolicy", 48),
+    "chroma": ("ChromaPolicy", 16),
+    "lumina2": ("Lumina2Policy", 48),
+    "qwen_image21": ("QwenImage21Policy", 48),
+    "flux2_dev": ("Flux2DevPolicy", 64),
+    "krea2": ("Krea2Policy", 48),
+    "sana": ("SanaPolicy", 16),
 }
 CASES = [*((family,) for family in FAMILIES), ("qwen_image", "--merge")]
 SIDE, SEED, STEPS, GUIDANCE = 32, 3, 3, 2.0
@@ -88,7 +94,10 @@ def drawn(runs, tmp_path_factory):
             assert export(["whole", "--to", str(folder / str(number)), *options]) == 0
             lines = [*SMALL_PICTURES, *out.getvalue().splitlines()[1:]]
             recipe = recipe_of(Path("whole"), [], ["model.policy"], "a test")
-            row, spec = read_prompts(recipe["data"]["train"])[0], RolloutSpec("euler", STEPS, GUIDANCE)
+            row, spec = (
+                read_prompts(recipe["data"]["train"])[0],
+                RolloutSpec(getattr(policies, FAMILIES[family][0]).solvers[0], STEPS, GUIDANCE),
+            )
             start = image_of(load_saved_policy(build_policy(recipe), None, "reference"), spec, row, SEED)
             weights = SavedWeights.read(Path("whole/checkpoints/last.ckpt"))
             policy = load_saved_policy(build_policy(recipe), weights, "EMA")
@@ -107,5 +116,5 @@ def drawn(runs, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_plain_diffusers_draws_what_a_run_trained(drawn, case):
     theirs, ours, start = drawn[case]
-    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=2e-4)
+    torch.testing.assert_close(theirs[:3], ours, rtol=1e-3, atol=2e-4)
     assert (ours - start).abs().max() > 0.02  # what was trained shows

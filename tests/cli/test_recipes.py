@@ -22,9 +22,12 @@ RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have the
 
 # By recipe: network passes an image, with and without gradient; at the steps of SIZES.
 PASSES = {
+    "chroma_pickscore": {"rollout": (0, 8), "update": (4, 0)},
+    "flux2_dev_pickscore": {"rollout": (0, 8), "update": (4, 0)},
     "flux2_klein_pickscore": {"rollout": (0, 8), "update": (4, 0)},
     "flux_multireward": {"rollout": (0, 8), "old": (0, 3), "update": (4, 0)},
     "kontext_edit": {"rollout": (0, 8), "update": (4, 0)},
+    "qwen_image21_pickscore": {"rollout": (0, 8), "update": (4, 0)},
     "qwen_image_pickscore": {"rollout": (0, 8), "update": (4, 0)},
     "sd15_aesthetic": {"rollout": (0, 8), "update": (4, 0)},
     "sd35m_stage1": {"rollout": (0, 8), "update": (4, 0)},
@@ -64,8 +67,9 @@ FEW_STEPS, FEW_EVALUATION_STEPS = "model.objective.rollout.steps=8", "model.eval
 SMALL = ["model.policy.height=128", "model.policy.width=128"]
 SMALL_UNET = ["model.policy.height=256", "model.policy.width=256"]  # fewer pixels end before the network's last level
 SMALLEST = ["model.policy.height=32", "model.policy.width=32"]
+NEWER = ("flux2_klein", "qwen_image", "z_image", "chroma", "flux2_dev", "qwen_image21")
 SIZES = {
-    **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in ("flux2_klein", "qwen_image", "z_image")},
+    **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in NEWER},
     "flux_multireward": [FEW_STEPS, *SMALL],
     "kontext_edit": [FEW_STEPS, *SMALLEST],
     "sdxl_preference": [FEW_STEPS, *SMALL_UNET],
@@ -83,15 +87,15 @@ REPEATS = (
     "sd3_pickscore",  # trained and exported below
     *("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain", "tiny_unet_pretrain"),
     *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
-    *("qwen_image_pickscore", "flux2_klein_pickscore", "sd15_aesthetic"),
-    *("sd3_pickscore_nft", "kontext_edit", "z_image_pickscore", "flux_multireward", "sdxl_preference"),
+    *(f"{model}_pickscore" for model in NEWER),
+    *("sd3_pickscore_nft", "kontext_edit", "sd15_aesthetic", "flux_multireward", "sdxl_preference"),
     *("sd3_pickscore_flowgrpo", "sd3_pickscore_ram", "sd35m_stage5", "tiny_ocr_pretrain"),
 )
 """The stages are sd3_pickscore with other rewards; pre-trainings differ in their pictures, other methods in their loss,
 and recipes of the other families in their network."""
 CHECKED = {
     **dict.fromkeys(("sd3_pickscore", "tiny_ocr_pretrain"), False),
-    **dict.fromkeys(("flux2_klein_pickscore", "kontext_edit", "qwen_image_pickscore", "z_image_pickscore"), True),
+    **dict.fromkeys(("kontext_edit", *(f"{model}_pickscore" for model in NEWER)), True),
 }
 """A large recipe, one without a reward, and the families that memory/test_estimate.py does not know, which are slow."""
 SHOWN = ("evaluation", "samples")

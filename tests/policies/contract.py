@@ -116,7 +116,7 @@ def pictures(policy: Policy, prompts: Sequence[str]) -> list[Tensor] | None:
     if not policy.edits:
         return None
     draws = [torch.Generator().manual_seed(sum(prompt.encode())) for prompt in prompts]
-    return [torch.randint(256, (3, HEIGHT, WIDTH), generator=draw, dtype=torch.uint8) for draw in draws]
+    return [torch.randint(256, (3, *policy.image_size), generator=draw, dtype=torch.uint8) for draw in draws]
 
 
 def encoded(policy: Policy, prompts: Sequence[str], edited: Sequence[str] | None = None) -> Conditioning:
@@ -137,7 +137,8 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
     latents, times = sample(policy, cond, torch.arange(2), RolloutSpec(solver, 3, guidance), noise)
     assert len(times) == 3
     pipeline, original = family.shared_pipeline, family.original_scheduler
-    if solver == "euler":  # the pipeline's, which must not be told anything by the policy
+    if solver != "ddim" and isinstance(policy.scheduler(solver, 3), type(original)):
+        # the pipeline's, which must not be told anything by the policy
         pipeline.scheduler = type(original).from_config(original.config)
     elif solver == "ddim":
         pipeline.scheduler = diffusers.DDIMScheduler.from_config(original.config, **FROM_PURE_NOISE)

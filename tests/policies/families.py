@@ -9,22 +9,27 @@ from policies.contract import Family
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.policies import (
     ChromaPolicy,
+    Flux2DevEditPolicy,
+    Flux2DevPolicy,
+    Flux2EditPolicy,
     Flux2Policy,
     FluxPolicy,
     KontextPolicy,
+    Krea2Policy,
     Lumina2Policy,
     QwenImage21Policy,
     QwenImageEditPolicy,
     QwenImagePolicy,
+    SanaPolicy,
     SD3Policy,
     SDXLPolicy,
     UNetPolicy,
     ZImagePolicy,
 )
 
-LARGE = ("qwen_image", "flux2", "z_image", "chroma", "lumina2", "qwen_image21")
-FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", "kontext", *LARGE, "qwen_image_edit")
-SLOW = ("qwen_image_edit",)
+SLOW = ("qwen_image_edit", "flux2_edit", "flux2_dev_edit")
+LARGE = ("qwen_image", "flux2", "z_image", "chroma", "lumina2", "qwen_image21", "flux2_dev", "krea2", "sana")
+FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", "kontext", *LARGE, *SLOW)
 FIRST = ("sd3", "unet_eps", "flux")
 REPEATS = tuple(name for name in FAMILIES if name not in FIRST)
 """Families that repeat what a test shows on one of each kind."""
@@ -38,7 +43,7 @@ IDLE = ("transformer_blocks.1.attn.add_q_proj.*", "transformer_blocks.1.attn.nor
 def make_family(name, sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
     """One of :data:`FAMILIES` or ``sdxl_v``, on folders that the fixtures of these names make."""
     if name in (*LARGE, *SLOW):
-        return make_large_family(name, large_folder(name))
+        return make_large_family(name, large_folder(name.removesuffix("_edit") if name.startswith("flux2") else name))
     if name.startswith("sd3"):
         t5 = name == "sd3_t5"
         return Family(SD3Policy, sd3_folder(t5), {"max_sequence_length": 8 if t5 else 4}, **CLIP, idle=IDLE)
@@ -82,10 +87,20 @@ def make_large_family(name, folder):
         return Family(ChromaPolicy, folder, {"max_sequence_length": 16}, pack=pack, **T5)
     if name == "lumina2":
         return Family(Lumina2Policy, folder, options, prompt_limit=20, limited_by="Gemma2", size=(32, 48))
-    if name == "flux2":
-        return Family(
-            Flux2Policy, folder, options, guidance=negative_embedded(folder), prompt_limit=21, limited_by="Qwen3"
-        )
+    if name.startswith("flux2"):
+        kinds = {"flux2": Flux2Policy, "flux2_edit": Flux2EditPolicy, "flux2_dev": Flux2DevPolicy}
+        dev = name.startswith("flux2_dev")
+        edits = {"edit": as_files, "size": (64, 80)} if name.endswith("edit") else {}
+        limits = {"prompt_limit": 27 if dev else 21, "limited_by": "Mistral3" if dev else "Qwen3", **edits}
+        kind = kinds.get(name, Flux2DevEditPolicy)
+        guidance = embedded if dev else negative_embedded(folder, 1 if edits else 2)
+        return Family(kind, folder, {"max_sequence_length": 64 if dev else 48}, guidance=guidance, **limits)
+    if name == "krea2":
+        limits = {"prompt_limit": 43, "limited_by": "Qwen3VL"}
+        return Family(Krea2Policy, folder, options, guidance=from_zero, pack=pack, **limits)
+    if name == "sana":
+        limits = {"prompt_limit": 15, "limited_by": "Gemma2", "train_only": "*attn*.to_q*"}
+        return Family(SanaPolicy, folder, {"max_sequence_length": 16}, guidance=unbinned, size=(32, 64), **limits)
     limits = {"prompt_limit": 40, "limited_by": "Qwen3"}
     return Family(ZImagePolicy, folder, options, guidance=from_zero, **limits, train_only="*attention.to_q*")
 
@@ -113,6 +128,11 @@ def as_files(given):
     return {"image": to_pil(given)}
 
 
+def unbinned(guidance, negative):
+    """Sana's pipeline chooses another size unless it is told otherwise."""
+    return {"use_resolution_binning": False, "guidance_scale": guidance, "negative_prompt": negative}
+
+
 def true_cfg_of_one(guidance, negative):
     return {"true_cfg_scale": guidance, "negative_prompt": negative}
 
@@ -126,13 +146,13 @@ def from_zero(guidance, negative):
     return {"guidance_scale": guidance - 1, "negative_prompt": [negative] * 2}
 
 
-def negative_embedded(folder):
+def negative_embedded(folder, rows):
     """FLUX.2's pipeline takes no negative prompt but its embedding."""
 
     @cache
     def embedding(negative):
         pipeline = Flux2KleinPipeline.from_pretrained(folder)
-        return pipeline.encode_prompt([negative] * 2, max_sequence_length=48)[0]
+        return pipeline.encode_prompt([negative] * rows, max_sequence_length=48)[0]
 
     def guided(guidance, negative):
         return {"guidance_scale": guidance, "negative_prompt_embeds": embedding(negative)}

@@ -176,7 +176,8 @@ def test_padding_changes_no_prediction(family):
     ]
     joined = reduce(Conditioning.joined_with, rows)
     assert torch.equal(joined.tensors["tokens"], tokens[:, : max(lengths)])
-    noisy = Conditioning({"tokens": tokens + 9 * (mask == 0).unsqueeze(2), "mask": mask, **others})
+    padding = (mask == 0).view(*mask.shape, *[1] * (tokens.ndim - 2))
+    noisy = Conditioning({"tokens": tokens + 9 * padding, "mask": mask, **others})
     with torch.no_grad():
         padded = policy(noise, t, cond)
         for other in (joined, noisy):

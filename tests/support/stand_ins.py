@@ -14,7 +14,14 @@ import yaml
 from diffusers import AutoencoderKL
 from fault_server import FaultServer, answering
 from geneval_models import save_segmenter
-from tiny_large_models import build_flux2, build_qwen_image, build_z_image
+from tiny_large_models import (
+    build_chroma,
+    build_flux2,
+    build_flux2_dev,
+    build_qwen_image,
+    build_qwen_image21,
+    build_z_image,
+)
 from tiny_pipelines import build_clip, build_flux, build_sd3, build_sdxl, build_unet
 
 from lit_vgrpo.config.recipe import find_recipe
@@ -23,7 +30,10 @@ from lit_vgrpo.rewards.geneval_rules import CLASSES
 BUILDERS = {"SD3Policy": build_sd3, "UNetPolicy": build_unet, "SDXLPolicy": build_sdxl, "FluxPolicy": build_flux}
 LARGE = {
     "QwenImagePolicy": build_qwen_image,
+    "QwenImage21Policy": build_qwen_image21,
     "Flux2Policy": build_flux2,
+    "Flux2DevPolicy": build_flux2_dev,
+    "ChromaPolicy": build_chroma,
     "ZImagePolicy": build_z_image,
     "KontextPolicy": partial(build_flux, small=True, edits=True),
 }

@@ -13,7 +13,14 @@ from processes import run_ranks
 pytestmark = pytest.mark.slow  # test_ranks and test_strategies hold two processes with SD3 to one
 WORKER = Path(__file__).with_name("worker.py")
 LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
-LARGE |= {"qwen_image_edit": "QwenImageEditPolicy"}
+LARGE |= {"qwen_image_edit": "QwenImageEditPolicy", "chroma": "ChromaPolicy", "lumina2": "Lumina2Policy"}
+LARGE |= {
+    "qwen_image21": "QwenImage21Policy",
+    "flux2_dev": "Flux2DevPolicy",
+    "krea2": "Krea2Policy",
+    "sana": "SanaPolicy",
+}
+LENGTHS = {"chroma": 16, "flux2_dev": 64, "sana": 16}
 FAMILIES = {"unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
 FAMILIES |= {"kontext": "KontextPolicy", **LARGE}
 UNUSED = dict.fromkeys(
@@ -34,10 +41,11 @@ def options(unet_folder, sdxl_folder, flux_folder, large_folder):
         "sdxl": lambda: {"checkpoint": str(sdxl_folder())},
         "flux": lambda: {"checkpoint": str(flux_folder()), "max_sequence_length": 8, "height": 32, "width": 32},
     }
-    sizes = {"max_sequence_length": 48, "height": 32, "width": 32}
+    sizes = {"height": 32, "width": 32}
     made["kontext"] = lambda: {**made["flux"](), "checkpoint": str(flux_folder(True, True))}
     for name in LARGE:
-        made[name] = lambda name=name: {"checkpoint": str(large_folder(name)), **sizes}
+        length = {"max_sequence_length": LENGTHS.get(name, 48)}
+        made[name] = lambda name=name, length=length: {"checkpoint": str(large_folder(name)), **sizes, **length}
     return lambda family: made[family]()
 
 

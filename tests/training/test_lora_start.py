@@ -14,7 +14,7 @@ from fake_hub import FakeHub
 from helpers import make_module, repeating
 from huggingface_hub import constants
 from peft import LoraConfig
-from policies.contract import HEIGHT, WIDTH, inputs
+from policies.contract import inputs
 from policies.families import make_family
 from safetensors.torch import load_file, save_file
 
@@ -47,7 +47,24 @@ LAYERS = {  # of each family: name -> rank, alpha; those in one tuple share thei
         ("transformer_blocks.0.attn.add_k_proj",): (3, 6.0),
         ("transformer_blocks.1.img_mlp.net.2",): (4, 4.0),
     },
+    "chroma": {
+        ("transformer_blocks.0.attn.to_v",): (2, 1.0),
+        ("transformer_blocks.0.attn.to_out.0",): (3, 6.0),
+        ("single_transformer_blocks.0.proj_out",): (4, 4.0),
+    },
+    "flux2_dev": {
+        ("transformer_blocks.0.attn.to_v",): (2, 1.0),
+        ("transformer_blocks.0.attn.to_out.0",): (3, 6.0),
+        ("single_transformer_blocks.0.attn.to_qkv_mlp_proj",): (4, 4.0),
+    },
+    "lumina2": {("layers.0.attn.to_v",): (2, 1.0), ("layers.1.attn.to_out.0",): (3, 6.0)},
+    "sana": {("transformer_blocks.0.attn1.to_v",): (2, 1.0), ("transformer_blocks.1.attn2.to_out.0",): (3, 6.0)},
+    **{
+        name: {("transformer_blocks.0.attn.to_v",): (2, 1.0), ("transformer_blocks.1.attn.to_out.0",): (3, 6.0)}
+        for name in ("qwen_image21", "krea2")
+    },
 }
+NEWER = ("chroma", "flux2_dev", "lumina2", "sana", "qwen_image21", "krea2")
 OF_BFL = {
     **{f"transformer_blocks.0.attn.to_{x}": "lora_unet_double_blocks_0_img_attn_qkv" for x in "qkv"},
     "transformer_blocks.0.attn.to_out.0": "lora_unet_double_blocks_0_img_attn_proj",
@@ -58,6 +75,7 @@ NAMINGS = {
     "flux": ("diffusers", "kohya", "ai_toolkit", "xlabs"),
     "sdxl": ("diffusers", "kohya", "processors"),
     "qwen_image": ("diffusers", "kohya", "ai_toolkit"),
+    **dict.fromkeys(NEWER, ("diffusers", "ai_toolkit")),
 }
 OF_XLABS = {
     "lora_unet_double_blocks_0_img_attn_qkv": "double_blocks.0.processor.qkv_lora1",
@@ -99,10 +117,7 @@ class Loras:
     def started(self, name, start, **options):
         trained = {**RANK, "lora_targets": self.targets(name), **options}
         family = self.family(name)
-        sizes = {"height": HEIGHT, "width": WIDTH}
-        return family.policy_class(
-            str(family.folder), **{**sizes, **family.options, **trained, "start_from": str(start)}
-        )
+        return family.policy_class(str(family.folder), **family.all_options({**trained, "start_from": str(start)}))
 
     def file(self, name, naming):
         path, layers = self.folder / f"{name}_{naming}.safetensors", self.layers(name)
@@ -168,6 +183,7 @@ def loras(tmp_path_factory, sd3_folder, unet_folder, sdxl_folder, flux_folder, l
 
 CASES = [(name, naming) for name, known in NAMINGS.items() for naming in known]
 REPEATS = {("sd3", "ai_toolkit"), ("flux", "diffusers"), ("sdxl", "diffusers"), ("qwen_image", "diffusers")}
+REPEATS |= {(name, naming) for name in NEWER for naming in NAMINGS[name]}
 
 
 @pytest.mark.parametrize(("name", "naming"), repeating(CASES, slow=REPEATS))

@@ -137,7 +137,7 @@ def _components(folder: Path, index: dict[str, Any], nulls: dict[str, None]) -> 
     """Return the pipeline's networks by name, each built from its configuration."""
     networks: dict[str, nn.Module] = {}
     for name, entry in index.items():
-        if not isinstance(entry, list) or name in nulls or entry[0] is None:
+        if not isinstance(entry, list) or name in nulls or not isinstance(entry[0], str):
             continue
         if entry[0] not in LIBRARIES:  # otherwise any module named in an untrusted folder would be imported
             raise ValueError(f"{folder} names classes of {entry[0]}")

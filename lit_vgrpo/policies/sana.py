@@ -1,0 +1,76 @@
+"""Sana (arXiv 2410.10629)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lit_vgrpo.core.types import Conditioning
+from lit_vgrpo.policies.flow import FlowPolicy, flow_scheduler
+
+MASK = "prompt_mask"  # not core.types.MASK: all prompts have one length
+
+
+class SanaPolicy(FlowPolicy):
+    """``SanaPipeline`` as a policy on a rectified flow.
+
+    Its first solver is the pipeline's own. A prompt follows the pipeline's instruction, a negative prompt does not.
+    Images have the size that they are asked for: call the pipeline with ``use_resolution_binning=False``.
+    """
+
+    pipeline_class: ClassVar[str] = "SanaPipeline"
+    solvers: ClassVar[tuple[str, ...]] = ("dpm++", "euler", "unipc")
+    uses_latent_shift: ClassVar[bool] = False
+    default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    pipeline_options: ClassVar[dict[str, Any]] = {"use_resolution_binning": False}
+
+    def __init__(self, checkpoint: str, max_sequence_length: int = 300, **options: Any) -> None:
+        super().__init__(checkpoint, max_sequence_length=max_sequence_length, **options)
+
+    def misfit(self, pipeline: Any) -> str | None:
+        config = pipeline.scheduler.config
+        if config.get("use_flow_sigmas") and config.get("algorithm_type") == "dpmsolver++":
+            return None
+        return f"comes with {type(pipeline.scheduler).__name__}, Sana needs dpmsolver++ with use_flow_sigmas."
+
+    def find_latent_shape(self) -> tuple[int, int, int]:
+        config = self.network.config
+        return config.in_channels, *self.latent_sides(config.sample_size, config.patch_size)
+
+    def vae_encode(self, images: Tensor) -> Tensor:
+        return self.pipeline.vae.encode(images).latent * self.pipeline.vae.config.scaling_factor
+
+    def prompt_limit(self) -> tuple[Any, int, str]:
+        # the network also sees the instruction's first and last token
+        return self.pipeline.tokenizer, self.max_sequence_length - 1, type(self.pipeline.text_encoder).__name__
+
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        instruction = inspect.signature(type(self.pipeline).__call__).parameters["complex_human_instruction"].default
+        return self._encoded(prompts, instruction)
+
+    def encode_negative(self) -> dict[str, Tensor]:
+        return self._encoded([self.negative_prompt], None)
+
+    def _encoded(self, prompts: list[str], instruction: list[str] | None) -> dict[str, Tensor]:
+        length = {"device": self.device, "max_sequence_length": self.max_sequence_length}
+        tokens, mask, *_ = self.pipeline.encode_prompt(prompts, False, complex_human_instruction=instruction, **length)
+        return {"tokens": tokens, MASK: mask}
+
+    def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        steps, scale = self.pipeline.scheduler.config.num_train_timesteps, self.network.config.timestep_scale
+        tokens, mask = cond.tensors["tokens"], cond.tensors[MASK]
+        prediction = self.network(z, tokens, t * steps * scale, encoder_attention_mask=mask, return_dict=False)[0]
+        return prediction[:, : z.shape[1]]  # without a learned variance
+
+    def scheduler(self, solver: str, steps: int) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        own = self.pipeline.scheduler
+        if solver == self.solvers[0]:
+            scheduler = type(own).from_config(own.config)
+            scheduler.set_timesteps(steps)
+            return scheduler
+        config = {"num_train_timesteps": own.config.num_train_timesteps, "shift": own.config.flow_shift}
+        return flow_scheduler(solver, FlowMatchEulerDiscreteScheduler(**config), steps, self.image_tokens())
