@@ -89,7 +89,7 @@ def draw(task: str = "tiny_shapes", settings: str = "tuned") -> None:
                     fontsize=8,
                     transform=axis.get_yaxis_transform(),
                 )
-        axis.set(xlabel="thousand forward-pass equivalents", title=f"to {target:g}", xlim=(0, 33))
+        axis.set(xlabel="thousand forward-pass equivalents", title=f"to {target:g}", xlim=(0, 37))
         axis.set_yticks(range(len(whole)), [NAMES.get(method, method) for method in whole.index])
         axis.grid(alpha=0.25, axis="x")
     figure.savefig(RESULTS / f"compare_{task}.png", dpi=110)
