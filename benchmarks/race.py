@@ -29,24 +29,29 @@ NAMES = {
     "nft_anchor_no_replay": "DiffusionNFT, anchor,\nno replay",
     "nft": "DiffusionNFT",
     "awm_anchor": "AWM, anchor",
+    "awm_anchor_no_replay": "AWM, anchor,\nno replay",
     "awm": "AWM",
     "dgpo_shared": "DGPO, shared pass",
     "dgpo_shared_anchor": "DGPO, shared pass,\nanchor",
+    "dgpo_shared_noisiest_3": "DGPO, shared pass,\nnoisiest 3",
     "dgpo": "DGPO",
     "epg": "EPG",
     "pepg": "PEPG",
     "pepg_anchor": "PEPG, anchor",
+    "pepg_anchor_noisiest_2": "PEPG, anchor,\nnoisiest 2",
 }
 
 
 def add(folder: Path, settings: str | None, targets: list[float]) -> None:
-    """Put the costs of a folder's runs into the file, in place of earlier ones of the same runs."""
+    """Put the costs of a folder's finished runs into the file, in place of earlier ones of the same runs."""
     (found,) = folder.glob("*.json")
     content = json.loads(found.read_text())
     task = content["command"].partition(" compare ")[2].split()[0]
     values = {(p["method"], p["settings"]): f"sweep: {p['values']}" for p in content.get("points", [])}
     rows = []
     for run in content["runs"]:
+        if run["error"]:  # a killed run has not missed its targets
+            continue
         name = settings or values.get((run["method"], run["settings"]), run["settings"])
         for target in targets:
             cost = cost_of(run["evaluations"], target)
@@ -84,7 +89,7 @@ def draw(task: str = "tiny_shapes", settings: str = "tuned") -> None:
                     fontsize=8,
                     transform=axis.get_yaxis_transform(),
                 )
-        axis.set(xlabel="thousand forward-pass equivalents", title=f"to {target:g}", xlim=(0, 33))
+        axis.set(xlabel="thousand forward-pass equivalents", title=f"to {target:g}", xlim=(0, 37))
         axis.set_yticks(range(len(whole)), [NAMES.get(method, method) for method in whole.index])
         axis.grid(alpha=0.25, axis="x")
     figure.savefig(RESULTS / f"compare_{task}.png", dpi=110)

@@ -20,12 +20,13 @@ def race(tmp_path, monkeypatch):
     return module
 
 
-def test_a_race_replaces_its_rows_and_leaves_empty_what_was_not_reached(race, tmp_path):
+def test_a_race_replaces_its_rows_leaves_empty_what_was_not_reached_and_skips_killed_runs(race, tmp_path):
     costs = ("iteration", "cpu_seconds", "train_seconds", "passes", "forward_equivalents", "images")
     evaluations = [dict.fromkeys(costs, 10.0 * n) | {"reward": 0.5 + 0.2 * n} for n in range(2)]
-    run = {"method": "nft", "settings": "published", "seed": 3, "evaluations": evaluations}
+    run = {"method": "nft", "settings": "published", "seed": 3, "evaluations": evaluations, "error": ""}
+    killed = run | {"seed": 4, "evaluations": evaluations[:1], "error": "killed"}
     (tmp_path / "runs").mkdir()
-    content = {"command": "lightning compare tiny_shapes --methods nft", "runs": [run]}
+    content = {"command": "lightning compare tiny_shapes --methods nft", "runs": [run, killed]}
     (tmp_path / "runs" / "compare.json").write_text(json.dumps(content))
     for _ in range(2):
         race.add(tmp_path / "runs", "mine", [0.6, 0.8])
