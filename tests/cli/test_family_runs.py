@@ -28,11 +28,7 @@ FAMILIES = {
     "qwen_image_edit": ("QwenImageEditPolicy", 48),
     "flux2": ("Flux2Policy", 48),
     "z_image": ("ZImagePolicy", 48),
-    "chroma": ("ChromaPolicy", 16),
-    "lumina2": ("Lumina2Policy", 48),
     "qwen_image21": ("QwenImage21Policy", 48),
-    "flux2_dev": ("Flux2DevPolicy", 64),
-    "krea2": ("Krea2Policy", 48),
     "sana": ("SanaPolicy", 16),
 }
 CASES = [*((family,) for family in FAMILIES), ("qwen_image", "--merge")]

@@ -13,14 +13,8 @@ from processes import run_ranks
 pytestmark = pytest.mark.slow  # test_ranks and test_strategies hold two processes with SD3 to one
 WORKER = Path(__file__).with_name("worker.py")
 LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
-LARGE |= {"qwen_image_edit": "QwenImageEditPolicy", "chroma": "ChromaPolicy", "lumina2": "Lumina2Policy"}
-LARGE |= {
-    "qwen_image21": "QwenImage21Policy",
-    "flux2_dev": "Flux2DevPolicy",
-    "krea2": "Krea2Policy",
-    "sana": "SanaPolicy",
-}
-LENGTHS = {"chroma": 16, "flux2_dev": 64, "sana": 16}
+LARGE |= {"qwen_image_edit": "QwenImageEditPolicy", "qwen_image21": "QwenImage21Policy", "chroma": "ChromaPolicy"}
+LENGTHS = {"chroma": 16}
 FAMILIES = {"unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
 FAMILIES |= {"kontext": "KontextPolicy", **LARGE}
 UNUSED = dict.fromkeys(
