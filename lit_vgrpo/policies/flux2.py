@@ -137,10 +137,10 @@ class Flux2EditPolicy(Flux2Policy):
     pipeline_takes_one: ClassVar[bool] = True
 
     def find_latent_shape(self) -> tuple[int, int, int]:
-        channels, *sides = super().find_latent_shape()
-        if math.prod(sides) * self.pixels_per_latent**2 > LARGEST:
+        shape = super().find_latent_shape()
+        if math.prod(shape[1:]) * self.pixels_per_latent**2 > LARGEST:
             raise LoadError("FLUX.2 shrinks pictures of more than 1024 x 1024 pixels. Set a smaller height and width.")
-        return channels, *sides
+        return shape
 
     def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
         return {**self.encode_prompts(prompts), REFERENCE_LATENTS: self.vae_encode(pictures * 2 - 1)}

@@ -47,7 +47,8 @@ class QwenImage21Policy(QwenVAEPolicy):
         return self.pipeline.prompt_template_t2i.format(prompt)
 
     def tokens_dropped(self) -> int:
-        return self.pipeline._drop_idx
+        message = {"role": "system", "content": [{"type": "text", "text": self.pipeline.sys_prompt}]}
+        return len(self.pipeline.processor.apply_chat_template([message], tokenize=True, return_dict=False)[0])
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         return super().encode_prompts([prompt or " " for prompt in prompts])  # as in the pipeline
