@@ -46,7 +46,7 @@ PASSES = {
     "sdxl_preference": {"rollout": (0, 8), "update": (4, 0)},
     "tiny_edit": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
     "tiny_hacked": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
-    "tiny_ocr": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
+    "tiny_ocr": {"rollout": (0, 5), "anchor": (0, 1), "update": (1, 0)},  # one iteration of the two has advantages
     "tiny_ocr_pretrain": {"update": (2, 0)},
     "tiny_shapes": {"rollout": (0, 5), "anchor": (0, 1.5), "update": (1.5, 0)},  # replay has nothing in the first
     "tiny_shapes_pretrain": {"update": (2, 0)},
