@@ -57,14 +57,16 @@ class SurrogateDiagnostics(L.Callback):
         self, trainer: L.Trainer, pl_module: VGRPOModule, optimizer: torch.optim.Optimizer
     ) -> None:
         record, snr_every = pl_module.record, self.snr_every_n_iterations
-        if record is None or record.updates or not record.is_whole:
+        if record is None or not record.is_whole:
             return
         values = record.first_update("surrogate")
-        if record.iteration % self.every_n_iterations == 0 and values is not None:
+        is_due = record.iteration % self.every_n_iterations == 0 and "surrogate/cv" not in record.diagnostics
+        # With split updates, only the last one completes the images.
+        if is_due and values is not None and len(values) == len(record.local_group_ids):
             values, groups = of_all_ranks(values), of_all_ranks(record.local_group_ids)
             record.diagnostics["surrogate/cv"] = coefficient_of_variation(values)
-            record.diagnostics["surrogate/cv_within"] = coefficient_of_variation(values, groups)
-        if snr_every is not None and record.iteration % snr_every == 0:
+            record.diagnostics["surrogate/cv_within"] = coefficient_of_variation(values, groups.to(values.device))
+        if snr_every is not None and not record.updates and record.iteration % snr_every == 0:
             record.diagnostics.update(self._snr(pl_module, record))
 
     def _snr(self, module: VGRPOModule, record: IterationRecord) -> dict[str, float]:

@@ -33,11 +33,11 @@ def test_a_mean_that_is_noise_alone_is_none():
     assert noise.snr() == 0
 
 
-def train(folder, tmp_path, callback, objective=None):
+def train(folder, tmp_path, callback, objective=None, **sizes):
     module = make_module(folder, objective or VGRPO(RolloutSpec(steps=3), num_mc_samples=2))
     logger = CSVLogger(tmp_path, name="", version="")
     trainer = make_trainer(tmp_path, 2, [callback], logger=logger)
-    trainer.fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=4))
+    trainer.fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=4, **sizes))
     return module, list(csv.DictReader((tmp_path / "metrics.csv").open()))
 
 
@@ -55,6 +55,11 @@ def test_it_is_logged_by_time_and_changes_nothing(tiny_sd3, tmp_path):
     assert "diagnostics" not in module.ledger.training_counts()
     plain, _ = train(tiny_sd3, tmp_path / "without", SurrogateDiagnostics())
     assert all(torch.equal(value, weights(plain)[name]) for name, value in weights(module).items())
+
+
+def test_split_updates_log_the_variation_of_all_images(tiny_sd3, tmp_path):
+    _, rows = train(tiny_sd3, tmp_path, SurrogateDiagnostics(), updates_per_iteration=2, split_updates=True)
+    assert [row["epoch"] for row in rows if row.get("surrogate/cv_within")] == ["0", "1"]
 
 
 def test_a_method_without_pairs_is_refused(tiny_sd3, tmp_path):
