@@ -1,14 +1,14 @@
-"""Where the seconds of an iteration go: the network's passes, decoding, rewards, the optimizer, and everything else.
+"""Measure where an iteration's time goes: the network, decoding, rewards, the optimizer, and everything else.
 
     python benchmarks/overhead.py                       # tiny_shapes, 30 iterations
     python benchmarks/overhead.py tiny_unet 20 data.group_size=32
     python benchmarks/overhead.py tiny_shapes 30 --out benchmarks/results/overhead.json
 
 An iteration lasts from the start of one epoch to the start of the next: loggers, checkpoints, the EMA and Lightning's
-loops are included. Evaluations, sample grids and the report, which come as often as a recipe wants, are reported
-apart. The figures are means over iterations; the first warms up and is left out. A phase's CPU time is that of the
-main thread; the work of other threads, such as rewards that overlap with sampling, has its row. On a machine that
-others use too, only the CPU time is meaningful.
+loops are included. Evaluations, sample grids and the report, whose frequency the recipe sets, are listed separately.
+The figures are means over iterations, without the first, which warms up. A phase's CPU time is that of the main
+thread; the work of other threads, such as rewards that overlap with sampling, has a separate row. On a shared machine,
+only the CPU time is meaningful.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 APART = ("evaluation", "sample grid", "report")
-"""Phases that are no part of an iteration."""
+"""Phases that are not part of an iteration."""
 REST, OTHER_THREADS = "everything else", "other threads"
 
 
@@ -101,7 +101,7 @@ class Stopwatch(L.Callback):
         self._open.pop()
 
     def _charge(self) -> None:
-        """Add the time since the last call to the innermost phase, or to that which contains it and is apart."""
+        """Add the time since the last call to the innermost phase, or to a phase of ``APART`` that contains it."""
         ends = now()
         phase = next((p for p in self._open if p in APART), self._open[-1] if self._open else REST)
         self._spent[phase] = self._spent.get(phase, torch.zeros(2, dtype=torch.float64)) + ends - self._since
@@ -128,7 +128,7 @@ class Stopwatch(L.Callback):
 
 
 def _table(iterations: list[dict[str, Tensor]], clock: int) -> dict[str, Any]:
-    """Return mean seconds per iteration by phase, in all without what is apart, and the shares outside of phases."""
+    """Return mean seconds per iteration by phase and in total, those of ``APART``, and shares outside of phases."""
     totals = Counter[str]()
     for spent in iterations:
         totals.update({name: float(seconds[clock]) for name, seconds in spent.items()})

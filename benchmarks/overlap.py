@@ -37,7 +37,7 @@ def waiting(images: Tensor, prompts: list[str], rows: list[dict[str, Any]], ms: 
 
 
 class Clock(L.Callback):
-    """Seconds of each iteration: in all, of the CPU in all threads, and by phase."""
+    """Seconds of each iteration: in total, of CPU time in all threads, and by phase."""
 
     def __init__(self) -> None:
         self.iterations: list[dict[str, float]] = []

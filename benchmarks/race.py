@@ -43,7 +43,7 @@ NAMES = {
 
 
 def add(folder: Path, settings: str | None, targets: list[float]) -> None:
-    """Put the costs of a folder's finished runs into the file, in place of earlier ones of the same runs."""
+    """Write the costs of a folder's finished runs to the file, replacing earlier ones of the same runs."""
     (found,) = folder.glob("*.json")
     content = json.loads(found.read_text())
     task = content["command"].partition(" compare ")[2].split()[0]

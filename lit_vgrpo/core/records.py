@@ -150,7 +150,7 @@ class PassLedger:
         ranks: Number of ranks doing the same work; this rank's passes are multiplied by it.
         current_phase: Name under which passes are counted now.
         images: Images rolled out for training, over all ranks.
-        decoded: Images decoded with gradient, over all ranks: forward and backward passes of the VAE and the reward.
+        decoded: Images decoded with gradient, over all ranks, forward and backward through VAE and reward.
         stopwatch: Time of the training steps.
     """
 

@@ -36,7 +36,7 @@ def rollout_batches(
     Args:
         device: Device that stores the images and embeddings; ``None`` uses the network's device.
         record_means: Keep the mean of every SDE step.
-        record: Steps of an ODE whose first latents are kept, ascending.
+        record: ODE steps whose initial latents are kept, ascending.
 
     Yields:
         The next ``request.batch_size`` images, in the order of ``request.layout()``.
@@ -235,7 +235,7 @@ def _integrate(
     times: Tensor,
     kept: dict[int, Tensor] | None = None,
 ) -> Tensor:
-    """Return the end of the ODE; the latents before each step are put into ``kept``, if given."""
+    """Return the end of the ODE, and store the latents before each step in ``kept``, if given."""
     for index, (timestep, t) in enumerate(zip(scheduler.timesteps, times, strict=True)):
         if kept is not None:
             kept[index] = z

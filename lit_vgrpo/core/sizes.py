@@ -35,7 +35,7 @@ class Plan:
         Args:
             passes_per_image: Network passes per image by phase, such as ``{"rollout": 10, "train": 4}``; each phase
                 adds a row with the passes of one iteration over all ranks.
-            decodes_per_image: Likewise of the VAE, with gradient; 0 adds no row.
+            decodes_per_image: VAE passes with gradient per image; 0 adds no row.
         """
         groups = str(self.groups_per_rank) if self.ranks_per_group == 1 else f"1/{self.ranks_per_group}"
         micro_batches = f"{self.micro_batches_per_update} of {self.micro_batch_size} images"

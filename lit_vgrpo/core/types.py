@@ -222,7 +222,7 @@ class RolloutSpec:
 
 @dataclass
 class Trajectory:
-    """The SDE steps of a rollout, to be trained on; of an ODE, where recorded steps started, ``(B, n, C, h, w)``.
+    """The SDE steps of a rollout, to be trained on; of an ODE, the latents before recorded steps, ``(B, n, C, h, w)``.
 
     Attributes:
         states: ``(B, n + 1, C, h, w)``, float32: where step k started and, at k + 1, where it ended.

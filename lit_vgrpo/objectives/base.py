@@ -108,7 +108,7 @@ class Objective(ABC):
 
     needs_reward: ClassVar[bool] = True
     takes_reward_gradient: ClassVar[bool] = False
-    """True if it trains every image on the gradient of a differentiable reward instead of advantages."""
+    """True if it trains on the gradient of a differentiable reward instead of advantages, on every image."""
     advantage_std: ClassVar[AdvantageStd] = "global"
     advantage_aggregate: ClassVar[AdvantageAggregate] = "rewards"
     path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
@@ -271,7 +271,7 @@ class Objective(ABC):
         return False
 
     def recorded_steps(self, iteration: int) -> Sequence[int]:
-        """Return the steps of an ODE whose first latents the loss needs, ascending."""
+        """Return the ODE steps whose initial latents the loss needs, ascending."""
         return ()
 
     @abstractmethod
@@ -312,7 +312,7 @@ class Objective(ABC):
         return bool(self.kl_weight)
 
     def pull_passes(self, predictions: float) -> dict[str, float]:
-        """Return the reference's and anchor's predictions per image, each as many as the method trains at."""
+        """Return the reference's and the anchor's predictions per image, if needed: ``predictions`` each."""
         needed = {"reference": self.needs_reference, "anchor": self.keeps_anchor}
         return {name: predictions for name, is_needed in needed.items() if is_needed}
 

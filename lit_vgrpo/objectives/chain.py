@@ -44,8 +44,8 @@ class ChainObjective(Objective):
             passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
         clip: Half-width of the ratio's trust region; null for none.
-        kl_mask: Flow-DPPO's bound in place of the clip: a step whose KL to the old policy's, per dimension, is at least
-            this has no gradient while its advantage pushes it further away; null for none. The public code has 1e-5.
+        kl_mask: Flow-DPPO's bound, instead of the clip: a step whose KL to the old policy's, per dimension, is at least
+            this has no gradient if its advantage pushes it further away; null for none. The public code sets 1e-5.
         advantage_clip: Bound on the advantages; null for none.
         drop_zero_advantages: Leave images without advantage, such as those of a group without spread, out of the loss.
             The loss is then the mean over the iteration's other images. If off, the KL and the anchor act on them too.
@@ -195,7 +195,7 @@ class ChainObjective(Objective):
     def _store_old(self, context: PrepareContext, experience: Experience) -> None:
         """Recompute the rollout's steps in the batches of training, so that the ratio is 1 before any update.
 
-        The first update has the old policy's weights: its steps are the old ones, and need no passes.
+        The first update has the old policy's weights, so its steps are the old ones and need no passes.
         """
         policy, extras = context.policy, experience.extras
         names = [name for name in ("log_prob", "old_mean") if name in extras]

@@ -65,18 +65,19 @@ class CRD(GroupObjective):
 
     ``l_it`` is the denoising error of the network's prediction, so that ``r`` is the log-ratio to a moving copy, up to
     a constant that centring over the group removes. Another copy samples the images. On a rectified flow the prediction
-    is the velocity, as in the paper; variance-preserving paths are our extension, as for DGPO. Noise shared in a group,
-    and the times shared by all images, are ours.
+    is the velocity, as in the paper; variance-preserving paths are our extension, as for DGPO. Sharing noise within a
+    group and times between all images is ours.
 
     Args:
         beta: Weight of the implied reward.
-        temperature: Temperature of the weights of a group's means, for good and for bad images separately; null for
-            plain means.
-        self_normalise: Divide each squared error by its own detached absolute error.
-        kl_weight: Weight of the squared distance to the start's predictions, whose ``reference_guidance`` is 4.5.
+        temperature: Temperature of the weights of a group's means, separate for good and bad images; null for plain
+            means.
+        self_normalise: Divide each squared error by its detached absolute error.
+        kl_weight: Weight of the squared distance to the start's predictions; the third party's guidance for these is
+            4.5 (``reference_guidance``).
         adaptive_kl: Let the KL's weight grow with an image's advantage, from 1e-4 to ``kl_weight``.
-        sampler_decay_type: Schedule of the copy that samples, see
-            :func:`~lit_vgrpo.objectives.forward.nft_decay`; 0 samples with the policy.
+        sampler_decay_type: Schedule of the copy that samples, see :func:`~lit_vgrpo.objectives.forward.nft_decay`; 0
+            samples with the policy.
 
     The other options are those of :class:`~lit_vgrpo.objectives.groups.GroupObjective` and
     :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The advantages are divided by twice ``advantage_clip``, and

@@ -1,4 +1,4 @@
-"""Base of the methods that compare the images of a group with one another, wherever these images live."""
+"""Base of the methods that compare the images of a group, which may be spread over micro-batches and ranks."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def groups_of(micros: Sequence[Experience]) -> tuple[Tensor, Tensor]:
 
 
 def are_whole(ids: Tensor, sizes: Tensor) -> Tensor:
-    """Return whether no group is cut, ``()``, bool; without waiting for a GPU."""
+    """Return True if every group is complete, ``()``, bool; does not wait for a GPU."""
     return ((ids[:, None] == ids).sum(dim=1) == sizes).all()
 
 
@@ -122,7 +122,7 @@ class GroupObjective(ForwardObjective):
     def group_values(
         self, losses: Tensor, compared: Tensor, advantages: Tensor, group_ids: Tensor, group_size: Tensor
     ) -> Tensor:
-        """Return the values that the loss needs of each image's group, ``(B, ...)``, detached.
+        """Return the values of each image's group that the loss needs, ``(B, ...)``, detached.
 
         Args:
             losses: ``l_it`` of whole groups in any order, ``(B, N)``; so are the others.
@@ -139,7 +139,7 @@ class GroupObjective(ForwardObjective):
         return prediction, self.pair_losses(error)
 
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
-        """Store the old policy's losses, which move with every update, and the values of spread groups."""
+        """Store the old policy's losses, which change with every update, and the values of spread groups."""
         with self.with_copy(policy, "old", ledger):
             for micro in micros:
                 micro.extras["old_losses"] = self.losses(policy, micro)[1]
@@ -157,7 +157,7 @@ class GroupObjective(ForwardObjective):
         compared = joined(micros, self.compared_losses)
         advantages = torch.cat([micro.advantages for micro in micros])
         if not are_whole(ids, sizes):
-            # All ranks get here or none, since all hold equal parts.
+            # All ranks reach this line or none, since all hold equal parts.
             ids, sizes, losses, compared, advantages = (
                 self.all_ranks(values).to(own.device) for values in (ids, sizes, losses, compared, advantages)
             )

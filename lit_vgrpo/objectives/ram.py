@@ -35,12 +35,12 @@ def velocity_matching(prediction: Tensor, step: Tensor) -> Tensor:
 @checked
 @dataclass(eq=False)
 class RAM(DrawnTimesObjective):
-    """RAM, and RVM by its options: ``g = w A (v_old - u) + lambda (v - v_start)``, with ``u = eps - x``.
+    """RAM and, with other options, RVM: ``g = w A (v_old - u) + lambda (v - v_start)``, with ``u = eps - x``.
 
     In RAM the target ``v - g`` is ``v_start + w A (u - v_old)``, hence ``lambda = 1``, and a slow copy ``old`` samples
     the images. With ``old_decay_max: 0``, ``old`` is the policy itself, as in RVM: it samples and needs no passes. RVM
-    then has half the gradient of AWM with ``weighting: uniform``, in the first update of an iteration.
-    A pair's loss is weighted by ``(k + 1) t^k``, which in expectation draws times with this density.
+    then has half the gradient of AWM with ``weighting: uniform``, in an iteration's first update.
+    A pair's loss is weighted by ``(k + 1) t^k``, which in expectation equals drawing times with this density.
 
     Defined on a rectified flow only. The predictions of the start and of ``old`` are kept for a whole iteration; each
     is as large as the latents times ``num_times``.

@@ -24,11 +24,11 @@ Variant = Literal["flowbp", "refl", "draft_k", "draft_lv"]
 class RewardGradient(Objective):
     """Maximises a differentiable reward by its gradient through the VAE and a few of the sampler's Euler steps.
 
-    The reward's gradient is taken once, at the rollout's images and before the passes of the updates, so a graph of the
-    VAE and one of the network are never in memory together. With one update per iteration this is the gradient of
-    ``max(0, target - R)``, or of ``-R``; that of ``flowbp``, which holds the images fixed, is exact in later updates
-    too. All images of an iteration share their steps, and all are trained on: there are no advantages. With guidance,
-    the pass of the negative prompt keeps no graph.
+    The reward's gradient is taken once, at the rollout's images and before the updates' passes, so the graphs of the
+    VAE and of the network are never in memory together. With one update per iteration this is the gradient of
+    ``max(0, target - R)``, or of ``-R``. That of ``flowbp``, which holds the images fixed, is also exact in later
+    updates. All images of an iteration share their steps, and all are trained on: there are no advantages. With
+    guidance, the pass of the negative prompt keeps no graph.
 
     Args:
         rollout: Sampling of images, by Euler's method without noise.
@@ -38,10 +38,11 @@ class RewardGradient(Objective):
         num_steps: Steps of ``flowbp`` (null for 4) or ``draft_k`` (null for 1), or the last steps that ``refl`` chooses
             from (null for a quarter of them).
         num_noises: Copies with new noise.
-        late_bias: Step ``i`` is chosen with a probability in proportion to ``(i + 1)^late_bias``.
-        rescale: 1 scales the gradient by the time of all steps over that of the chosen ones, 0 does not.
-        target: Reward from which on an image is not trained; null for none.
-        decode_crop: Decode and score only a random window with this share of each side, to save memory; null for all.
+        late_bias: Step ``i`` is chosen with a probability proportional to ``(i + 1)^late_bias``.
+        rescale: 1 scales the gradient by the time of all steps over that of the chosen ones; 0 does not scale it.
+        target: Images with at least this reward are not trained on; null for no limit.
+        decode_crop: Decode and score only a random window with this share of each side, to save memory; null for the
+            whole image.
 
     Source:
         FlowBP-Sparse: arXiv 2606.11075 and github.com/RuoyuWang-2077/FlowBP (Apache-2.0), sd35/flowbp_sparse.py; its
@@ -72,7 +73,7 @@ class RewardGradient(Objective):
 
     @property
     def copies_of_image(self) -> int:
-        """Images that are scored for each of the rollout's."""
+        """Images scored per image of the rollout."""
         return 1 + self.num_noises if self.variant == "draft_lv" else 1
 
     @property
@@ -107,7 +108,7 @@ class RewardGradient(Objective):
     # --- one iteration ---------------------------------------------------------------------------------------------
 
     def recorded_steps(self, iteration: int) -> Sequence[int]:
-        """Return the steps with gradient, of a chain only the first: a function of the iteration and the run's seed."""
+        """Return the steps with gradient (the first of a chain): a function of the iteration and the run's seed."""
         steps, generator = self.spec.steps, seeded_generator(self.seed, STREAM_ACTIVE, iteration)
         if self.variant == "flowbp":
             return active_steps(steps, self.steps, self.late_bias, generator)

@@ -1,4 +1,4 @@
-"""The gradient of a differentiable reward with respect to latents, and what methods that train on it share."""
+"""The gradient of a differentiable reward with respect to latents, and functions for methods that train on it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def score_gradient(
 
 
 def active_steps(steps: int, number: int, late_bias: float, generator: torch.Generator) -> list[int]:
-    """Draw different steps of a rollout with probabilities in proportion to ``(i + 1)^late_bias``, ascending."""
+    """Draw distinct steps of a rollout with probabilities proportional to ``(i + 1)^late_bias``, ascending."""
     weights = torch.arange(1, steps + 1, dtype=torch.float64) ** late_bias
     return sorted(torch.multinomial(weights, number, generator=generator).tolist())
 

@@ -291,7 +291,7 @@ class Policy(PipelinePolicy):
             t: ``(B,)`` in [0, 1], float32.
             cond: B rows.
             guidance: Classifier-free guidance scale; 1.0 runs one pass instead of two.
-            detach_negative: Keep no graph of the negative prompt's pass, which is then a pass of its own.
+            detach_negative: Keep no graph of the negative prompt, which then has a separate pass.
         """
         if guidance != 1.0 and (error := self.guidance_error()) is not None:
             raise ValueError(error)

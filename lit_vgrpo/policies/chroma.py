@@ -1,4 +1,4 @@
-"""Chroma: FLUX.1 [schnell] with masked prompts, without pooled embedding and guidance input."""
+"""Chroma: FLUX.1 [schnell] with masked prompts, without a pooled embedding or a guidance input."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import PutStart
 from lit_vgrpo.policies.flux import FluxPolicy
 
-MASK = "prompt_mask"  # not core.types.MASK: the network reads the padding, too
+MASK = "prompt_mask"  # not core.types.MASK: the network also reads the padding
 
 
 class ChromaPolicy(FluxPolicy):
     """``ChromaPipeline`` as a policy on a rectified flow.
 
-    Guidance takes two passes. The network's attention adds the mask to its logits, as the pipeline has it: it favours
-    a prompt's tokens and one of padding, and hides none.
+    Guidance takes two passes. As in the pipeline, attention adds the mask to its logits: this favours a prompt's tokens
+    and one padding token, and hides none.
     """
 
     pipeline_class: ClassVar[str] = "ChromaPipeline"

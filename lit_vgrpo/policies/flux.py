@@ -51,7 +51,7 @@ class FluxPolicy(FlowPolicy):
         return unpacked(prediction, z)
 
     def other_inputs(self, cond: Conditioning, image_tokens: int) -> dict[str, Any]:
-        """Return the network's inputs that not all of its kind have."""
+        """Return the inputs that only some of these networks take."""
         return {"guidance": cond.tensors.get("guidance"), "pooled_projections": cond.tensors["pooled"]}
 
     def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ class Flux2Policy(LanguageModelPolicy):
     pipeline_class: ClassVar[str] = "Flux2KleinPipeline"
     packed: ClassVar[int] = PATCH
     text_layers: ClassVar[tuple[int, ...]] = (9, 18, 27)
-    """The encoder's hidden states that are the embedding, as in the pipeline."""
+    """The encoder's hidden states that form the embedding, as in the pipeline."""
     patch: ClassVar[int] = 1
     default_lora_targets: ClassVar[tuple[str, ...]] = (
         *LanguageModelPolicy.default_lora_targets,
@@ -127,7 +127,7 @@ class Flux2Policy(LanguageModelPolicy):
 
 
 class Flux2EditPolicy(Flux2Policy):
-    """``Flux2KleinPipeline`` called with a picture for each prompt, whose latents follow the image's.
+    """``Flux2KleinPipeline`` called with a picture for each prompt; its latents follow the image's.
 
     The encoder does not see the picture. The pipeline shrinks pictures of more than 1024 x 1024 pixels; such sizes are
     refused.

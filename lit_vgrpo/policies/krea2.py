@@ -18,8 +18,8 @@ DISTILLED_MU = 1.15  # the pipeline's
 class Krea2Policy(QwenVAEPolicy):
     """``Krea2Pipeline`` as a policy on a rectified flow.
 
-    The guidance scale is as in every family: 1 disables it. The pipeline's ``guidance_scale`` is one less. A prompt's
-    embedding is that of several layers of the encoder, ``(L, layers, D)``.
+    As in every family, a guidance scale of 1 disables guidance; the pipeline's ``guidance_scale`` is one less. A
+    prompt's embedding holds several layers of the encoder, ``(L, layers, D)``.
     """
 
     pipeline_class: ClassVar[str] = "Krea2Pipeline"
@@ -39,7 +39,7 @@ class Krea2Policy(QwenVAEPolicy):
         return self.pipeline.prompt_template_encode_prefix + prompt + self.pipeline.prompt_template_encode_suffix
 
     def token_ids(self, text: str) -> Tensor:
-        """Return the ids of a text; a long one is cut before its suffix."""
+        """Return the ids of a text; a long one is truncated before its suffix."""
         suffix = self.pipeline.prompt_template_encode_suffix
         parts, room = (text.removesuffix(suffix), suffix), self.pipeline.prompt_template_encode_num_suffix_tokens
         length = self.max_sequence_length + self.tokens_dropped() - room

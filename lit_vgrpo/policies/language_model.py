@@ -1,4 +1,4 @@
-"""Shared code of families whose prompts a language model reads."""
+"""Shared code of families whose text encoder is a language model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lit_vgrpo.policies.prompt_encoder import masked_rows
 class LanguageModelPolicy(FlowPolicy, ABC):
     """A policy whose text encoder is a causal language model with one tokenizer.
 
-    Each prompt is encoded alone and without padding, which such a model would not look at. The network gets a mask.
+    Each prompt is encoded alone and without padding, which such a model would not attend to. The network gets a mask.
     """
 
     text_layer: ClassVar[int] = -2
-    """The encoder's hidden states that are the embedding."""
+    """The encoder's hidden states that form the embedding."""
 
     @property
     def tokenizer(self) -> Any:
@@ -48,7 +48,7 @@ class LanguageModelPolicy(FlowPolicy, ABC):
         return masked_rows([self.embedding(self.token_ids(text))[self.tokens_dropped() :] for text in texts])
 
     def token_ids(self, text: str) -> Tensor:
-        """Return the ids of a text, ``(1, L)``; a long one is cut at its end, which changes no earlier token."""
+        """Return the ids of a text, ``(1, L)``; a long one is truncated at its end, which changes no earlier token."""
         length = self.max_sequence_length + self.tokens_dropped()
         ids = self.tokenizer(text, max_length=length, truncation=True, return_tensors="pt")["input_ids"]
         return ids.to(self.device)

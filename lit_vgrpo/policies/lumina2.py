@@ -15,7 +15,7 @@ from lit_vgrpo.policies.language_model import LanguageModelPolicy
 class Lumina2Policy(LanguageModelPolicy):
     """``Lumina2Pipeline`` as a policy on a rectified flow.
 
-    A prompt follows the system prompt, a negative prompt does not. Each row of the guided prediction is rescaled to
+    Prompts follow the system prompt, negative prompts do not. Each row of the guided prediction is rescaled to
     its length in the conditional prediction (``cfg_normalization``, the pipeline's default).
     """
 

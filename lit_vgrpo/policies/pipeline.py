@@ -250,12 +250,12 @@ class PipelinePolicy(nn.Module):
         return in_batches(self._decoded, self.decode_batch_size, latents.float())
 
     def decode_with_gradient(self, latents: Tensor) -> Tensor:
-        """Do the same in one VAE pass and keep the graph; its blocks are recomputed in the backward, if they can be.
+        """Do the same in one VAE pass and keep the graph; if possible, the backward pass recomputes the VAE's blocks.
 
-        Latents may be a crop. The clamp to [0, 1] passes no gradient outside.
+        Latents may be a crop. The clamp to [0, 1] passes no gradient outside this range.
         """
         if not self.pipeline.vae.is_gradient_checkpointing:
-            with suppress(ValueError):  # this VAE cannot
+            with suppress(ValueError):  # this VAE does not support it
                 self.pipeline.vae.enable_gradient_checkpointing()
         return self._decoded(latents)
 

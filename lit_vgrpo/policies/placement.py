@@ -87,7 +87,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def unmasked_on_meta(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Leave out what an encoder would read the values of, on the meta device; a pre-hook of its forward pass."""
+    """Drop arguments whose values an encoder would read, on the meta device; a pre-hook of its forward pass."""
     if (mask := kwargs.get("attention_mask")) is not None and mask.is_meta:
         read = ("attention_mask", "position_ids", "use_cache")  # without a cache, it looks for packed prompts
         kwargs = {name: value for name, value in kwargs.items() if name not in read}

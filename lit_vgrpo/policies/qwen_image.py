@@ -25,7 +25,7 @@ READ = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
 
 
 class QwenVAEPolicy(LanguageModelPolicy, ABC):
-    """A policy in the latents of Qwen-Image's VAE, which is one of videos, here of one frame."""
+    """A policy in the latent space of Qwen-Image's VAE, a video VAE that is used here with one frame."""
 
     def _latent_affine(self) -> tuple[Tensor, Tensor]:
         config = self.pipeline.vae.config

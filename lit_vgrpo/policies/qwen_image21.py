@@ -18,9 +18,9 @@ SLOT = 4  # image tokens per place of the prompt's sequence
 class QwenImage21Policy(QwenVAEPolicy):
     """``QwenImage21Pipeline`` as a policy on a rectified flow, without pictures to edit.
 
-    The network has one position for an image, after its prompt, so that padding would move the image. Each image
-    therefore has a separate pass, as in a pipeline called with one prompt. The VAE's fourth channel, transparency, is
-    dropped. The pipeline cuts no prompt; here ``max_sequence_length`` does.
+    The network places the image after its prompt, so padding would move the image. Each image therefore has a separate
+    pass, as in a pipeline called with one prompt. The VAE's fourth channel, transparency, is dropped. The pipeline does
+    not truncate prompts; here ``max_sequence_length`` does.
     """
 
     pipeline_class: ClassVar[str] = "QwenImage21Pipeline"

@@ -16,8 +16,8 @@ MASK = "prompt_mask"  # not core.types.MASK: all prompts have one length
 class SanaPolicy(FlowPolicy):
     """``SanaPipeline`` as a policy on a rectified flow.
 
-    Its first solver is the pipeline's own. A prompt follows the pipeline's instruction, a negative prompt does not.
-    Images have the size that they are asked for: call the pipeline with ``use_resolution_binning=False``.
+    The first solver is the pipeline's. Prompts follow the pipeline's instruction, negative prompts do not. Images have
+    the requested size: call the pipeline with ``use_resolution_binning=False``.
     """
 
     pipeline_class: ClassVar[str] = "SanaPipeline"
@@ -33,7 +33,7 @@ class SanaPolicy(FlowPolicy):
         config = pipeline.scheduler.config
         if config.get("use_flow_sigmas") and config.get("algorithm_type") == "dpmsolver++":
             return None
-        return f"comes with {type(pipeline.scheduler).__name__}, Sana needs dpmsolver++ with use_flow_sigmas."
+        return f"comes with {type(pipeline.scheduler).__name__}, but Sana needs dpmsolver++ with use_flow_sigmas."
 
     def find_latent_shape(self) -> tuple[int, int, int]:
         config = self.network.config

@@ -72,7 +72,7 @@ class ShapesReward(Reward):
         return scores / len(self.checked)
 
     def checks(self, images: Tensor) -> dict[str, Tensor]:
-        """Return by attribute how well images show each of its `CHOICES`, ``(B, choices)``: 0 or 1."""
+        """Return, by attribute, how well the images show each of its `CHOICES`, ``(B, choices)``: 0 or 1."""
         return {
             name: (index[:, None] == torch.arange(len(CHOICES[name]), device=index.device)).float()
             for name, index in recognise(images).items()
@@ -82,7 +82,7 @@ class ShapesReward(Reward):
 class SmoothShapesReward(ShapesReward):
     """Colour, shape and place as smooth functions of the picture, 0 to 1: a gradient for the tiny task.
 
-    It trusts the picture to show one shape, so a policy can cheat it: hold out :class:`ShapesReward`, which checks.
+    It assumes that the picture shows one shape, so a policy can cheat: hold out :class:`ShapesReward`, which checks.
 
     Args:
         check: One attribute, or ``"mean"`` for the mean of the three.
@@ -92,7 +92,7 @@ class SmoothShapesReward(ShapesReward):
     prefix: ClassVar[str] = "smooth_"
 
     def checks(self, images: Tensor) -> dict[str, Tensor]:
-        """Return the same in (0, 1), from the pixels' contrast with the border and its centroid; carries grad."""
+        """Return smooth values in (0, 1), from the pixels' contrast with the border and its centroid; carry grad."""
         images = at_task_size(images)
         contrast = (images - border(images).mean(dim=-1)[:, :, None, None]).square().sum(1)
         weight = contrast.square() / (contrast.square() + _MIN_CONTRAST**4)
@@ -174,7 +174,7 @@ def recognise(images: Tensor) -> dict[str, Tensor]:
 
 
 def at_task_size(images: Tensor) -> Tensor:
-    """Return images ``(B, 3, H, W)`` resized to those of the task."""
+    """Return images ``(B, 3, H, W)`` resized to the task's size."""
     side = (IMAGE_SIZE, IMAGE_SIZE)
     return images if images.shape[-2:] == side else F.interpolate(images, side, mode="bilinear", antialias=True)
 

@@ -25,7 +25,7 @@ from lit_vgrpo.rollout.scores import ScoreCollector
 def image_sampler(
     policy: Policy, objective: Objective, ledger: PassLedger, seed: int, batch_size: int | None, scores: ScoreCollector
 ) -> ImageSampler:
-    """Return a :class:`Sampler`, or one around it if the objective has scouts, which ``scores.queue`` scores too."""
+    """Return a :class:`Sampler`, or a :class:`ScoutSampler` if there are scouts, which ``scores.queue`` also scores."""
     sampler = Sampler(policy, objective, ledger, seed, batch_size)
     has_scouts = objective.rollout_spec(0).scouts is not None and scores.queue is not None
     return ScoutSampler(sampler, copy(scores)) if has_scouts else sampler

@@ -234,7 +234,7 @@ class Evaluator:
 
         Args:
             module: The module that trains the policy.
-            logs: Also log them, as those of the start.
+            logs: Also log them, at step 0.
         """
         batches, limit = module.trainer.datamodule.val_dataloader(), module.trainer.limit_val_batches
         for batch in islice(batches, limit if isinstance(limit, int) else int(limit * len(batches))):
@@ -246,7 +246,7 @@ class Evaluator:
         return self.latest
 
     def finish(self, module: Any) -> dict[str, float]:
-        """Store the means of the added batches and the cost of training until then, and return the means.
+        """Store the means of the added batches and the cost of training so far, and return the means.
 
         Args:
             module: The module that trains the policy.
@@ -276,7 +276,7 @@ class Evaluator:
     ) -> Tensor:
         """Return images ``(B, 3, H, W)`` in [0, 1] of a held-out batch, or of the rank's next texts.
 
-        Prompt n starts from noise n: a loader's batches are assigned to ranks in turn. ``is_first`` numbers from 0.
+        Prompt n starts from noise n: a loader's batches are assigned to ranks in turn. ``is_first`` restarts at 0.
         """
         self._num_predicted = 0 if is_first else self._num_predicted
         if isinstance(batch, PromptBatch):

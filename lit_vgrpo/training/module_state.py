@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a module: the trained weights, and the state of the parts of a run."""
+"""The module's part of a checkpoint: the trained weights and the state of the run."""
 
 from __future__ import annotations
 

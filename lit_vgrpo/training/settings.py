@@ -134,7 +134,7 @@ def _gradient_errors(module: Any) -> list[str]:
 
 
 def gradient_note(module: Any) -> list[str]:
-    """Return a line on the rewards that a method which trains on gradients only logs, if there are any."""
+    """Return a line that names the rewards without gradient, if the method trains on the others' gradients."""
     weighted = [part for part in module.reward.parts if part.weight]
     trained, logged = (
         ", ".join(part.name for part in weighted if part.reward.differentiable is kind) for kind in (True, False)
@@ -183,7 +183,7 @@ def fitting_callbacks(trainer: Any, *needed: type[Callback]) -> list[Callback]:
     """Return those of the needed callbacks that the trainer lacks.
 
     Raises:
-        TypeError: The data module is not one.
+        TypeError: ``datamodule`` is not a data module.
         ValueError: A callback of the trainer does not fit an iteration.
     """
     data = trainer.datamodule

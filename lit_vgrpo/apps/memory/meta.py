@@ -122,7 +122,7 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
     # Recomputation in the backward pass must use the same dtypes.
     networks = [(twin.network, None)] if twin.gradient_checkpointing else []
     for network, dtype in (*networks, (twin.pipeline.vae, twin.decode_dtype)):
-        with suppress(ValueError):  # this VAE cannot
+        with suppress(ValueError):  # this VAE does not support it
             contexts = partial(_contexts, twin, dtype)
             network.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, context_fn=contexts))
     return twin
