@@ -47,7 +47,7 @@ MIDDLE = {"micro_batch_size": 2}
 
 ALIKE = (
     *("MixGRPO, window 4", "DiffusionNFT", "DGPO, no guidance", "AWM, anchor", "Flow-GRPO, fast"),
-    *("EPG", "DanceGRPO", "AWM", "MixGRPO, anchor", "V-GRPO, shared passes"),
+    *("EPG", "DanceGRPO", "AWM", "MixGRPO, anchor", "V-GRPO, shared passes", "RAM", "RAM, pure noise", "CRD"),
 )
 """Methods that remember what another does too: an anchor, old weights, moving copies, a chain's noise."""
 

@@ -126,7 +126,7 @@ class Policy(PipelinePolicy):
             compile_network(self.network)
         self.path = self.build_path()
         self.latent_shape = self.find_latent_shape()
-        if (room := self.prompt_limit()[1]) < 1:
+        if self.encoders() and (room := self.prompt_limit()[1]) < 1:
             length = self.max_sequence_length
             key = f"model.policy.max_sequence_length={length}"
             raise LoadError(f"{key} leaves no token for a prompt: its template takes {length - room}.")
