@@ -43,7 +43,7 @@ class IterationRecord:
         scouts: The scouts' metrics, over all ranks; empty without scouts.
         edits: By name, each image's similarity to the picture it edits and to its group, over all ranks,
             ``(B_global,)``; empty without pictures.
-        diagnostics: Metrics that callbacks computed before the first update, over all ranks.
+        diagnostics: Metrics that callbacks computed before an update, over all ranks.
         is_whole: False if the run resumed within the iteration: metrics and losses then cover only the rest.
     """
 
@@ -208,12 +208,12 @@ class PassLedger:
 
     def state_dict(self) -> dict[str, Any]:
         counts = {name: dict(count) for name, count in self.counts.items()}
-        own = {"images": self.images, "decoded": self.decoded, "stopwatch": self.stopwatch.state_dict()}
-        return {"passes": counts, **own}
+        images = {"images": self.images, "decoded": self.decoded}
+        return {"passes": counts, **images, "stopwatch": self.stopwatch.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counts = {name: dict(count) for name, count in state["passes"].items()}
-        self.images, self.decoded = state["images"], state.get("decoded", 0)
+        self.images, self.decoded = state["images"], state["decoded"]
         self.stopwatch.load_state_dict(state["stopwatch"])
 
 

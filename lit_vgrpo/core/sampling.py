@@ -129,11 +129,10 @@ def _ode_batches(
             scheduler = policy.scheduler(spec.solver, spec.steps)
             z = filled(noise[part], size).to(policy.device).float()
             schedule = policy.scheduler_times(scheduler).to(z.device)
-            kept: dict[int, Tensor] = {}
-            z = _integrate(policy, cond, spec, z, scheduler, schedule, kept if record else None)
+            z, kept = _integrate(policy, cond, spec, z, scheduler, schedule, record)
             latents, trajectory = z[: len(noise[part])].to(noise.device), None
             if record:
-                states = torch.stack([kept[index][: len(latents)].to(noise.device) for index in record], dim=1)
+                states = torch.stack([state[: len(latents)].to(noise.device) for state in kept], dim=1)
                 times = schedule[list(record)].to(noise.device)
                 trajectory = Trajectory(states, latents.new_zeros(len(latents), 0), None, times, second_time=0.0)
             yield latents, schedule.to(noise.device), trajectory
@@ -223,7 +222,7 @@ def _integrate_tail(policy: Policy, cond: Conditioning, spec: RolloutSpec, z: Te
     scheduler.timesteps = torch.arange(steps)
     scheduler.num_inference_steps = steps
     scheduler.set_begin_index(0)
-    return _integrate(policy, cond, spec, z, scheduler, times[:-1].to(z.device))
+    return _integrate(policy, cond, spec, z, scheduler, times[:-1].to(z.device))[0]
 
 
 def _integrate(
@@ -233,12 +232,13 @@ def _integrate(
     z: Tensor,
     scheduler: Any,
     times: Tensor,
-    kept: dict[int, Tensor] | None = None,
-) -> Tensor:
-    """Return the end of the ODE, and store the latents before each step in ``kept``, if given."""
+    record: Sequence[int] = (),
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the end of the ODE, and the latents before each recorded step."""
+    kept = []
     for index, (timestep, t) in enumerate(zip(scheduler.timesteps, times, strict=True)):
-        if kept is not None:
-            kept[index] = z
+        if index in record:
+            kept.append(z)
         prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
         z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
-    return z
+    return z, kept

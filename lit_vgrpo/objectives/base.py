@@ -248,17 +248,11 @@ class Objective(ABC):
         Args:
             spec: Sampling settings; ``None`` uses :meth:`rollout_spec`.
         """
-        means, record = (
-            self.records_means and spec is None,
-            self.recorded_steps(request.iteration) if spec is None else (),
-        )
-        spec = spec or self.rollout_spec(request.iteration)
-        with (
-            self.acting(policy),
-            closing(
-                rollout_batches(policy, request, spec, device=self.rollout_device, record_means=means, record=record)
-            ) as batches,
-        ):
+        options: dict[str, Any] = {"device": self.rollout_device}
+        if spec is None:
+            spec, steps = self.rollout_spec(request.iteration), self.recorded_steps(request.iteration)
+            options |= {"record_means": self.records_means, "record": steps}
+        with self.acting(policy), closing(rollout_batches(policy, request, spec, **options)) as batches:
             yield from batches
 
     def roll_out(self, policy: Policy, request: RolloutRequest) -> Rollout:

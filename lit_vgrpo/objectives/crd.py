@@ -9,12 +9,12 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import NonNegativeFloat, OnlyWith, PositiveFloat, Range, checked
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.surrogate import denoising_error, mean_over_pixels, surrogate
+from lit_vgrpo.core.surrogate import denoising_error, surrogate
 from lit_vgrpo.core.types import Experience
 from lit_vgrpo.objectives.forward import nft_decay
 from lit_vgrpo.objectives.groups import GroupObjective
 from lit_vgrpo.objectives.nft import optimality
-from lit_vgrpo.objectives.pairs import stored
+from lit_vgrpo.objectives.pairs import distance_to
 from lit_vgrpo.policies.base import Policy
 
 LEAST_KL = 1e-4
@@ -127,9 +127,8 @@ class CRD(GroupObjective):
             "surrogate": surrogate(losses.detach()),
             "ratio_deviation": surrogate((implied.detach().exp() - 1).abs()),
         }
-        start = stored(micro, "reference_prediction")
-        if self.kl_weight > 0 and start is not None:
-            distance = surrogate(mean_over_pixels((prediction - start).square(), 2))
+        if self.kl_weight > 0:
+            distance = distance_to(micro, "reference", prediction)
             share = optimality(micro.advantages, clip) if self.adaptive_kl else 1.0
             least = min(LEAST_KL, self.kl_weight)
             loss = loss + ((least + (self.kl_weight - least) * share) * distance).mean()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,8 +36,7 @@ def score_gradient(
         raise RuntimeError(
             "This method needs the reward's gradient. Give PrepareContext reward, prompts and data_rows."
         )
-    whole = latents.shape[2:]
-    sides = [side if crop is None else max(1, round(crop * side)) for side in whole]
+    whole, sides = latents.shape[2:], window(latents.shape[2:], crop)
     generators = image_generators(STREAM_CROPS, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
     room = [1 + most - side for most, side in zip(whole, sides, strict=True)]
     places = [[int(torch.randint(number, (), generator=drawn)) for number in room] for drawn in generators]
@@ -53,6 +54,11 @@ def score_gradient(
     both = in_batches(of_batch, policy.decode_batch_size, latents, images.cpu())
     context.ledger.count_decoded(len(latents))
     return both[:, 0].clone(), both[:, 1:].reshape(latents.shape)
+
+
+def window(sides: Sequence[int], crop: float | None) -> list[int]:
+    """Return the sides of the decoded window of latents; ``crop`` is its share of each side, ``None`` for all."""
+    return [side if crop is None else max(1, round(crop * side)) for side in sides]
 
 
 def active_steps(steps: int, number: int, late_bias: float, generator: torch.Generator) -> list[int]:

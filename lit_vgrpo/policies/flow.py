@@ -21,6 +21,7 @@ LONGEST_PROMPT = 1024  # tokens
 SIGMA_KINDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 """Options of a scheduler that change its grid of times."""
 PATCH = 2  # latents per side of a token
+ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")  # LoRA targets
 DEFAULT_SIDE = 1024  # pixels of an image, in most pipelines
 
 
@@ -40,7 +41,7 @@ class FlowPolicy(Policy, ABC):
     sde_solvers: ClassVar[tuple[str, ...]] = FLOW_SDES
     path_kind: ClassVar[Literal["flow", "vp"]] = "flow"
     default_lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *ATTENTION,
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
     """The joint attention of images and text, as in most families."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.types import MASK, Conditioning
-from lit_vgrpo.policies.flow import PATCH
+from lit_vgrpo.policies.flow import ATTENTION, PATCH
 from lit_vgrpo.policies.flux import image_ids, packed, unpacked
 from lit_vgrpo.policies.qwen_image import QwenVAEPolicy
 
@@ -24,7 +24,7 @@ class Krea2Policy(QwenVAEPolicy):
 
     pipeline_class: ClassVar[str] = "Krea2Pipeline"
     packed: ClassVar[int] = PATCH
-    default_lora_targets: ClassVar[tuple[str, ...]] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    default_lora_targets: ClassVar[tuple[str, ...]] = ATTENTION
 
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         return {"guidance_scale": guidance - 1, "negative_prompt": [self.negative_prompt] * prompts}

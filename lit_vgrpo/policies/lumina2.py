@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.types import MASK, Conditioning
-from lit_vgrpo.policies.flow import dynamic_mu
+from lit_vgrpo.policies.flow import ATTENTION, dynamic_mu
 from lit_vgrpo.policies.language_model import LanguageModelPolicy
 
 
@@ -20,7 +20,7 @@ class Lumina2Policy(LanguageModelPolicy):
     """
 
     pipeline_class: ClassVar[str] = "Lumina2Pipeline"
-    default_lora_targets: ClassVar[tuple[str, ...]] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    default_lora_targets: ClassVar[tuple[str, ...]] = ATTENTION
 
     def __init__(self, checkpoint: str, max_sequence_length: int = 256, **options: Any) -> None:
         super().__init__(checkpoint, max_sequence_length=max_sequence_length, **options)

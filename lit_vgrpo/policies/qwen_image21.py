@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.types import MASK, Conditioning
+from lit_vgrpo.policies.flow import ATTENTION
 from lit_vgrpo.policies.language_model import unpadded
 from lit_vgrpo.policies.qwen_image import QwenVAEPolicy
 
@@ -25,7 +26,7 @@ class QwenImage21Policy(QwenVAEPolicy):
 
     pipeline_class: ClassVar[str] = "QwenImage21Pipeline"
     pipeline_takes_one: ClassVar[bool] = True
-    default_lora_targets: ClassVar[tuple[str, ...]] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    default_lora_targets: ClassVar[tuple[str, ...]] = ATTENTION
     patch: ClassVar[int] = 1
     text_layer: ClassVar[int] = -1
 

@@ -126,7 +126,12 @@ class Weighted(Reward):
     @property
     def differentiable(self) -> bool:  # type: ignore[override]
         """True if any reward of non-zero weight is."""
-        return any(part.weight and part.reward.differentiable for part in self.parts)
+        return bool(self.differentiable_parts)
+
+    @property
+    def differentiable_parts(self) -> list[Part]:
+        """The rewards of non-zero weight that give a gradient."""
+        return [part for part in self.parts if part.weight and part.reward.differentiable]
 
     def with_gradient(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         """Return the weighted sum of the differentiable rewards, ``(B,)``; carries grad.
@@ -135,7 +140,7 @@ class Weighted(Reward):
             RewardOutage: A reward gives no gradient.
         """
         total = images.new_zeros(len(prompts))
-        for part in (part for part in self.parts if part.weight and part.reward.differentiable):
+        for part in self.differentiable_parts:
             chosen = self._mask(part, rows).nonzero().flatten().tolist()
             if not chosen:
                 continue

@@ -135,13 +135,11 @@ def _gradient_errors(module: Any) -> list[str]:
 
 def gradient_note(module: Any) -> list[str]:
     """Return a line that names the rewards without gradient, if the method trains on the others' gradients."""
-    weighted = [part for part in module.reward.parts if part.weight]
-    trained, logged = (
-        ", ".join(part.name for part in weighted if part.reward.differentiable is kind) for kind in (True, False)
-    )
+    trained = [part.name for part in module.reward.differentiable_parts]
+    logged = [part.name for part in module.reward.parts if part.weight and part.name not in trained]
     if not (module.objective.takes_reward_gradient and trained and logged):
         return []
-    return [f"Trained on the gradient of {trained}; {logged} has none and is only logged."]
+    return [f"Trained on the gradient of {', '.join(trained)}; {', '.join(logged)} has none and is only logged."]
 
 
 def _guidance_errors(module: Any) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from lit_vgrpo.apps.memory.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.apps.memory.shares import bytes_of, copy_in_8_bits, restored_at_once, shares, tensors_of
 from lit_vgrpo.core.batches import at_most
+from lit_vgrpo.objectives.score_gradient import window
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.clip import AestheticScore
@@ -176,10 +177,10 @@ def _decoding(policy: Policy, images: int) -> int:
 def gradient_peak(policy: Policy, crop: float | None) -> int:
     """Return the peak of one of the VAE's batches and its backward pass, without the reward's model."""
     channels, *sides = policy.latent_shape
-    window = [max(1, round((crop or 1) * side)) for side in sides]
+    height, width = window(sides, crop)
     with torch.enable_grad(), AutocastOnMeta(), LiveMemory() as live:
         latents = torch.empty(policy.decode_batch_size, channels, *sides, device="meta", requires_grad=True)
-        policy.decode_with_gradient(latents[..., : window[0], : window[1]]).sum().backward()
+        policy.decode_with_gradient(latents[..., :height, :width]).sum().backward()
     return live.peak
 
 
