@@ -90,6 +90,7 @@ REPEATS = (
     *(f"{model}_pickscore" for model in NEWER),
     *("sd3_pickscore_nft", "kontext_edit", "sd15_aesthetic", "flux_multireward", "sdxl_preference"),
     *("sd3_pickscore_flowgrpo", "sd3_pickscore_ram", "sd35m_stage5", "tiny_ocr_pretrain"),
+    *("sd3_pickscore_fast", "sd3_pickscore_flowbp", "tiny_hacked"),
 )
 """The stages are sd3_pickscore with other rewards; pre-trainings differ in their pictures, other methods in their loss,
 and recipes of the other families in their network."""
