@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RewardLogger(L.Callback):
-    """Logs one row of metrics per iteration: ``reward``, ``policy``, ``cost``, ``time``, ``scouts``, ``edit``.
+    """Logs one row of metrics per iteration: rewards, also by ``source``, ``policy``, ``cost``, ``time`` and others.
 
     It warns when every group's rewards are equal, so that no step is taken, and when a reward failed. It fails if an
     iteration ended before its last update.
@@ -121,6 +121,7 @@ class RewardLogger(L.Callback):
             "reward/no_spread": no_spread_share(record.rewards, record.group_ids),
             "reward/failed": float(record.rewards.isnan().sum()),
         }
-        for name, values in record.parts.items():
-            metrics |= {f"reward/{name}" + ("" if key == "mean" else f"/{key}"): v for key, v in values.items()}
+        for stage, parts in (("reward", record.parts), ("source", record.sources)):
+            for name, values in parts.items():
+                metrics |= {f"{stage}/{name}" + ("" if key == "mean" else f"/{key}"): v for key, v in values.items()}
         return metrics

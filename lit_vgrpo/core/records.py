@@ -30,6 +30,8 @@ class IterationRecord:
         group_ids: ``(B_global,)``.
         parts: By reward, over all ranks: ``mean`` and ``std`` of its scores, ``no_spread``, ``failed``,
             ``seconds_per_image``, and the reward's counts.
+        sources: By the source of the prompts, over all ranks: ``mean``, ``std``, ``no_spread`` and ``failed`` of the
+            total reward; empty with one source.
         errors: Reward name to its last failure message.
         local_group_ids: Groups of this rank's images, ``(B_local,)``.
         images: Number of images, over all ranks.
@@ -62,6 +64,7 @@ class IterationRecord:
     blocks_run: float | None = None
     scouts: dict[str, float] = field(default_factory=dict)
     edits: dict[str, Tensor] = field(default_factory=dict)
+    sources: dict[str, dict[str, float]] = field(default_factory=dict)
     diagnostics: dict[str, float] = field(default_factory=dict)
     is_whole: bool = True
 

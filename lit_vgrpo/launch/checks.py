@@ -18,7 +18,10 @@ from lit_vgrpo.rewards.combine import ROW_FIELD
 from lit_vgrpo.training.settings import unfit_callbacks
 
 OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
-LOGGED = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "scouts/", "surrogate/", "train/", "lr-")
+LOGGED = (
+    *("heldout/", "reward/", "source/", "policy/", "cost/", "time/", "memory/", "passes/", "scouts/", "surrogate/"),
+    *("train/", "lr-"),
+)
 """Prefixes of all metrics that a run logs."""
 
 FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a table are not read)"
@@ -67,20 +70,24 @@ class UnscorablePrompts:
 
     Attributes:
         what: Kind of prompts, for messages.
+        fix: Advice if none of them can be scored.
         prompts: Number of prompts that were checked.
         unknown: Errors of rows that name an unknown reward.
         of_reward: Errors of prompts, by the reward's name.
     """
 
     what: str = "prompts"
+    fix: str = ""
     prompts: int = 0
     unknown: list[str] = field(default_factory=list)
     of_reward: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts") -> UnscorablePrompts:
+    def of(
+        cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts", fix: str = ""
+    ) -> UnscorablePrompts:
         """Check every prompt with every reward that applies to it."""
-        found = cls(what)
+        found = cls(what, fix)
         names: dict[str, str] = {}
         for row in rows:
             found.prompts += 1
@@ -112,4 +119,4 @@ class UnscorablePrompts:
             return [*self.unknown, *self.lines()]
         counts = map(len, self.of_reward.values())
         hopeless = [line for count, line in zip(counts, self.lines(), strict=True) if count == self.prompts]
-        return [*self.unknown, *hopeless]
+        return [*self.unknown, *(line + self.fix for line in hopeless)]

@@ -224,8 +224,11 @@ class RecipeCLI(LightningCLI):
 
     def find_unscorable(self) -> list[UnscorablePrompts]:
         """Return the training and held-out prompts that the rewards cannot score."""
-        trained_on = self.datamodule.training_rows() if self.model.objective.needs_reward else []
-        found = [UnscorablePrompts.of(self.model.reward, trained_on)]
+        found = []
+        for name, rows in self.datamodule.rows_by_source() if self.model.objective.needs_reward else ():
+            fix = "" if name is None else f" Name the rewards that apply to the source {name}, with rewards=."
+            what = "prompts" if name is None else f"prompts of the source {name}"
+            found.append(UnscorablePrompts.of(self.model.reward, rows, what, fix))
         if self.datamodule.has_heldout:
             held_out = self.datamodule.heldout_rows()
             found.append(UnscorablePrompts.of(self.model.evaluator.observed, held_out, "held-out prompts"))

@@ -55,11 +55,12 @@ class ScoreCollector:
         self.copies = CopyGuard()
         self.seconds: dict[str, float] = {}
         self._parts: list[Rollout] = []
+        self._sources: list[str] = []
 
     @contextmanager
     def collecting(self, sampled: Generator[Rollout, None, None]) -> Iterator[Generator[Rollout, None, None]]:
         """Start an iteration, and close its sampler at the end; if the block fails, pending scoring is cancelled."""
-        self.seconds, self._parts, self.copies = {}, [], CopyGuard()
+        self.seconds, self._parts, self._sources, self.copies = {}, [], [], CopyGuard()
         try:
             with closing(sampled):
                 yield sampled
@@ -75,6 +76,7 @@ class ScoreCollector:
         if self.queue is None:
             return
         groups = [batch.slots.index(slot) for slot in images.group_ids.tolist()]
+        self._sources += [batch.sources[group] for group in groups if batch.sources]
         size = self.policy.decode_batch_size
         for start in range(0, len(images), size):
             part = slice(start, start + size)
@@ -122,7 +124,8 @@ class ScoreCollector:
         group_ids = of_all_ranks(rollout.group_ids)
         shaped = {name: self.reward.shaped(name, scores.parts) for name in scores.parts}
         weights = self.reward.weight_of
-        advantages = combined_advantages(scores.total, shaped, weights, group_ids, std=std, aggregate=aggregate)
+        sources = [source for own in objects_of_all_ranks(self._sources) for source in own]
+        advantages = combined_advantages(scores.total, shaped, weights, group_ids, std, aggregate, sources)
         group_size = int((rollout.group_ids == rollout.group_ids[0]).sum())
         record = IterationRecord(
             iteration=rollout.iteration,
@@ -136,6 +139,7 @@ class ScoreCollector:
             has_advantage=self.queue is None or bool(advantages.any()),
             blocks_run=rollout.blocks_run,
             scouts=sampler.metrics(rollout, scores),
+            sources=statistics(of_sources(scores, sources), group_ids),
             edits={name: of_all_ranks(values) for name, values in self.copies.scores(group_size).items()},
         )
         return advantages.split(len(rollout))[rank_and_world_size()[0]], record
@@ -178,10 +182,21 @@ def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]
             "std": float((valid - mean).square().mean().sqrt()),  # torch.std warns if there are no images
             "no_spread": no_spread_share(asked, group_ids[applies]),
             "failed": float(asked.isnan().sum()),
-            "seconds_per_image": scores.seconds.get(name, 0.0) / max(int(applies.sum()), 1),
             **{event: float(count) for event, count in scores.counts.get(name, {}).items()},
         }
+        if name in scores.seconds:
+            found[name]["seconds_per_image"] = scores.seconds[name] / max(int(applies.sum()), 1)
     return found
+
+
+def of_sources(scores: Scores, sources: Sequence[str]) -> Scores:
+    """Return the total as one part for each source, which applies to the source's images.
+
+    Args:
+        sources: Source of each image's prompt; empty if there is only one.
+    """
+    applies = {name: torch.tensor([one == name for one in sources]) for name in sorted(set(sources))}
+    return Scores(scores.total, dict.fromkeys(applies, scores.total), scores.ok, applies=applies)
 
 
 class CopyGuard:

@@ -131,6 +131,7 @@ class Evaluator:
         self.step = -1
         self.history: list[Evaluation] = []
         self._num_predicted = 0
+        self._sources: list[str] = []
         self._queue = ScoreQueue(self.observed, queue)
         self._of_images: dict[str, Tensor] = {}
 
@@ -183,6 +184,8 @@ class Evaluator:
             raise TypeError(f"The evaluation got {what}. Pass datamodule=PromptDataModule(...) instead of a loader.")
         if not self.is_pending:
             self.looks.start_over()
+            self._sources = []
+        self._sources += batch.sources
         with torch.inference_mode(mode=False), torch.no_grad(), self._queue.closed_on_error():
             with self.ledger.phase("evaluation"):
                 images = self.generate_batch(batch)
@@ -200,9 +203,9 @@ class Evaluator:
     def means(self, module: Any = None, prefix: str = "heldout") -> dict[str, float]:
         """Return the means over all ranks' images that were scored, the same on every rank, and start over.
 
-        ``heldout/reward`` is the trained reward, ``heldout/untrained_reward`` the untrained one, ``heldout/<part>``
-        each reward alone, and ``heldout/failed`` the number of images that a reward failed to score; a warning gives
-        the reason.
+        ``heldout/reward`` is the trained reward, ``heldout/source/<name>`` that of each source of prompts,
+        ``heldout/untrained_reward`` the untrained one, ``heldout/<part>`` each reward alone, and ``heldout/failed`` the
+        number of images that a reward failed to score; a warning gives the reason.
 
         Args:
             module: Passed to the observers.
@@ -219,6 +222,10 @@ class Evaluator:
         table = rows_of_all_ranks(torch.stack(list(values.values()), dim=1).double())
         self._of_images = dict(zip(values, table.unbind(dim=1), strict=True))
         means = {name: float(of_images.nanmean()) for name, of_images in self._of_images.items()}
+        sources = [source for own in objects_of_all_ranks(self._sources) for source in own]
+        for source in sorted(set(sources)):
+            own = torch.tensor([one == source for one in sources])
+            means[f"heldout/source/{source}"] = float(self._of_images["heldout/reward"][own].nanmean())
         num_failed = int(self._of_images.pop("heldout/failed").sum())
         if num_failed:
             reasons = {name: why for errors in objects_of_all_ranks(scores.errors) for name, why in errors.items()}
