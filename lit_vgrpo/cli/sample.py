@@ -43,7 +43,7 @@ class SampleOptions(RunOptions):
     reference: bool
     typed_prompts: list[str]
     prompt_file: str | None
-    image: Path | None
+    image: list[Path] | None
     seed: int
     count: int
     steps: int | None
@@ -62,8 +62,8 @@ class SampleOptions(RunOptions):
         except (ValueError, ModuleNotFoundError) as error:
             raise UserError(str(error)) from error
         self.rows += [{"prompt": prompt} for prompt in self.typed_prompts]
-        if self.image is not None:
-            self.rows = [{**row, PICTURE: str(self.image)} for row in self.rows]
+        if self.image:
+            self.rows = [{**row, PICTURE: [str(file) for file in self.image]} for row in self.rows]
         if self.out is not None:
             self.out = vacant_folder(self.out)
         else:

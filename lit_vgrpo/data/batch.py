@@ -67,7 +67,7 @@ class PromptBatch:
         return [*self.prompts, *self.prompts[-1:] * missing], [*self.slots, *self.slots[-1:] * missing]
 
     def references(self) -> list[Tensor] | None:
-        """Return the pictures that the prompts of :meth:`padded` edit, ``(3, H, W)``, uint8, if they have any."""
+        """Return the pictures that the prompts of :meth:`padded` edit, as in ``references_of``, if they have any."""
         found = references_of(self.rows)
         missing = self.micro_batch_size - len(self.slots)
         return None if found is None else [*found, *found[-1:] * missing]

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lit_vgrpo.callbacks import FID
-from lit_vgrpo.core.pictures import PICTURE, picture_size
-from lit_vgrpo.errors import suggestion
+from lit_vgrpo.core.pictures import PICTURE, picture_files, picture_size
+from lit_vgrpo.errors import counted, suggestion
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.prompt_encoder import size_error
 from lit_vgrpo.rewards import Weighted
@@ -53,14 +53,21 @@ def picture_errors(
     name = type(policy).__name__
     for number, row in enumerate(rows, start=1):
         where = f'row {number} of the {what}, "{row["prompt"]}"'
-        if policy.edits and PICTURE not in row:
+        files = picture_files(row)
+        if policy.edits and not files:
             return [f"{name} edits pictures, but {where}, has none. {fix}, or use a policy that draws from prompts."]
-        if PICTURE in row and not policy.edits:
+        if files and not policy.edits:
             return [
                 f"{name} cannot edit pictures, but {where}, has the field {PICTURE}. Use KontextPolicy, or rename it."
             ]
-        if policy.edits and (error := size_error(policy, picture_size(row[PICTURE]))) is not None:
-            return [f"{row[PICTURE]}, of {where}, {error}"]
+        if policy.edits and len(files) != policy.references:
+            other = "use QwenImageEditPolicy or Flux2EditPolicy, which take several"
+            advice = f"set model.policy.references={len(files)}" if policy.takes_several else other
+            counts = f"edits {counted(policy.references, 'picture')} per prompt, but {where}, has {len(files)}"
+            return [f"{name} {counts}. Give every row the same number, and {advice}."]
+        for file in files if policy.edits else ():
+            if (error := size_error(policy, picture_size(file))) is not None:
+                return [f"{file}, of {where}, {error}"]
     return []
 
 

@@ -64,6 +64,10 @@ class PipelinePolicy(nn.Module):
     default_lora_targets: ClassVar[tuple[str, ...]]
     edits: ClassVar[bool] = False
     """True if every prompt comes with a picture, of the size of the images."""
+    takes_several: ClassVar[bool] = False
+    """True if :attr:`references` is an option of the family."""
+    references: int = 1
+    """Pictures per prompt, for a family that edits."""
     uses_latent_shift: ClassVar[bool] = True
     decodes_with_gradient: ClassVar[bool] = True
     """False if :meth:`vae_decode` keeps no graph."""

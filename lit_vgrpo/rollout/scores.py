@@ -214,16 +214,17 @@ class CopyGuard:
         """Add a batch of images ``(B, 3, H, W)`` in [0, 1] with their rows; nothing if those have no pictures."""
         given = stacked_references(rows)
         if given is not None:
-            small, references = reduced(images.cpu()), reduced(given)
+            small, references = reduced(images.cpu()), reduced(given.flatten(0, -4))
+            each = small.repeat_interleave(len(references) // len(small), 0)  # an image for each of its pictures
             self._images.append(small)
-            self._to_reference.append(similarity(small, references))
-            self._copies.append(largest_change(small, references) < COPY)
+            self._to_reference.append(similarity(each, references).unflatten(0, (len(small), -1)).amax(1))
+            self._copies.append((largest_change(each, references) < COPY).unflatten(0, (len(small), -1)).any(1))
 
     def scores(self, group_size: int) -> dict[str, Tensor]:
         """Return values of each image, ``(B,)``; {} without pictures.
 
-        ``similarity_to_reference``; ``similarity_in_group``, the mean over the other images of the group on this rank,
-        NaN without any; ``copies``, 1 for a copy of the picture and 0 for others.
+        ``similarity_to_reference``, to the most similar of several pictures; ``similarity_in_group``, the mean over the
+        other images of the group on this rank, NaN without any; ``copies``, 1 for a copy of a picture and 0 for others.
 
         Args:
             group_size: Consecutive images that belong to one group.

@@ -1,10 +1,12 @@
 """Policies that edit pictures, beyond the contract: what they refuse, and what the embedding cache tells apart."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import repeating
 from PIL import Image
-from policies.contract import HEIGHT, NEGATIVE, PROMPTS, WIDTH, pictures
+from policies.contract import HEIGHT, NEGATIVE, PROMPTS, WIDTH, encoded, pictures, same_image_as_the_pipeline
 from policies.families import SLOW
 from rollouts import roll_out
 
@@ -13,7 +15,7 @@ from lit_vgrpo.apps.memory.meta import policy_on_meta
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.launch.checks import picture_errors
-from lit_vgrpo.policies import KontextPolicy, SD3Policy
+from lit_vgrpo.policies import Flux2DevEditPolicy, Flux2EditPolicy, KontextPolicy, QwenImageEditPolicy, SD3Policy
 from lit_vgrpo.policies.embeddings import encoder_fingerprint
 from lit_vgrpo.training.memory_passes import LiveMemory
 
@@ -58,6 +60,36 @@ def test_rows_are_checked_before_weights_are_read(tmp_path):
     (size,) = picture_errors(kontext, [edit])
     assert f'flat.png, of row 1 of the prompts, "red", has 8 x {WIDTH} pixels' in size
     assert picture_errors(sd3, [plain]) == []
+
+
+def test_the_number_of_pictures_is_checked_before_weights_are_read(tmp_path):
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    one, two = ({"prompt": "red", "image": [str(tmp_path / "a.png")] * number} for number in (1, 2))
+    assert picture_errors(QwenImageEditPolicy("nowhere", references=2, height=32, width=32), [two, two]) == []
+    (fewer,) = picture_errors(Flux2EditPolicy("nowhere", references=2), [two, one])
+    assert fewer.startswith('Flux2EditPolicy edits 2 pictures per prompt, but row 2 of the prompts, "red", has 1. ')
+    assert fewer.endswith("Give every row the same number, and set model.policy.references=1.")
+    (more,) = picture_errors(KontextPolicy("nowhere"), [two])
+    assert more.endswith("use QwenImageEditPolicy or Flux2EditPolicy, which take several.")
+    for family, most in ((QwenImageEditPolicy, 3), (Flux2EditPolicy, 4), (Flux2DevEditPolicy, 6)):
+        with pytest.raises(ValueError, match=f"references={most + 1}: Input should be less than or equal to {most}"):
+            family("nowhere", references=most + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize(("solver", "guidance"), [("euler", 1.0), ("euler", 3.0), ("unipc", 1.0)])
+def test_several_pictures_give_the_pipelines_image(families, name, solver, guidance):
+    single = families(name)
+    family = replace(single, options={**single.options, "references": 2, "max_sequence_length": 96})
+    same_image_as_the_pipeline(family, solver, guidance)
+    policy = family.shared
+    swapped = [picture.flip(0) for picture in pictures(policy, PROMPTS[:1])]
+    z, t = torch.randn(1, *policy.latent_shape), torch.tensor([0.5])
+    conditionings = encoded(policy, PROMPTS[:1]), policy.encode(PROMPTS[:1], swapped)
+    with torch.no_grad():
+        first, other = (policy(z, t, cond) for cond in conditionings)
+    assert (first - other).abs().max() > 1e-5  # their order counts
 
 
 def test_a_group_edits_its_own_picture(editor, tmp_path):

@@ -182,7 +182,9 @@ def sample_call(policy: Policy, model: Mapping[str, Any]) -> str:
     if {"steps", "guidance"} <= plan.keys():
         options |= {"num_inference_steps": plan["steps"], **policy.pipeline_guidance(plan["guidance"], 1)}
     options |= policy.pipeline_options
-    picture = ["image=picture"] if options.pop("image", None) is not None else []
+    named = [f"picture_{number + 1}" for number in range(policy.references)]
+    shown = "picture" if len(named) == 1 else f"[{', '.join(named)}]"
+    picture = [f"image={shown}"] if options.pop("image", None) is not None else []
     given = [f"{name}={value!r}" for name, value in options.items() if not isinstance(value, torch.Tensor)]
     return f'image = pipe(prompt="a prompt", {", ".join([*picture, *given])}).images[0]'
 
