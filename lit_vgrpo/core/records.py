@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_vgrpo.core.gather import rank_and_world_size
+from lit_vgrpo.system.memory import PeakMemory
 
 BACKWARD = 2
 """Cost of a pass's backward in forward passes: gradients of the activations and of the weights."""
@@ -155,12 +156,13 @@ class PassLedger:
         images: Images rolled out for training, over all ranks.
         decoded: Images decoded with gradient, over all ranks, forward and backward through VAE and reward.
         stopwatch: Time of the training steps.
+        memory: Peak memory by phase.
     """
 
     def __init__(self) -> None:
         self.ranks = 1
         self.images = self.decoded = 0
-        self.stopwatch = Stopwatch()
+        self.stopwatch, self.memory = Stopwatch(), PeakMemory()
         self.counts: dict[str, dict[str, int]] = {}
         self.current_phase = "update"
 
@@ -190,7 +192,8 @@ class PassLedger:
         """Count passes in the context under ``name``: rollout, old, reference, update, a copy's name, or evaluation."""
         before, self.current_phase = self.current_phase, name
         try:
-            yield
+            with self.memory.during(name):
+                yield
         finally:
             self.current_phase = before
 

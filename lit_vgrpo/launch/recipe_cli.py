@@ -239,7 +239,8 @@ class RecipeCLI(LightningCLI):
         policy = self.model.policy
         errors = picture_errors(policy, self.datamodule.training_rows())
         if self.datamodule.has_heldout:
-            errors += picture_errors(policy, self.datamodule.heldout_rows(), "held-out prompts")
+            with policy.sized(*self.model.evaluator.sides):
+                errors += picture_errors(policy, self.datamodule.heldout_rows(), "held-out prompts")
         return errors[:1]
 
     def plan(self) -> str:
@@ -249,7 +250,16 @@ class RecipeCLI(LightningCLI):
         plan = sizes.plan(ranks)  # raises where the sizes do not fit
         objective = self.model.objective
         table = plan.table(objective.passes_per_image(sizes, self.model.policy), objective.decodes_per_image())
-        return "\n".join([table, *gradient_note(self.model)])
+        return "\n".join([table, *self._evaluation_size(), *gradient_note(self.model)])
+
+    def _evaluation_size(self) -> list[str]:
+        """Return a line on held-out images of another size than the rollout's."""
+        evaluator, policy = self.model.evaluator, self.model.policy
+        if evaluator.sides == (None, None):
+            return []
+        sides = [of or own or "default" for of, own in zip(evaluator.sides, (policy.height, policy.width), strict=True)]
+        spec = evaluator.spec
+        return [f"Held-out images: {sides[0]} x {sides[1]} pixels, {spec.steps} steps, guidance {spec.guidance:g}."]
 
     def about_prompts(self) -> list[str]:
         """Return lines on the prompts that were read, and on those that a reward cannot score."""

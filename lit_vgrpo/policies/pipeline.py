@@ -206,6 +206,24 @@ class PipelinePolicy(nn.Module):
             return height * self.pixels_per_latent, width * self.pixels_per_latent
         return None if self.height is None or self.width is None else (self.height, self.width)
 
+    @contextmanager
+    def sized(self, height: int | None, width: int | None) -> Iterator[None]:
+        """Sample images of another size inside the block, in pixels; ``None`` keeps a side.
+
+        Raises:
+            LoadError: A loaded policy cannot sample this size.
+        """
+        before = self.height, self.width, self.latent_shape if self.loaded else (0, 0, 0)
+        self.height, self.width = height or self.height, width or self.width
+        try:
+            if self.loaded and (height or width):
+                self.latent_shape = self.find_latent_shape()
+            yield
+        finally:
+            self.height, self.width = before[:2]
+            if self.loaded:
+                self.latent_shape = before[2]
+
     def find_latent_shape(self) -> tuple[int, int, int]:
         """Return ``(C, h, w)`` for the image size; LoadError if the VAE or the patches do not divide it."""
         config = self.network.config

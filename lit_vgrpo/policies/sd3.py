@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.flow import FlowPolicy, flow_scheduler
+from lit_vgrpo.policies.flow import PATCH, FlowPolicy, flow_scheduler
+from lit_vgrpo.system.hub import LoadError
 
 
 @checked
@@ -39,6 +40,14 @@ class SD3Policy(FlowPolicy):
     def null_components(self, folder: Path) -> dict[str, None]:
         nulls = super().null_components(folder)
         return nulls if self.use_t5 else {**nulls, "text_encoder_3": None, "tokenizer_3": None}
+
+    def find_latent_shape(self) -> tuple[int, int, int]:
+        shape = super().find_latent_shape()
+        most = self.network.config.pos_embed_max_size * PATCH * self.pixels_per_latent
+        for name, side in zip(("height", "width"), shape[1:], strict=True):
+            if (pixels := side * self.pixels_per_latent) > most:
+                raise LoadError(f"model.policy.{name}={pixels} is more than the {most} pixels of {self.checkpoint}.")
+        return shape
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         tokens, _, pooled, _ = self.pipeline.encode_prompt(

@@ -23,6 +23,7 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import RewardError, ScoreQueue, Scores, Weighted
 from lit_vgrpo.rollout.sampler import ImageSampler
+from lit_vgrpo.system.memory import PeakMemory
 
 SIDE = 64
 """Longer side, in pixels, of the reduced images that are compared; losses of an autoencoder hardly show in them."""
@@ -42,6 +43,7 @@ class ScoreCollector:
         reward: Scores the images.
         needs_reward: False for a method without a reward, whose images are only counted.
         any_failure: Refuse a result in which any image failed, not only one in which all failed.
+        memory: Measures the peaks of ``decode`` and ``reward``.
 
     Attributes:
         queue: Queue of the images to score; ``None`` without a reward.
@@ -49,8 +51,15 @@ class ScoreCollector:
             time that threads scored during other phases.
     """
 
-    def __init__(self, policy: Policy, reward: Weighted, needs_reward: bool = True, any_failure: bool = False) -> None:
-        self.policy, self.reward, self.any_failure = policy, reward, any_failure
+    def __init__(
+        self,
+        policy: Policy,
+        reward: Weighted,
+        needs_reward: bool = True,
+        any_failure: bool = False,
+        memory: PeakMemory | None = None,
+    ) -> None:
+        self.policy, self.reward, self.any_failure, self.memory = policy, reward, any_failure, memory or PeakMemory()
         self.queue = ScoreQueue(reward) if needs_reward else None
         self.copies = CopyGuard()
         self.seconds: dict[str, float] = {}
@@ -80,10 +89,10 @@ class ScoreCollector:
         size = self.policy.decode_batch_size
         for start in range(0, len(images), size):
             part = slice(start, start + size)
-            with timed(self.seconds, "decode"):
+            with timed(self.seconds, "decode"), self.memory.during("decode"):
                 pixels = self.policy.decode(images.latents[part].to(self.policy.device))
             prompts, rows = [batch.prompts[g] for g in groups[part]], [dict(batch.rows[g]) for g in groups[part]]
-            with timed(self.seconds, "reward"):
+            with timed(self.seconds, "reward"), self.memory.during("reward"):
                 self.queue.put(pixels, prompts, rows)
                 self.copies.add(pixels, rows)
 
@@ -99,7 +108,7 @@ class ScoreCollector:
         rollout, self._parts = Rollout.joined(self._parts), []
         if self.queue is None:
             return rollout, gathered(Scores.empty(len(rollout)))
-        with timed(self.seconds, "reward"):
+        with timed(self.seconds, "reward"), self.memory.during("reward"):
             local = self.queue.take()
         # Negative if the overhead of threads exceeded the overlap.
         self.seconds["reward_overlapped"] = sum(local.seconds.values()) - self.seconds["reward"]

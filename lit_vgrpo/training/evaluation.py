@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -16,6 +17,7 @@ from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import objects_of_all_ranks, rows_of_all_ranks
 from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
 from lit_vgrpo.core.pictures import PICTURE
+from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.records import Evaluation, PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
@@ -25,6 +27,21 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import ScoreQueue, as_weighted
 from lit_vgrpo.rewards.function import RewardLike
+
+
+@checked
+@dataclass
+class EvaluationSpec(RolloutSpec):
+    """Sampling settings of held-out images; an option that is left out has its default, not the rollout's value.
+
+    Args:
+        height: Height in pixels; null uses the policy's.
+        width: Width in pixels; null uses the policy's.
+        **options: See :class:`~lit_vgrpo.core.types.RolloutSpec`.
+    """
+
+    height: Annotated[int, Range(1, 16_384)] | None = None
+    width: Annotated[int, Range(1, 16_384)] | None = None
 
 
 class HeldOutObserver(Protocol):
@@ -101,6 +118,7 @@ class Evaluator:
         queue: Queue of the training images, whose threads are shared.
 
     Attributes:
+        sides: Height and width of the images; ``None`` for the policy's.
         observed: Both rewards together.
         looks: Diversity, sharpness and saturation of the images, and their distance from those at the start.
         observers: Other metrics of the images.
@@ -121,6 +139,7 @@ class Evaluator:
         queue: ScoreQueue | None = None,
     ) -> None:
         self.policy, self.spec, self.batch_size, self.seed = policy, spec or RolloutSpec(), batch_size, seed
+        self.sides = (spec.height, spec.width) if isinstance(spec, EvaluationSpec) else (None, None)
         self.reward = as_weighted(reward)
         self.untrained = None if untrained is None else as_weighted(untrained, "model.heldout_reward")
         self.observed = self.reward.observing(self.untrained)
@@ -162,11 +181,12 @@ class Evaluator:
             images: Number of images over all ranks; 0 if unknown.
             references: The pictures that the prompts edit, ``(3, H, W)``, uint8, for a policy that edits.
         """
-        conditioning, rows = self.policy.encode_each(prompts, references)
-        noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
-        size = at_most(images, self.batch_size)
-        latents, _ = sample(self.policy, conditioning, rows, self.spec, noise, size)
-        return self.policy.decode(latents)
+        with self.policy.sized(*self.sides):
+            conditioning, rows = self.policy.encode_each(prompts, references)
+            noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
+            size = at_most(images, self.batch_size)
+            latents, _ = sample(self.policy, conditioning, rows, self.spec, noise, size)
+            return self.policy.decode(latents)
 
     def generate_batch(self, batch: PromptBatch) -> Tensor:
         """Sample a held-out batch's images ``(B, 3, H, W)`` in [0, 1]."""

@@ -32,7 +32,8 @@ PANELS: dict[str, dict[str, str]] = {
     },
     "KL": {"policy/kl": "KL", "policy/anchor_distance": "to the anchor"},
     "Variation of the surrogate": {"surrogate/cv": "all images", "surrogate/cv_within": "within groups"},
-    "Images per second": {"cost/images_per_second": "images/s"},
+    "Images per second": {"cost/images_per_second": "images/s", "cost/images_per_second_per_device": "per device"},
+    "Model FLOPs utilisation": {"cost/mfu": "share of the device's peak"},
 }
 """Metrics and their labels by the title of their plot."""
 HIDDEN = ("policy/updates", "policy/surrogate", "policy/skipped_updates")
