@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lit_vgrpo.core.pictures import PICTURE, references_of
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import all_finite
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.data.prompts import Row, Rows
 from lit_vgrpo.errors import UserError, say
@@ -25,7 +26,7 @@ from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.paths import new_file, vacant_folder
-from lit_vgrpo.training.evaluation import EvaluationSpec
+from lit_vgrpo.training.evaluation import EvaluationSpec, sides_of
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 
@@ -79,7 +80,7 @@ def sample_images(options: SampleOptions) -> int:
     recipe = recipe_of(options.run, options.words, USED, "sampling")
     policy, spec = build_policy(recipe), spec_of(recipe, options)
     try:
-        with policy.sized(spec.height, spec.width):
+        with policy.sized(*sides_of(spec)):
             errors = picture_errors(policy, options.rows, fix="Add --image FILE")
         if errors:
             raise UserError(*errors)
@@ -99,17 +100,16 @@ def sample_images(options: SampleOptions) -> int:
     return 0
 
 
-def spec_of(recipe: dict[str, Any], options: SampleOptions) -> EvaluationSpec:
+def spec_of(recipe: dict[str, Any], options: SampleOptions) -> RolloutSpec:
     """Return the sampling settings of the run's evaluation, with the options applied."""
     spec = built_part(recipe, "model.evaluation", EvaluationSpec)
     if spec is None:
-        rollout = built_part(recipe, "model.objective", Objective).rollout_spec(0).as_ode()
-        spec = EvaluationSpec(**{field.name: getattr(rollout, field.name) for field in fields(rollout)})
+        spec = built_part(recipe, "model.objective", Objective).rollout_spec(0).as_ode()
     asked = {"steps": options.steps, "guidance": options.guidance}
     return replace(spec, **{name: value for name, value in asked.items() if value is not None})
 
 
-def image_of(policy: Policy, spec: EvaluationSpec, row: Row, seed: int) -> Tensor:
+def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
     """Sample an image ``(3, H, W)`` in [0, 1] that depends only on its row, its seed and the weights.
 
     The noise is what the family's pipeline draws with a CPU generator of the seed. Each image is sampled alone,
@@ -119,7 +119,7 @@ def image_of(policy: Policy, spec: EvaluationSpec, row: Row, seed: int) -> Tenso
         UserError: The image holds NaN or infinite values, which a file would show as black.
     """
     prompt = row["prompt"]
-    with policy.sized(spec.height, spec.width):
+    with policy.sized(*sides_of(spec)):
         cond = policy.encode([prompt], references_of([row]))
         noise = policy.prior([torch.Generator().manual_seed(seed)])
         latents, _ = sample(policy, cond, torch.zeros(1, dtype=torch.long), spec, noise)

@@ -119,11 +119,9 @@ def stacked_references(rows: Sequence[Mapping[str, Any]]) -> Tensor | None:
 
 def _stacked(pictures: Sequence[Tensor]) -> Tensor:
     shapes = {tuple(picture.shape) for picture in pictures}
-    if len({shape[:-2] for shape in shapes}) > 1:
-        raise ValueError("The rows have different numbers of pictures. Give each row the same number.")
     if len(shapes) > 1:
-        listed = " and ".join(f"{height} x {width}" for *_, height, width in sorted(shapes))
-        raise ValueError(f"The rows' pictures have different sizes, {listed} pixels. Resize them to the same size.")
+        listed = " and ".join(" x ".join(map(str, shape)) for shape in sorted(shapes))
+        raise ValueError(f"The rows' pictures differ in number or size, {listed}. Give each row the same.")
     return torch.stack(list(pictures))
 
 

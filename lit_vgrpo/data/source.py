@@ -80,12 +80,7 @@ def as_source(value: Source | Path) -> PromptSource:
 
 
 def as_sources(value: Sources) -> list[PromptSource]:
-    """Return one or several sources as a list; several get names.
-
-    Raises:
-        TypeError: See :func:`as_source`.
-        ValueError: See :func:`as_source`, or two sources have the same name.
-    """
+    """Return one or several sources as a list, several with different names; raises as in :func:`as_source`."""
     if isinstance(value, str | PromptSource | Mapping):
         return [as_source(value)]
     sources = [as_source(entry) for entry in value]

@@ -20,7 +20,7 @@ from lit_vgrpo.training.settings import unfit_callbacks
 OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
 LOGGED = (
     *("heldout/", "reward/", "source/", "policy/", "cost/", "time/", "memory/", "passes/", "scouts/", "surrogate/"),
-    *("train/", "lr-"),
+    *("edit/", "train/", "lr-"),
 )
 """Prefixes of all metrics that a run logs."""
 
@@ -61,10 +61,9 @@ def picture_errors(
                 f"{name} cannot edit pictures, but {where}, has the field {PICTURE}. Use KontextPolicy, or rename it."
             ]
         if policy.edits and len(files) != policy.references:
-            other = "use QwenImageEditPolicy or Flux2EditPolicy, which take several"
-            advice = f"set model.policy.references={len(files)}" if policy.takes_several else other
-            counts = f"edits {counted(policy.references, 'picture')} per prompt, but {where}, has {len(files)}"
-            return [f"{name} {counts}. Give every row the same number, and {advice}."]
+            found = f"{name} edits {counted(policy.references, 'picture')} per prompt, but {where}, has {len(files)}"
+            option = "model.policy.references of QwenImageEditPolicy or Flux2EditPolicy"
+            return [f"{found}. Give every row the same number, and set {option} to it."]
         for file in files if policy.edits else ():
             if (error := size_error(policy, picture_size(file))) is not None:
                 return [f"{file}, of {where}, {error}"]
@@ -77,24 +76,20 @@ class UnscorablePrompts:
 
     Attributes:
         what: Kind of prompts, for messages.
-        fix: Advice if none of them can be scored.
         prompts: Number of prompts that were checked.
         unknown: Errors of rows that name an unknown reward.
         of_reward: Errors of prompts, by the reward's name.
     """
 
     what: str = "prompts"
-    fix: str = ""
     prompts: int = 0
     unknown: list[str] = field(default_factory=list)
     of_reward: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts", fix: str = ""
-    ) -> UnscorablePrompts:
+    def of(cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts") -> UnscorablePrompts:
         """Check every prompt with every reward that applies to it."""
-        found = cls(what, fix)
+        found = cls(what)
         names: dict[str, str] = {}
         for row in rows:
             found.prompts += 1
@@ -126,4 +121,4 @@ class UnscorablePrompts:
             return [*self.unknown, *self.lines()]
         counts = map(len, self.of_reward.values())
         hopeless = [line for count, line in zip(counts, self.lines(), strict=True) if count == self.prompts]
-        return [*self.unknown, *(line + self.fix for line in hopeless)]
+        return [*self.unknown, *hopeless]

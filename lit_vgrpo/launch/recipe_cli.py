@@ -226,9 +226,8 @@ class RecipeCLI(LightningCLI):
         """Return the training and held-out prompts that the rewards cannot score."""
         found = []
         for name, rows in self.datamodule.rows_by_source() if self.model.objective.needs_reward else ():
-            fix = "" if name is None else f" Name the rewards that apply to the source {name}, with rewards=."
-            what = "prompts" if name is None else f"prompts of the source {name}"
-            found.append(UnscorablePrompts.of(self.model.reward, rows, what, fix))
+            source = f" of the source {name} (its option rewards names those that apply)" if name else ""
+            found.append(UnscorablePrompts.of(self.model.reward, rows, f"prompts{source}"))
         if self.datamodule.has_heldout:
             held_out = self.datamodule.heldout_rows()
             found.append(UnscorablePrompts.of(self.model.evaluator.observed, held_out, "held-out prompts"))
@@ -250,16 +249,7 @@ class RecipeCLI(LightningCLI):
         plan = sizes.plan(ranks)  # raises where the sizes do not fit
         objective = self.model.objective
         table = plan.table(objective.passes_per_image(sizes, self.model.policy), objective.decodes_per_image())
-        return "\n".join([table, *self._evaluation_size(), *gradient_note(self.model)])
-
-    def _evaluation_size(self) -> list[str]:
-        """Return a line on held-out images of another size than the rollout's."""
-        evaluator, policy = self.model.evaluator, self.model.policy
-        if evaluator.sides == (None, None):
-            return []
-        sides = [of or own or "default" for of, own in zip(evaluator.sides, (policy.height, policy.width), strict=True)]
-        spec = evaluator.spec
-        return [f"Held-out images: {sides[0]} x {sides[1]} pixels, {spec.steps} steps, guidance {spec.guidance:g}."]
+        return "\n".join([table, *self.model.evaluator.describe(), *gradient_note(self.model)])
 
     def about_prompts(self) -> list[str]:
         """Return lines on the prompts that were read, and on those that a reward cannot score."""

@@ -68,11 +68,9 @@ def pictures_for(policy: Policy, prompts: Sequence[str], seed: int = 0) -> list[
     blank = policy.blank_references(len(prompts))
     if blank is None:
         return None
+    shape = blank[0].shape
     draws = [torch.Generator().manual_seed(seed + sum(prompt.encode())) for prompt in prompts]
-    return [
-        torch.randint(256, picture.shape, generator=draw, dtype=torch.uint8)
-        for picture, draw in zip(blank, draws, strict=True)
-    ]
+    return [torch.randint(256, shape, generator=draw, dtype=torch.uint8) for draw in draws]
 
 
 def encoded(policy: Policy, prompts: Sequence[str], seed: int = 0) -> Conditioning:

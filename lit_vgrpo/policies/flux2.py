@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil
-from lit_vgrpo.core.ranges import Range, checked
+from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.flow import PATCH
 from lit_vgrpo.policies.flux import REFERENCE_LATENTS
@@ -136,16 +136,18 @@ class Flux2EditPolicy(Flux2Policy):
 
     Args:
         checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
-        references: Pictures per prompt, of which the model takes up to four.
+        references: Pictures per prompt: up to four.
         **options: See :class:`~lit_vgrpo.policies.flow.FlowPolicy`.
     """
 
     edits: ClassVar[bool] = True
-    takes_several: ClassVar[bool] = True
     pipeline_takes_one: ClassVar[bool] = True
+    most_references: ClassVar[int] = 4
 
-    def __init__(self, checkpoint: str, references: Annotated[int, Range(1, 4)] = 1, **options: Any) -> None:
+    def __init__(self, checkpoint: str, references: PositiveInt = 1, **options: Any) -> None:
         super().__init__(checkpoint, **options)
+        if references > self.most_references:
+            raise ValueError(f"references={references}: {type(self).__name__} takes at most {self.most_references}.")
         self.references = references
 
     def find_latent_shape(self) -> tuple[int, int, int]:
@@ -183,13 +185,10 @@ class Flux2DevPolicy(Flux2Policy):
         return self.pipeline.tokenizer.apply_chat_template(messages, tokenize=False)
 
 
-@checked
 class Flux2DevEditPolicy(Flux2EditPolicy, Flux2DevPolicy):
     """``Flux2Pipeline`` called with up to six pictures for each prompt, see :class:`Flux2EditPolicy`."""
 
-    def __init__(self, checkpoint: str, references: Annotated[int, Range(1, 6)] = 1, **options: Any) -> None:
-        super().__init__(checkpoint, **options)
-        self.references = references
+    most_references: ClassVar[int] = 6
 
 
 def _ids(image: int, rows: int, columns: int, length: int, device: torch.device) -> Tensor:

@@ -132,11 +132,7 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
 def flops_per_image(policy: Policy) -> tuple[int, int]:
     """Return the floating-point operations of a network pass on one image, without and with its backward pass.
 
-    Recomputation by gradient checkpointing is not counted.
-
-    Raises:
-        NotEstimated: See :func:`policy_on_meta`.
-        LoadError: See :func:`policy_on_meta`.
+    Recomputation by gradient checkpointing is not counted. Raises as in :func:`policy_on_meta`.
     """
     twin = policy_on_meta(policy)
     if twin.gradient_checkpointing:

@@ -64,8 +64,6 @@ class PipelinePolicy(nn.Module):
     default_lora_targets: ClassVar[tuple[str, ...]]
     edits: ClassVar[bool] = False
     """True if every prompt comes with a picture, of the size of the images."""
-    takes_several: ClassVar[bool] = False
-    """True if :attr:`references` is an option of the family."""
     references: int = 1
     """Pictures per prompt, for a family that edits."""
     uses_latent_shift: ClassVar[bool] = True
@@ -208,11 +206,7 @@ class PipelinePolicy(nn.Module):
 
     @contextmanager
     def sized(self, height: int | None, width: int | None) -> Iterator[None]:
-        """Sample images of another size inside the block, in pixels; ``None`` keeps a side.
-
-        Raises:
-            LoadError: A loaded policy cannot sample this size.
-        """
+        """Sample images of another size inside the block, ``None`` keeps a side; LoadError if loaded and impossible."""
         before = self.height, self.width, self.latent_shape if self.loaded else (0, 0, 0)
         self.height, self.width = height or self.height, width or self.width
         try:

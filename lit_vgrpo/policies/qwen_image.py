@@ -107,7 +107,6 @@ class QwenImageEditPolicy(QwenImagePolicy):
 
     pipeline_class: ClassVar[str] = "QwenImageEditPlusPipeline"
     edits: ClassVar[bool] = True
-    takes_several: ClassVar[bool] = True
     pipeline_takes_one: ClassVar[bool] = True
 
     def __init__(self, checkpoint: str, references: Annotated[int, Range(1, 3)] = 1, **options: Any) -> None:

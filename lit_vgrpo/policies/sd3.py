@@ -43,10 +43,9 @@ class SD3Policy(FlowPolicy):
 
     def find_latent_shape(self) -> tuple[int, int, int]:
         shape = super().find_latent_shape()
-        most = self.network.config.pos_embed_max_size * PATCH * self.pixels_per_latent
-        for name, side in zip(("height", "width"), shape[1:], strict=True):
-            if (pixels := side * self.pixels_per_latent) > most:
-                raise LoadError(f"model.policy.{name}={pixels} is more than the {most} pixels of {self.checkpoint}.")
+        if max(shape[1:]) > (most := self.network.config.pos_embed_max_size * PATCH):
+            pixels = most * self.pipeline.vae_scale_factor
+            raise LoadError(f"model.policy.height and width of {self.checkpoint} are at most {pixels} pixels.")
         return shape
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:

@@ -52,14 +52,9 @@ class ScoreCollector:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        reward: Weighted,
-        needs_reward: bool = True,
-        any_failure: bool = False,
-        memory: PeakMemory | None = None,
+        self, policy: Policy, reward: Weighted, needs_reward: bool, any_failure: bool, memory: PeakMemory
     ) -> None:
-        self.policy, self.reward, self.any_failure, self.memory = policy, reward, any_failure, memory or PeakMemory()
+        self.policy, self.reward, self.any_failure, self.memory = policy, reward, any_failure, memory
         self.queue = ScoreQueue(reward) if needs_reward else None
         self.copies = CopyGuard()
         self.seconds: dict[str, float] = {}

@@ -44,6 +44,11 @@ class EvaluationSpec(RolloutSpec):
     width: Annotated[int, Range(1, 16_384)] | None = None
 
 
+def sides_of(spec: RolloutSpec) -> tuple[int | None, int | None]:
+    """Return the height and width of held-out images; ``None`` for the policy's."""
+    return (spec.height, spec.width) if isinstance(spec, EvaluationSpec) else (None, None)
+
+
 class HeldOutObserver(Protocol):
     """A metric of held-out images in addition to the reward, such as FID; called on every rank at every evaluation."""
 
@@ -139,7 +144,7 @@ class Evaluator:
         queue: ScoreQueue | None = None,
     ) -> None:
         self.policy, self.spec, self.batch_size, self.seed = policy, spec or RolloutSpec(), batch_size, seed
-        self.sides = (spec.height, spec.width) if isinstance(spec, EvaluationSpec) else (None, None)
+        self.sides = sides_of(self.spec)
         self.reward = as_weighted(reward)
         self.untrained = None if untrained is None else as_weighted(untrained, "model.heldout_reward")
         self.observed = self.reward.observing(self.untrained)
@@ -153,6 +158,13 @@ class Evaluator:
         self._sources: list[str] = []
         self._queue = ScoreQueue(self.observed, queue)
         self._of_images: dict[str, Tensor] = {}
+
+    def describe(self) -> list[str]:
+        """Return a line on images of another size than the policy's."""
+        with self.policy.sized(*self.sides):
+            height, width = (side or "default" for side in (self.policy.height, self.policy.width))
+        plan = f"{height} x {width} pixels, {self.spec.steps} steps, guidance {self.spec.guidance:g}"
+        return [] if self.sides == (None, None) else [f"Held-out images: {plan}."]
 
     @property
     def is_pending(self) -> bool:

@@ -98,7 +98,7 @@ def test_a_row_names_several_pictures(folder):
     assert torch.equal(both[0], alone)
     assert stacked_references(rows[:2]).shape == (2, 2, 3, 4, 6)
     assert len({text_of(row) for row in rows}) == 3
-    with pytest.raises(ValueError, match="different numbers of pictures"):
+    with pytest.raises(ValueError, match="differ in number or size, 2 x 3 x 4 x 6 and 3 x 4 x 6"):
         stacked_references(rows)
 
 

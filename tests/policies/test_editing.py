@@ -68,11 +68,11 @@ def test_the_number_of_pictures_is_checked_before_weights_are_read(tmp_path):
     assert picture_errors(QwenImageEditPolicy("nowhere", references=2, height=32, width=32), [two, two]) == []
     (fewer,) = picture_errors(Flux2EditPolicy("nowhere", references=2), [two, one])
     assert fewer.startswith('Flux2EditPolicy edits 2 pictures per prompt, but row 2 of the prompts, "red", has 1. ')
-    assert fewer.endswith("Give every row the same number, and set model.policy.references=1.")
+    assert "Give every row the same number, and set model.policy.references of" in fewer
     (more,) = picture_errors(KontextPolicy("nowhere"), [two])
-    assert more.endswith("use QwenImageEditPolicy or Flux2EditPolicy, which take several.")
+    assert more.startswith('KontextPolicy edits 1 picture per prompt, but row 1 of the prompts, "red", has 2. ')
     for family, most in ((QwenImageEditPolicy, 3), (Flux2EditPolicy, 4), (Flux2DevEditPolicy, 6)):
-        with pytest.raises(ValueError, match=f"references={most + 1}: Input should be less than or equal to {most}"):
+        with pytest.raises(ValueError, match=f"references={most + 1}: .* {most}"):
             family("nowhere", references=most + 1)
 
 

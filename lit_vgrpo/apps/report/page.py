@@ -25,7 +25,6 @@ from lit_vgrpo.apps.report.run_data import (
     LAYOUT,
     TO_EDIT,
     UNFINISHED,
-    Point,
     RunData,
     differences,
     read_run,
@@ -244,19 +243,12 @@ class RunPage:
             "Processes": summary.get("world_size"),
             "Peak memory": memory and f"{memory / 1e9:.1f} GB",
             "Peak memory by phase": ", ".join(f"{phase} {peak / 1e9:.1f} GB" for phase, peak in phases.items()) or None,
-            "Images per second and device": _mean_of(self.run.iterations, "cost/images_per_second_per_device"),
-            "Model FLOPs utilisation": _mean_of(self.run.iterations, "cost/mfu"),
             "Training": verdict.duration(self.run.total("seconds")),
             "Optimizer steps": summary.get("optimizer_steps"),
             "Seed": summary.get("seed", self.run.recipe.get("seed_everything")),
             **summary.get("versions", {}),
         }
         return [(name, str(value)) for name, value in found.items() if value is not None]
-
-
-def _mean_of(points: Sequence[Point], metric: str) -> str | None:
-    values = [point.metrics[metric] for point in points if metric in point.metrics]
-    return f"{np.mean(values):.3g}" if values else None
 
 
 def render(runs: Sequence[RunData], live: bool = False) -> str:
