@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
-from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
+from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.micro_batch import accumulate
 from lit_vgrpo.training.saved_weights import policy_errors
@@ -117,13 +117,15 @@ def _evaluation_errors(module: Any) -> list[str]:
 
 def _size_errors(policy: Policy, sides: tuple[int | None, int | None]) -> list[str]:
     """Return why a policy cannot sample held-out images of a size, if its configuration files are on this machine."""
-    if sides == (None, None) or policy_errors(policy):
+    if sides == (None, None):
         return []
     try:
-        with (policy if policy.loaded else policy_on_meta(policy)).sized(*sides):
+        twin = policy if policy.loaded else policy_on_meta(policy)
+    except Exception:  # files that are not here yet, or an error that loading reports
+        return []
+    try:
+        with twin.sized(*sides):
             return []
-    except NotEstimated:
-        return []  # found at the first evaluation
     except LoadError as error:
         return [str(error).replace("model.policy.", "model.evaluation.")]
 

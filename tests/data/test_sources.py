@@ -1,11 +1,14 @@
 """Sources by name: in batches on any number of ranks, in metrics, and what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import prompt_file
 
+from lit_vgrpo.apps.report.curves import plots
+from lit_vgrpo.apps.report.run_data import Point, RunData
 from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset
 from lit_vgrpo.data.source import as_sources
@@ -62,6 +65,18 @@ def test_statistics_by_source():
         "a": {"mean": 2, "std": 1, "no_spread": 0, "failed": 0},
         "b": {"mean": 5, "std": 0, "no_spread": 1, "failed": 1},
     }
+
+
+def test_the_report_plots_each_source():
+    metrics = {"source/a": 1.0, "source/b": 2.0}
+    trained, held_out = (
+        [Point({"iterations": n}, {**{name: n * x for name, x in metrics.items()}, **more}) for n in range(1, 5)]
+        for more in ({"source/a/std": 1.0, "source/b/std": 1.0}, {})
+    )
+    found = {
+        plot.title: [one.label for one in plot.series] for plot in plots([RunData(Path(), {}, {}, trained, held_out)])
+    }
+    assert found == {"Held-out reward by source": ["a", "b"], "Training reward by source": ["a", "b"]}
 
 
 @pytest.mark.parametrize(
