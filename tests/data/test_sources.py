@@ -86,7 +86,7 @@ def test_the_report_plots_each_source():
         ({"weight": -1}, "weight=-1: Input should be greater than 0"),
         ({"rewards": []}, "no reward applies. Name one, or leave it out."),
         ({"rewards": "shape"}, "names the reward shape in its field rewards, which the recipe does not have."),
-        ({"name": "cats"}, 'Reward "shapes" cannot score 2 of 2 prompts of the source cats.'),
+        ({"name": "cats"}, 'Reward "shapes" cannot score 2 of 2 prompts of the source cats '),
     ],
 )
 def test_bad_sources_are_one_line(tiny_recipe, second, said):
