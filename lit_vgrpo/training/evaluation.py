@@ -32,12 +32,11 @@ from lit_vgrpo.rewards.function import RewardLike
 @checked
 @dataclass
 class EvaluationSpec(RolloutSpec):
-    """Sampling settings of held-out images; an option that is left out has its default, not the rollout's value.
+    """A :class:`~lit_vgrpo.core.types.RolloutSpec` of held-out images, with its defaults, not the rollout's values.
 
     Args:
         height: Height in pixels; null uses the policy's.
         width: Width in pixels; null uses the policy's.
-        **options: See :class:`~lit_vgrpo.core.types.RolloutSpec`.
     """
 
     height: Annotated[int, Range(1, 16_384)] | None = None

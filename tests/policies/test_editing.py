@@ -1,16 +1,18 @@
 """Policies that edit pictures, beyond the contract: what they refuse, and what the embedding cache tells apart."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import repeating
+from helpers import make_data, make_module, make_trainer, repeating
 from PIL import Image
 from policies.contract import HEIGHT, NEGATIVE, PROMPTS, WIDTH, encoded, pictures, same_image_as_the_pipeline
 from policies.families import SLOW
 from rollouts import roll_out
 
 from lit_vgrpo.apps.memory.estimate import Pass, encoding_peak, peak_of_pass
+from lit_vgrpo.callbacks import Report, RewardLogger, SampleGrid
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.launch.checks import picture_errors
@@ -91,6 +93,35 @@ def test_several_pictures_give_the_pipelines_image(families, name, solver, guida
     with torch.no_grad():
         first, other = (policy(z, t, cond) for cond in conditionings)
     assert (first - other).abs().max() > 1e-5  # their order counts
+
+
+@pytest.mark.slow
+def test_a_run_edits_several_pictures(families, tmp_path):
+    """They reach the rewards, the log, the sample grid and the report."""
+    family, rows = families("flux2_edit"), []
+    height, width = family.size
+    for number in range(4):
+        names = [f"{number}{name}.png" for name in "ab"]
+        for shade, name in enumerate(names):
+            Image.new("RGB", (width, height), (60 * number, 100 * shade, 50)).save(tmp_path / name)
+        rows.append({"prompt": "join them", "image": names})
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def likeness(images, prompts, references):
+        assert references.shape == (len(images), 2, 3, height, width)
+        return -(images[:, None] - references).abs().mean((1, 2, 3, 4))
+
+    policy = family.policy_class(str(family.folder), **family.all_options({"references": 2, "lora_rank": 2}))
+    module = make_module(None, policy=policy, reward=likeness)
+    data = make_data(train=str(tmp_path / "rows.jsonl"), heldout=str(tmp_path / "rows.jsonl"))
+    callbacks = [RewardLogger(), SampleGrid(num_prompts=2, images_per_prompt=1), Report()]
+    trainer = make_trainer(tmp_path, 1, callbacks)
+    trainer.fit(module, datamodule=data)
+    assert 0 < trainer.callback_metrics["edit/similarity_to_reference"] < 1
+    layout = json.loads(Image.open(tmp_path / "samples" / "after.png").info["layout"])
+    assert len(layout["left"]) == 4  # the reference, the image and both pictures
+    (edited, *_) = sorted((tmp_path / "report").glob("*_edited.png"))
+    assert Image.open(edited).size == (2 * width, height)
 
 
 def test_a_group_edits_its_own_picture(editor, tmp_path):
