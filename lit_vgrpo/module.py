@@ -50,8 +50,7 @@ class VGRPOModule(L.LightningModule):
         reward: Scores the images: a reward or a function of images and prompts; ``Weighted`` combines several.
         optimizer: AdamW's settings, or any other optimizer, by ``class_path`` or as a function of the weights.
         heldout_reward: Scores held-out images in addition to the reward; never trained on.
-        advantage_std: The std that divides advantages: global (the iteration's), source (that of the source of the
-            prompt), group or none; null follows the paper.
+        advantage_std: The std that divides advantages: the iteration's, source's, group's or none; null: the paper's.
         advantage_aggregate: Normalise the sum of the rewards, or sum each one's advantages; null follows the paper.
         evaluation: Sampling of held-out images, by an ODE, also of another size; null uses the objective's rollout
             without noise.

@@ -45,7 +45,7 @@ class SD3Policy(FlowPolicy):
         shape = super().find_latent_shape()
         if max(shape[1:]) > (most := self.network.config.pos_embed_max_size * PATCH):
             pixels = most * self.pipeline.vae_scale_factor
-            raise LoadError(f"model.policy.height and width of {self.checkpoint} are at most {pixels} pixels.")
+            raise LoadError(f"{self.size_in}.height and width of {self.checkpoint} are at most {pixels} pixels.")
         return shape
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:

@@ -127,7 +127,7 @@ def _size_errors(policy: Policy, sides: tuple[int | None, int | None]) -> list[s
         with twin.sized(*sides):
             return []
     except LoadError as error:
-        return [str(error).replace("model.policy.", "model.evaluation.")]
+        return [str(error)]
 
 
 def _quantisation_errors(module: Any) -> list[str]:

@@ -137,11 +137,8 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         batch = min(data.eval_batch_size, -(-images // trainer.world_size))
         sampled = at_most(images, module.rollout_batch_size) or batch
         evaluation = module.evaluation or spec.as_ode()
-        own_size = module.evaluator.sides != (None, None)
         with policy.sized(*module.evaluator.sides):
-            one_pass = Pass(sampled, evaluation.guidance, False)
-            peak = peak_of_pass(policy, one_pass) if own_size else peak_of(one_pass)
-            peak = max(peak, _decoding(policy, batch))
+            peak = max(peak_of_pass(policy, Pass(sampled, evaluation.guidance, False)), _decoding(policy, batch))
         phases[EVALUATION] = peak + bool(averages) * share.trained  # the averages are swapped in
     return Estimate(parts, phases, tuple(unknown))
 
