@@ -246,7 +246,7 @@ def sample(
     words: Settings = None,
     prompt: Annotated[list[str] | None, Option(help="Prompt; may be repeated.")] = None,
     prompts: Annotated[str | None, Option(help="File of prompts.")] = None,
-    image: Annotated[Path | None, Option(parser=_read_path, metavar="FILE", help="Picture to edit.")] = None,
+    image: Annotated[list[Path] | None, Option(parser=_read_path, metavar="FILE", help="Pictures to edit.")] = None,
     seed: Annotated[int, Option(min=0, help="Seed of the first image of each prompt.")] = 0,
     count: Annotated[int, Option(min=1, help="Images per prompt, each with the next seed.")] = 1,
     reference: Annotated[bool, Option("--reference", help="Use the reference's weights.")] = False,

@@ -236,12 +236,13 @@ class RunPage:
     def facts(self) -> list[tuple[str, str]]:
         """Device, memory, seed and versions."""
         summary = self.run.summary
-        memory = summary.get("peak_memory_bytes")
+        memory, phases = summary.get("peak_memory_bytes"), summary.get("peak_memory_bytes_by_phase", {})
         found = {
             "Outcome": self.run.outcome,
             "Device": summary.get("device"),
             "Processes": summary.get("world_size"),
             "Peak memory": memory and f"{memory / 1e9:.1f} GB",
+            "Peak memory by phase": ", ".join(f"{phase} {peak / 1e9:.1f} GB" for phase, peak in phases.items()) or None,
             "Training": verdict.duration(self.run.total("seconds")),
             "Optimizer steps": summary.get("optimizer_steps"),
             "Seed": summary.get("seed", self.run.recipe.get("seed_everything")),
