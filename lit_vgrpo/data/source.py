@@ -35,6 +35,8 @@ class PromptSource:
         config: Configuration of a dataset that has several.
         rewards: Names of the rewards that apply to these prompts, for rows without a field of that name; all by
             default.
+        teacher: Name of the teacher of these prompts in :class:`~lit_vgrpo.objectives.OPD`, for rows without a field of
+            that name.
         limit: Use only the first N rows.
 
     Raises:
@@ -48,6 +50,7 @@ class PromptSource:
     split: str | None = None
     config: str | None = None
     rewards: str | list[str] | None = None
+    teacher: str | None = None
     limit: PositiveInt | None = None
 
 

@@ -15,6 +15,7 @@ from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.training.micro_batch import accumulate
 from lit_vgrpo.training.saved_weights import policy_errors
 from lit_vgrpo.training.strategies import launcher_error, strategy_errors
+from lit_vgrpo.training.teachers import teacher_errors
 from lit_vgrpo.training.trainer_internals import callbacks_of, count_iterations, forget_datamodule
 
 EXPECTED_WARNINGS = (
@@ -63,6 +64,7 @@ def module_errors(module: Any, sizes: Sizes) -> list[str]:
         *module.optimization.check(),
         *module.objective.policy_errors(type(module.policy)),
         *module.objective.check(sizes),
+        *teacher_errors(module.objective, module.policy),
         *_evaluation_errors(module),
         *_guidance_errors(module),
         *_quantisation_errors(module),
