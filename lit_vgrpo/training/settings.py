@@ -64,7 +64,6 @@ def module_errors(module: Any, sizes: Sizes) -> list[str]:
         *module.optimization.check(),
         *module.objective.policy_errors(type(module.policy)),
         *module.objective.check(sizes),
-        *teacher_errors(module.objective, module.policy),
         *_evaluation_errors(module),
         *_guidance_errors(module),
         *_quantisation_errors(module),
@@ -80,6 +79,7 @@ def errors_under(module: Any, strategy: Any, sizes: Sizes, ranks: int, has_heldo
         *strategy_errors(strategy, module.policy, optimizer, sizes, spec),
         *module_errors(module, sizes),
         *_people_errors(module, sizes, ranks, has_heldout),
+        *teacher_errors(module.objective, module.policy),
     ]
 
 
