@@ -18,6 +18,7 @@ import torch
 from all_methods import METHODS, REPLAYED
 from helpers import Brightness, make_data, make_module, make_trainer
 from processes import small_strategy
+from teachers import make_student, make_task
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import EMA
@@ -76,8 +77,11 @@ def job(folder, out, strategy, text):
     own = {"skip": Broken, "stop": Broken, "idle": anchored}
     # A larger eps: Adam makes whole steps of the rounding noise of a gradient that is zero, as that of a key bias is.
     chosen_parts = IDLE if name == "idle" else {"optimizer": OptimizerConfig(lr=1e-4, eps=1e-6)}
-    objective = own[name]() if name in own else (METHODS | REPLAYED)[name][0]()
-    module = make_module(folder, objective, non_finite="skip" if name == "skip" else "stop", **chosen_parts)
+    if name == "OPD":
+        module = make_student(folder, Path(out, f"teachers.{RANK}"))
+    else:
+        objective = own[name]() if name in own else (METHODS | REPLAYED)[name][0]()
+        module = make_module(folder, objective, non_finite="skip" if name == "skip" else "stop", **chosen_parts)
     ema, seen = EMA(0.5), Seen()
     module.evaluator.observers.append(seen)
     callbacks = [ema, seen, SaveInTheMiddle(chosen.pop("middle", -1), Path(out) / f"{name}.middle.ckpt")]
@@ -86,7 +90,7 @@ def job(folder, out, strategy, text):
     trainer = make_trainer(out, chosen.pop("iterations", 3), callbacks, gradient_clip_val=0.5, **ranks)
     error = ""
     try:
-        data = make_data(**{**DATA, **chosen})
+        data = (make_task if name == "OPD" else make_data)(**{**DATA, **chosen})
         trainer.fit(module, datamodule=data, ckpt_path=ckpt if ckpt.exists() else None)
     except FloatingPointError as stopped:
         error = str(stopped)
