@@ -25,7 +25,7 @@ TEACHER = "teacher"
 """The field of a row that names its teacher."""
 
 
-def kl_weight(spec: RolloutSpec, path: ProbabilityPath, t: Tensor, t_next: Tensor, second_time: float) -> Tensor:
+def kl_factor(spec: RolloutSpec, path: ProbabilityPath, t: Tensor, t_next: Tensor, second_time: float) -> Tensor:
     """Return the weights ``(K,)`` of ``m((v - v_teacher)^2)`` in the KL between two sampling steps, per dimension.
 
     A step's mean is linear in the network's prediction, with a factor ``c``: the KL is ``c^2 / (2 std^2)`` times the
@@ -58,7 +58,7 @@ class OPD(Objective):
         num_steps: Steps per image to compare, drawn once per iteration for all images; null for all, as in both papers.
         late_bias: Step ``i`` is drawn with a probability proportional to ``(i + 1)^late_bias``. DanceOPD draws a single
             late step, from another distribution.
-        weighting: ``kl`` weights the squared distance as in the KL between the sampling steps, see :func:`kl_weight`;
+        weighting: ``kl`` weights the squared distance as in the KL between the sampling steps, see :func:`kl_factor`;
             ``none`` does not, as in DanceOPD.
 
     Source:
@@ -138,7 +138,7 @@ class OPD(Objective):
         t, t_next, home = times[steps], times[steps + 1], rollout.latents.device
         weight = torch.ones_like(t)
         if self.weighting == "kl":
-            weight = kl_weight(self.spec, context.policy.path, t, t_next, float(times[1]))
+            weight = kl_factor(self.spec, context.policy.path, t, t_next, float(times[1]))
         before = chain.states[:, (steps - self.steps.start).to(home)] if self.spec.is_sde else chain.states
         extras = {"before": before, "t": t.to(home).expand(shape), "weight": weight.to(home).expand(shape)}
         experience = context.experience(extras=extras)
@@ -150,12 +150,13 @@ class OPD(Objective):
         teacher, policy = self._teacher_numbers(context), context.policy
         target = torch.empty_like(experience.extras["before"])
         counts = self.all_ranks(teacher.bincount(minlength=len(self.teachers))[None])
-        for number, copy in enumerate(self.copies.values()):
+        for number, name in enumerate(self.teachers):
+            copy = self.copies[self.copy_of(name)]
             own = (teacher == number).nonzero().flatten().to(target.device)
             # Sharded weights are gathered in a pass, so all ranks make as many; the first image fills them up.
             padded = F.pad(own, (0, int(counts[:, number].max()) - len(own)))
-            copy.to(policy.device)
             if len(padded):
+                copy.to(policy.device)
                 with context.ledger.phase(TEACHER), copy.swapped_into(policy):
                     micros = map(experience.select, padded.split(context.micro_batch_size))
                     found = torch.cat([self._predictions(policy, micro).to(target.device) for micro in micros])
