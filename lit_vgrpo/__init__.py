@@ -28,6 +28,7 @@ _HOMES = {
     "DDPO": "lit_vgrpo.objectives",
     "Denoising": "lit_vgrpo.objectives",
     "RewardGradient": "lit_vgrpo.objectives",
+    "OPD": "lit_vgrpo.objectives",
     "ChromaPolicy": "lit_vgrpo.policies",
     "Flux2DevEditPolicy": "lit_vgrpo.policies",
     "Flux2DevPolicy": "lit_vgrpo.policies",

@@ -34,6 +34,7 @@ from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, Opti
 from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import load_policy
 from lit_vgrpo.training.settings import fitting_callbacks, hide_expected_warnings, set_up
+from lit_vgrpo.training.teachers import load_teachers
 from lit_vgrpo.training.update_guard import NonFinite, UpdateGuard
 
 
@@ -215,6 +216,7 @@ class VGRPOModule(L.LightningModule):
         self.ledger.attach(self.policy.network)
         self.objective.connect(self.rollout_device, self.seed)
         self.objective.setup(self.policy)
+        load_teachers(self.objective, self.policy)
         # One copy of the start is enough if the method already has it.
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
 

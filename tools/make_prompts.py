@@ -99,16 +99,22 @@ def make_prompts(count: int, seed: int = 0) -> list[str]:
 def files() -> dict[str, str]:
     """Return the content of each shipped file; no prompt is in both a training file and its held-out file.
 
-    ``shapes_all.jsonl`` holds both, to pre-train on.
+    ``shapes_all.jsonl`` holds both, to pre-train on. In ``shapes_tasks``, the colour decides the reward and the teacher.
     """
     images = make_prompts(TRAIN_COUNT + HELDOUT_COUNT)
     texts = {"pickscore": (images[:TRAIN_COUNT], images[TRAIN_COUNT:]), "ocr": ocr_prompts()}
     found = {f"{name}_{side}.txt": _lines(part) for name, parts in texts.items() for side, part in _sides(parts)}
     pictures, signs = shapes.prompt_rows(), words.prompt_rows()
-    rows = {"geneval": geneval_rows(), "shapes": pictures, "words": signs}
+    tasks = tuple([row | dict.fromkeys(("rewards", "teacher"), task_of(row)) for row in part] for part in pictures)
+    rows = {"geneval": geneval_rows(), "shapes": pictures, "shapes_tasks": tasks, "words": signs}
     tables = {f"{name}_{side}": part for name, parts in rows.items() for side, part in _sides(parts)}
     tables["shapes_all"] = [*pictures[0], *pictures[1]]
     return found | {f"{name}.jsonl": _lines(json.dumps(row) for row in part) for name, part in tables.items()}
+
+
+def task_of(row: dict[str, str]) -> str:
+    """Return the attribute of a shape that matters for a prompt: the same for two colours of six."""
+    return list(shapes.CHOICES)[shapes.COLOURS.index(row["colour"]) // 2]
 
 
 def write(folder: Path) -> None:

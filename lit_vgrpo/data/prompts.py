@@ -90,6 +90,8 @@ def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str) -> Ro
     fields = {PROMPT: prompt, **{key: value for key, value in fields.items() if key != PROMPT}}
     if not fields.get("rewards") and source.rewards is not None:
         fields["rewards"] = source.rewards
+    if source.teacher is not None:
+        fields.setdefault("teacher", source.teacher)
     named = fields.get("rewards") or []
     if not isinstance(named, str | list) or not all(isinstance(one, str) for one in named):
         raise PromptError(f'{where}: "rewards" is {fields["rewards"]!r}. Write the names of rewards, such as ["ocr"].')

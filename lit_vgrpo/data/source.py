@@ -36,6 +36,8 @@ class PromptSource:
         config: Configuration of a dataset that has several.
         rewards: Names of the rewards that apply to these prompts, for rows without a field of that name; all by
             default.
+        teacher: Name of the teacher of these prompts in :class:`~lit_vgrpo.objectives.OPD`, for rows without a field of
+            that name.
         limit: Use only the first N rows.
         name: Name in metrics; with several sources the path's stem by default.
 
@@ -50,6 +52,7 @@ class PromptSource:
     split: str | None = None
     config: str | None = None
     rewards: str | list[str] | None = None
+    teacher: str | None = None
     limit: PositiveInt | None = None
     name: str | None = None
 

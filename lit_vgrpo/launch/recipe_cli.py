@@ -217,6 +217,7 @@ class RecipeCLI(LightningCLI):
         if not of_data:
             self.unscorable = self.find_unscorable()
             errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
+            errors += [*filter(None, map(model.objective.row_error, data.training_rows()))][:1]
         if not data.sizes.errors(ranks):
             errors += filter(None, [limit_error(model, self.trainer, data.sizes, data.has_heldout)])
         errors += [*of_data, *callback_errors(chosen)]

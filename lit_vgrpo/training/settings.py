@@ -18,6 +18,7 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.micro_batch import accumulate
 from lit_vgrpo.training.saved_weights import policy_errors
 from lit_vgrpo.training.strategies import launcher_error, strategy_errors
+from lit_vgrpo.training.teachers import teacher_errors
 from lit_vgrpo.training.trainer_internals import callbacks_of, count_iterations, forget_datamodule
 
 EXPECTED_WARNINGS = (
@@ -81,6 +82,7 @@ def errors_under(module: Any, strategy: Any, sizes: Sizes, ranks: int, has_heldo
         *strategy_errors(strategy, module.policy, optimizer, sizes, spec),
         *module_errors(module, sizes),
         *_people_errors(module, sizes, ranks, has_heldout),
+        *teacher_errors(module.objective, module.policy),
     ]
 
 

@@ -39,6 +39,7 @@ GOOD = {
     "prompts_per_iteration": 2,
     "group_size": 2,
     "kind": "taylorseer",
+    "teachers": {"ocr": "runs/ocr/export"},
 }
 """Options without a default."""
 NAMED = [

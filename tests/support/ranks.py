@@ -18,6 +18,7 @@ import torch
 from all_methods import METHODS, REPLAYED
 from helpers import Brightness, make_data, make_module, make_trainer, prompt_file
 from processes import small_strategy
+from teachers import make_student, make_task
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import EMA
@@ -88,8 +89,11 @@ def job(folder, out, strategy, text):
     if name == "two sources":
         chosen |= TWO_SOURCES
         chosen_parts |= {"reward": Weighted([Brightness(), JPEGCompressibility()]), "advantage_std": "source"}
-    objective = own[name]() if name in own else (METHODS | REPLAYED)[name][0]()
-    module = make_module(folder, objective, non_finite="skip" if name == "skip" else "stop", **chosen_parts)
+    if name == "OPD":
+        module = make_student(folder, Path(out, f"teachers.{RANK}"))
+    else:
+        objective = own[name]() if name in own else (METHODS | REPLAYED)[name][0]()
+        module = make_module(folder, objective, non_finite="skip" if name == "skip" else "stop", **chosen_parts)
     ema, seen = EMA(0.5), Seen()
     module.evaluator.observers.append(seen)
     callbacks = [ema, seen, SaveInTheMiddle(chosen.pop("middle", -1), Path(out) / f"{name}.middle.ckpt")]
@@ -98,7 +102,7 @@ def job(folder, out, strategy, text):
     trainer = make_trainer(out, chosen.pop("iterations", 3), callbacks, gradient_clip_val=0.5, **ranks)
     error = ""
     try:
-        data = make_data(**{**DATA, **chosen})
+        data = (make_task if name == "OPD" else make_data)(**{**DATA, **chosen})
         trainer.fit(module, datamodule=data, ckpt_path=ckpt if ckpt.exists() else None)
     except FloatingPointError as stopped:
         error = str(stopped)

@@ -27,6 +27,7 @@ OTHERS = {
     "AWM": TWO,
     "DanceGRPO": TWO,
     "RAM, pure noise": TWO_UPDATES,
+    "OPD": TWO_UPDATES,
 }
 CONTINUED = {
     **dict.fromkeys([*WHOLE, "DGPO, moving", "V-GRPO, scouts", "FlowBP"], f"{TWO_UPDATES},middle=1"),
@@ -38,7 +39,13 @@ CUT = dict.fromkeys(
     ["DGPO, no guidance", "V-GRPO, scouts", "DGPO, moving", "CRD", "V-GRPO, replay", "DRaFT-LV"],
     f"{TWO},prompts_per_iteration=2,micro_batch_size=2",
 )
-SHARDED = {"DGPO, moving": TWO_UPDATES, "AWM": TWO_UPDATES, "V-GRPO, replay": TWO_UPDATES, "DRaFT-K": TWO_UPDATES}
+SHARDED = {
+    "DGPO, moving": TWO_UPDATES,
+    "AWM": TWO_UPDATES,
+    "V-GRPO, replay": TWO_UPDATES,
+    "DRaFT-K": TWO_UPDATES,
+    "OPD": TWO_UPDATES,
+}
 
 
 def train(checkpoint, out, ranks, jobs):
