@@ -215,8 +215,21 @@ def report_runs(
 
 @app.command("eval", rich_help_panel=LOOK)
 def evaluate(
-    run: Run,
-    words: Settings = None,
+    run: Annotated[str, Argument(help="Run folder; with --benchmark also a pipeline's folder or hub name.")],
+    words: Annotated[
+        list[str] | None,
+        Argument(metavar="[RUN|MODEL|key=value]", help="With --benchmark, more runs and models; overrides."),
+    ] = None,
+    benchmark: Annotated[
+        str | None, Option(metavar="NAME", help="Score by the protocol of geneval, drawbench or another benchmark.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, Option(parser=_read_path, metavar="PATH", help="Local copy of the benchmark's prompts.")
+    ] = None,
+    pictures: Annotated[
+        Path | None, Option(parser=_read_path, metavar="FOLDER", help="Pictures that the benchmark edits.")
+    ] = None,
+    share: Annotated[str | None, Option(metavar="I/N", help="Score only the I-th of N shares of the images.")] = None,
     no_ema: NoEma = False,
     reference: Annotated[bool, Option("--reference", help="Evaluate the reference too.")] = False,
     checkpoint: Checkpoint = None,
@@ -224,7 +237,26 @@ def evaluate(
     features: Annotated[str | None, Option(help="Feature network of FID and diversity.")] = None,
     out: Out = None,
 ) -> int:
-    """Score a run's weights on its held-out prompts."""
+    """Score a run's weights on its held-out prompts, or runs and models by a benchmark."""
+    if benchmark is not None:
+        if fid_reference is not None or features is not None:
+            raise UserError("--fid-reference and --features have no effect with --benchmark. Leave them out.")
+        with _loading():
+            from lit_vgrpo.cli.benchmark import BenchmarkOptions, evaluate_benchmark
+        asked = BenchmarkOptions(
+            words=[run, *(words or [])],
+            name=benchmark,
+            prompts=prompts,
+            pictures=pictures,
+            shares=share,
+            no_ema=no_ema,
+            reference=reference,
+            checkpoint=checkpoint,
+            out=out,
+        )
+        return evaluate_benchmark(asked)
+    if prompts is not None or pictures is not None or share is not None:
+        raise UserError("--prompts, --pictures and --share need --benchmark NAME. Other prompts: data.heldout=FILE.")
     with _loading():
         from lit_vgrpo.cli.eval import EvaluateOptions
         from lit_vgrpo.cli.eval import evaluate as body

@@ -105,6 +105,10 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
     rewards = list(dict.fromkeys(name for run in runs for name in run.reward_names))
     parts = {name: name for name in rewards if len(rewards) > 1}
     found = _plots("Held-out reward", runs, {"reward": "sum", **parts, "untrained_reward": "untrained"})
+    tasks = list(dict.fromkeys(n for run in runs for point in run.evaluations for n in point.metrics if "/" in n))
+    for benchmark in dict.fromkeys(name.partition("/")[0] for name in tasks):
+        own = {name: name.partition("/")[2] for name in tasks if name.startswith(f"{benchmark}/")}
+        found += _plots(f"Held-out prompts of {benchmark}", runs, own)
     for title, metrics in PANELS.items():
         each = {f"reward/{name}": name for name in parts} if title == "Training reward" else {}
         found += _plots(title, runs, metrics | each)
