@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.config.recipe import SUFFIXES, loaded
-from lit_vgrpo.config.tree import apply_override
+from lit_vgrpo.config.tree import apply_override, expanded
 from lit_vgrpo.errors import UserError, unknown_option
 from lit_vgrpo.rewards import Reward, Weighted, as_weighted
 from lit_vgrpo.rewards.http import validation_message
@@ -140,7 +140,7 @@ def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
         apply_override(tree, key, text)
     changes = [word for word in scorer if word.partition("=")[0].rpartition(".")[2] not in SAME_SCORES]
     try:
-        return Benchmark.model_validate({**tree, "changed": changes})
+        return Benchmark.model_validate({**tree, REWARD: expanded(tree.get(REWARD)), "changed": changes})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
