@@ -46,13 +46,13 @@ class BenchmarkOptions:
 
     words: list[str]
     name: str
-    prompts: Path | None
-    pictures: Path | None
+    prompts: str | None
+    pictures: str | None
     shares: str | None
     no_ema: bool
     reference: bool
-    checkpoint: str | None
-    out: Path | None
+    named: str | None
+    out: Any
     subjects: list[str] = field(init=False)
     overrides: list[str] = field(init=False)
     benchmark: Benchmark = field(init=False)
@@ -67,7 +67,7 @@ class BenchmarkOptions:
         if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
             raise UserError(f"--share {self.shares} is not a share. Write --share 2/8 for the second of eight.")
         self.share = int(first), int(last)
-        if self.checkpoint is not None and len(self.subjects) > 1:
+        if self.named is not None and len(self.subjects) > 1:
             raise UserError("--checkpoint is for a single run. Name the checkpoint files as runs instead.")
         if self.out is not None and self.out.suffix != ".json":
             raise UserError(f"--out {self.out} is not a JSON file. Use --out {self.out.with_suffix('.json')}.")
@@ -83,12 +83,12 @@ def evaluate_benchmark(options: BenchmarkOptions) -> int:
     benchmark = options.benchmark
     subjects = [subject for word in options.subjects for subject in _subjects(word, options)]
     reward = benchmark.build_reward()
-    rows = read_rows(benchmark, options.prompts, options.pictures)
+    given = [None if path is None else Path(path).expanduser() for path in (options.prompts, options.pictures)]
+    rows = read_rows(benchmark, *given)
     if errors := [*reward.check(), *UnscorablePrompts.of(reward, rows).refused(any_failure=True)]:
         raise UserError(*errors)
-    images = len(rows) * benchmark.images_per_prompt
     say(
-        f"{benchmark.title}: {counted(len(rows), 'prompt')} x {benchmark.images_per_prompt} = {images} images per model"
+        f"{benchmark.title}: {counted(len(rows), 'prompt')} x {counted(benchmark.images_per_prompt, 'image')} per model"
     )
     fill(subjects, benchmark, rows, reward, options.share)
     if options.share[1] > 1:
@@ -122,7 +122,7 @@ def _subjects(word: str, options: BenchmarkOptions) -> list[Subject]:
         weights: dict[str, Any] = {REFERENCE: {"model": word, "files": _weight_files(word)}}
         label, folder, saved = base_name(word), Path(BENCHMARKS), None
     else:
-        run = RunOptions(words=[word], no_ema=options.no_ema, named=options.checkpoint)
+        run = RunOptions(words=[word], no_ema=options.no_ema, named=options.named)
         tree = recipe_of(run.run, words, [POLICY], "a benchmark")
         saved, variant = run.read_weights()
         about = {"checkpoint": str(saved.path), "optimizer_steps": saved.progress.optimizer_steps}

@@ -215,21 +215,14 @@ def report_runs(
 
 @app.command("eval", rich_help_panel=LOOK)
 def evaluate(
-    run: Annotated[str, Argument(help="Run folder; with --benchmark also a pipeline's folder or hub name.")],
+    run: Annotated[str, Argument(help="Run folder; for a benchmark also a pipeline's folder or hub name.")],
     words: Annotated[
-        list[str] | None,
-        Argument(metavar="[RUN|MODEL|key=value]", help="With --benchmark, more runs and models; overrides."),
+        list[str] | None, Argument(metavar="[RUN|MODEL|key=value]", help="More of them; overrides.")
     ] = None,
-    benchmark: Annotated[
-        str | None, Option(metavar="NAME", help="Score by the protocol of geneval, drawbench or another benchmark.")
-    ] = None,
-    prompts: Annotated[
-        Path | None, Option(parser=_read_path, metavar="PATH", help="Local copy of the benchmark's prompts.")
-    ] = None,
-    pictures: Annotated[
-        Path | None, Option(parser=_read_path, metavar="FOLDER", help="Pictures that the benchmark edits.")
-    ] = None,
-    share: Annotated[str | None, Option(metavar="I/N", help="Score only the I-th of N shares of the images.")] = None,
+    benchmark: Annotated[str | None, Option(metavar="NAME", help="Use a published protocol, such as geneval.")] = None,
+    prompts: Annotated[str | None, Option(metavar="PATH", help="Local copy of the benchmark's prompts.")] = None,
+    pictures: Annotated[str | None, Option(metavar="DIR", help="Pictures that the benchmark edits.")] = None,
+    share: Annotated[str | None, Option(metavar="I/N", help="Score the I-th of N shares of its images.")] = None,
     no_ema: NoEma = False,
     reference: Annotated[bool, Option("--reference", help="Evaluate the reference too.")] = False,
     checkpoint: Checkpoint = None,
@@ -238,38 +231,19 @@ def evaluate(
     out: Out = None,
 ) -> int:
     """Score a run's weights on its held-out prompts, or runs and models by a benchmark."""
-    if benchmark is not None:
-        if fid_reference is not None or features is not None:
-            raise UserError("--fid-reference and --features have no effect with --benchmark. Leave them out.")
-        with _loading():
-            from lit_vgrpo.cli.benchmark import BenchmarkOptions, evaluate_benchmark
-        asked = BenchmarkOptions(
-            words=[run, *(words or [])],
-            name=benchmark,
-            prompts=prompts,
-            pictures=pictures,
-            shares=share,
-            no_ema=no_ema,
-            reference=reference,
-            checkpoint=checkpoint,
-            out=out,
-        )
-        return evaluate_benchmark(asked)
-    if prompts is not None or pictures is not None or share is not None:
-        raise UserError("--prompts, --pictures and --share need --benchmark NAME. Other prompts: data.heldout=FILE.")
+    of_benchmark = {"--prompts": prompts, "--pictures": pictures, "--share": share}
+    unused = of_benchmark if benchmark is None else {"--fid-reference": fid_reference, "--features": features}
+    for option in (option for option, value in unused.items() if value is not None):
+        raise UserError(f"{option} has no effect with{'out' * (benchmark is None)} --benchmark NAME. Leave it out.")
+    given: dict[str, Any] = {"words": [run, *(words or [])], "no_ema": no_ema, "named": checkpoint, "out": out}
     with _loading():
-        from lit_vgrpo.cli.eval import EvaluateOptions
-        from lit_vgrpo.cli.eval import evaluate as body
-    options = EvaluateOptions(
-        words=[run, *(words or [])],
-        no_ema=no_ema,
-        named=checkpoint,
-        reference=reference,
-        features=features,
-        fid_reference=fid_reference,
-        out=out,
-    )
-    return body(options)
+        from lit_vgrpo.cli import eval as held_out
+        from lit_vgrpo.cli.benchmark import BenchmarkOptions, evaluate_benchmark
+    if benchmark is not None:
+        given |= {"prompts": prompts, "pictures": pictures, "shares": share}
+        return evaluate_benchmark(BenchmarkOptions(name=benchmark, reference=reference, **given))
+    options = held_out.EvaluateOptions(reference=reference, features=features, fid_reference=fid_reference, **given)
+    return held_out.evaluate(options)
 
 
 @app.command(rich_help_panel=LOOK)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, Field
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_uint8
@@ -25,27 +25,13 @@ CANDIDATES = 20
 """Most probable tokens that a server lists; more are refused by OpenAI and by vLLM's default."""
 
 
-class _Token(BaseModel):
-    token: str
-    logprob: float
-
-
-class _Position(BaseModel):
-    top_logprobs: list[_Token] = Field(min_length=1)
-
-
-class _Logprobs(BaseModel):
-    content: list[_Position] = Field(min_length=1)
-
-
-class _Choice(BaseModel):
-    logprobs: _Logprobs
-
-
-class _Completion(BaseModel):
-    """A response of the chat completions API with log-probabilities."""
-
-    choices: list[_Choice] = Field(min_length=1)
+def _read(body: bytes) -> dict[str, float]:
+    """Return the log-probabilities of the most probable first tokens in a chat completion."""
+    try:
+        listed = json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        return {str(token["token"]): float(token["logprob"]) for token in listed}
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError("no log-probabilities: does the server support logprobs?") from error
 
 
 @checked
@@ -99,8 +85,8 @@ class QuestionScore(RemoteReward):
         headers = {"Authorization": f"Bearer {self.connection.token}"} if self.connection.token else {}
         try:
             is_local = is_loopback(httpx.URL(self.url).host)
-            with httpx.Client(timeout=CONNECT_TIMEOUT_S, trust_env=not is_local, headers=headers) as client:
-                client.get(f"{self.url}/models").raise_for_status()
+            page = httpx.get(f"{self.url}/models", timeout=CONNECT_TIMEOUT_S, trust_env=not is_local, headers=headers)
+            page.raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             where = f"{self.option('url')}={self._shown.removesuffix('/chat/completions')}"
             start = f"Run: pip install vllm && vllm serve {self.model}, or set {self.option('url')} to another server."
@@ -116,7 +102,7 @@ class QuestionScore(RemoteReward):
         default = [[(self.question.replace("{prompt}", prompt), "yes")] for prompt in prompts]
         asked = [row.get(self.field) or own for row, own in zip(rows, default, strict=True)]
         calls = [
-            (partial(self._content, pictures, question), _Completion.model_validate_json)
+            (partial(self._content, pictures, question), _read)
             for pictures, questions in zip(seen, asked, strict=True)
             for question, _ in questions
         ]
@@ -127,15 +113,13 @@ class QuestionScore(RemoteReward):
             scores.append(found.mean().exp() if self.mean == "geometric" else found.exp().mean())
         return torch.stack(scores).float() if scores else torch.zeros(0)
 
-    def _log_probability(self, answer: _Completion | RequestError, expected: str) -> float:
-        if isinstance(answer, RequestError):
-            self.failure = answer.reason
+    def _log_probability(self, tokens: dict[str, float] | RequestError, expected: str) -> float:
+        if isinstance(tokens, RequestError):
+            self.failure = tokens.reason
             return math.nan
-        tokens = answer.choices[0].logprobs.content[0].top_logprobs
         wanted = {expected.casefold(), DIGITS.get(expected.casefold(), expected.casefold())}
-        hits = [token.logprob for token in tokens if token.token.strip().casefold() in wanted]
-        found = math.log(sum(map(math.exp, hits))) if hits else min(token.logprob for token in tokens)
-        return min(found, 0.0)
+        found = sum(math.exp(number) for token, number in tokens.items() if token.strip().casefold() in wanted)
+        return min(math.log(found), 0.0) if found else min(tokens.values(), default=math.nan)
 
     def _content(self, pictures: list[bytes], question: str) -> dict[str, Any]:
         addresses = ["data:image/png;base64," + base64.b64encode(picture).decode() for picture in pictures]

@@ -26,13 +26,12 @@ class _Strict(BaseModel):
 
 
 class Prompts(_Strict):
-    """The files with a benchmark's prompts.
+    """The files with a benchmark's prompts, which are downloaded and never copied.
 
     Attributes:
         base: Address of the files' folder, with ``{revision}``.
         revision: The commit, which fixes the files.
         files: SHA-256 of each file; null if it is not known, and only the commit fixes the file.
-        licence: Licence of the files, which are never copied.
         prompt: Field of the prompt.
         task: Field by which scores are grouped; ``file`` groups by file, null does not group.
         distinct: Use each distinct prompt once.
@@ -51,17 +50,15 @@ class Prompts(_Strict):
     get_pictures: str = ""
 
     @property
-    def urls(self) -> dict[str, str]:
-        """The address of each file."""
-        return {name: self.base.format(revision=self.revision) + name for name in self.files}
+    def address(self) -> str:
+        """The address of the files' folder."""
+        return self.base.format(revision=self.revision)
 
 
 class Paper(_Strict):
-    """A paper that reports the benchmark.
+    """A paper that reports the benchmark, with the parts of the protocol that it or its code states.
 
     Attributes:
-        name: The paper, its table, and where its protocol is stated.
-        protocol: Parts of the protocol that the paper or its code states.
         never: Why no score of this preset may be put beside it; null if the protocol decides.
     """
 
@@ -74,14 +71,13 @@ class Benchmark(_Strict):
     """A benchmark with its protocol.
 
     Attributes:
-        images_per_prompt, height, width, steps, guidance, seed: The protocol; a size of null is the model's default.
+        height, width: Size of the images; null is the model's default.
         solver: ODE solver; null uses the first one of the model's family.
-        limit: Use only this number of prompts, the first ones of every task in turn; null uses all.
-        batch_size: Images per forward pass.
+        limit: Use only this number of prompts, the first ones of every task in turn.
         reward: The scorers, as in a recipe.
         scale: Factors of reported scores by the scorer's name, such as 100.
         mean_of: The overall score is the mean of the tasks' means, or of all images.
-        otherwise: What this preset does differently than the benchmark's own code.
+        otherwise: What this preset does differently than the benchmark's code.
         changed: Overrides that change the scorer.
     """
 
@@ -106,7 +102,7 @@ class Benchmark(_Strict):
 
     def build_reward(self) -> Weighted:
         """Build the scorers without loading them; raise UserError for an invalid option."""
-        reward: Reward = built_part({REWARD: self.reward}, REWARD, Reward)
+        reward: Reward = built_part({REWARD: expanded(self.reward)}, REWARD, Reward)
         return as_weighted(reward, REWARD)
 
     def protocol(self, count: int, solver: str) -> dict[str, Any]:
@@ -121,10 +117,7 @@ def shipped_benchmarks() -> dict[str, Path]:
 
 
 def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
-    """Read a preset and apply overrides such as ``steps=28`` or ``reward.url=http://...``.
-
-    Args:
-        name: A shipped benchmark, or a YAML file.
+    """Read a shipped preset or a YAML file, and apply overrides such as ``steps=28`` or ``reward.url=http://...``.
 
     Raises:
         UserError: There is no such benchmark, or a setting is invalid.
@@ -133,18 +126,18 @@ def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
     file = Path(name).expanduser() if name.endswith(SUFFIXES) else known.get(name)
     if file is None or not file.is_file():
         raise UserError(f"{name} is not a benchmark. Use one of: {', '.join(known)}; or a YAML file of the same form.")
-    tree: dict[Any, Any] = {"name": file.stem, **loaded(file)}
-    scorer = [word for word in overrides if word.startswith(REWARD)]
+    tree: dict[Any, Any] = {"name": file.stem, **loaded(file), "changed": []}
     for word in overrides:
         key, _, text = word.partition("=")
         apply_override(tree, key, text)
-    changes = [word for word in scorer if word.partition("=")[0].rpartition(".")[2] not in SAME_SCORES]
+        if key.startswith(REWARD) and key.rpartition(".")[2] not in SAME_SCORES:
+            tree["changed"].append(word)
     try:
-        return Benchmark.model_validate({**tree, REWARD: expanded(tree.get(REWARD)), "changed": changes})
+        return Benchmark.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
+            key = ".".join(map(str, first["loc"]))
             raise UserError(unknown_option(key, f"the benchmark {file.stem}", Benchmark.model_fields)) from error
         raise UserError(f"{file.stem}: {validation_message(error)}, not {first['input']!r}.") from error
 
@@ -155,12 +148,11 @@ def differences(paper: Paper, benchmark: Benchmark, protocols: Sequence[Mapping[
     Args:
         protocols: That of each model, from :meth:`Benchmark.protocol`.
     """
-    if paper.never is not None:
-        return [paper.never]
     found = [
         f"{name} {ours[name]} instead of {theirs}"
         for ours in protocols
         for name, theirs in paper.protocol.items()
         if ours[name] != theirs
     ]
-    return list(dict.fromkeys([*found, *(f"another scorer: {word}" for word in benchmark.changed)]))
+    scorers = [f"another scorer: {word}" for word in benchmark.changed]
+    return [paper.never] if paper.never is not None else list(dict.fromkeys([*found, *scorers]))

@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-from lit_vgrpo.apps.benchmark.preset import Benchmark, Prompts
+from lit_vgrpo.apps.benchmark.preset import Benchmark
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.data.prompts import PROMPT, Rows
 from lit_vgrpo.errors import UserError, one_line
@@ -73,7 +73,7 @@ def _files(benchmark: Benchmark, given: Path | None) -> dict[str, Path]:
     for name, wanted in prompts.files.items():
         file = cache_folder(benchmark) / name if given is None else given / name if given.is_dir() else given
         if given is None and not file.is_file():
-            _download(prompts.urls[name], file, benchmark)
+            _download(f"{prompts.address}{name}", file, benchmark)
         if not file.is_file():
             raise UserError(f"--prompts {given} has no file {name}. {_advice(benchmark)}")
         if wanted is not None and (digest := file_sha256(file)) != wanted:
@@ -111,12 +111,10 @@ def _download(url: str, file: Path, benchmark: Benchmark) -> None:
 
 
 def _advice(benchmark: Benchmark) -> str:
-    prompts: Prompts = benchmark.prompts
-    names = ",".join(prompts.files)
-    names = names if len(prompts.files) == 1 else f"{{{names}}}"
-    base = prompts.base.format(revision=prompts.revision)
-    what = "FOLDER" if len(prompts.files) > 1 else f"FOLDER/{names}"
-    return f"With a network, run: curl -fL --create-dirs --output-dir FOLDER -O '{base}{names}'; add --prompts {what}"
+    names, several = ",".join(benchmark.prompts.files), len(benchmark.prompts.files) > 1
+    names = f"{{{names}}}" if several else names
+    command = f"curl -fL --create-dirs --output-dir FOLDER -O '{benchmark.prompts.address}{names}'"
+    return f"With a network, run: {command}; add --prompts FOLDER{'' if several else f'/{names}'}"
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:

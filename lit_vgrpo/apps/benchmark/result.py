@@ -15,7 +15,7 @@ from lit_vgrpo.apps.benchmark.scores import Subject
 from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.system.process import versions
 
-Numbers = npt.NDArray[np.float64]
+Numbers = npt.NDArray[Any]
 OVERALL, LEVEL, RESAMPLES = "overall", 0.95, 2000
 
 
@@ -29,83 +29,77 @@ def by_task(values: Numbers, prompts: Numbers, tasks: Sequence[str], mean_of: st
         mean_of: ``tasks`` takes the mean of the tasks' means, ``images`` that of all images.
 
     Returns:
-        By ``overall`` and task: ``mean``, ``low`` and ``high`` (``None`` without scores), ``count``, ``failed``.
+        By ``overall`` and task: ``mean``, ``low``, ``high``, ``count`` and ``failed``. The mean is ``None`` without
+        scores, and the interval if a task has a single prompt.
 
     >>> found = by_task(np.array([1.0, 1.0, 0.0]), np.array([0, 1, 2]), ["a", "a", "b"], "tasks")
     >>> {name: one["mean"] for name, one in found.items()}
     {'overall': 0.5, 'a': 1.0, 'b': 0.0}
     """
     random, labels, scored = np.random.default_rng(0), np.asarray(tasks), np.isfinite(values)
-    found: dict[str, Any] = {OVERALL: {}}
-    means, draws, weights = [], [], []
+    of_tasks: dict[str, Numbers] = {}
+    shares: list[float] = []
     for task in dict.fromkeys(tasks):
         chosen = scored & (labels == task)
         _, clusters = np.unique(prompts[chosen], return_inverse=True)
         sums, counts = np.bincount(clusters, values[chosen]), np.bincount(clusters)
-        mean, draw = math.nan, np.full(RESAMPLES, math.nan)
+        draws = np.full(RESAMPLES + 1, math.nan)  # the first one is the mean
         if len(sums):
+            draws[0] = sums.sum() / counts.sum()
+        if len(sums) > 1:
             picks = random.integers(len(sums), size=(RESAMPLES, len(sums)))
-            mean, draw = sums.sum() / counts.sum(), sums[picks].sum(1) / counts[picks].sum(1)
-        means.append(mean)
-        draws.append(draw)
-        weights.append(1.0 if mean_of == "tasks" else float(chosen.sum()))
-        found[task] = _interval(mean, draw, values[labels == task])
-    if sum(weights):
-        shares = np.array(weights) / sum(weights)
-        kept = shares > 0
-        mean, draw = shares[kept] @ np.array(means)[kept], shares[kept] @ np.array(draws)[kept]
-    found[OVERALL] = _interval(mean, draw, values)
-    return found if len(means) > 1 else {OVERALL: found[OVERALL]}
+            draws[1:] = sums[picks].sum(1) / counts[picks].sum(1)
+        of_tasks[task] = draws
+        shares.append(float(chosen.sum()) if mean_of == "images" else float(chosen.any()))
+    known = [draws * share for draws, share in zip(of_tasks.values(), shares, strict=True) if share]
+    overall = np.sum(known, axis=0) / sum(shares) if known else np.full(RESAMPLES + 1, math.nan)
+    found = {OVERALL: _interval(overall, values)}
+    each = {task: _interval(draws, values[labels == task]) for task, draws in of_tasks.items()}
+    return found | each if len(each) > 1 else found
 
 
-def _interval(mean: float, draws: Numbers, values: Numbers) -> dict[str, Any]:
-    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    numbers = {
-        name: float(x) if math.isfinite(x) else None
-        for name, x in zip(("mean", "low", "high"), (mean, low, high), strict=True)
-    }
-    return {**numbers, "count": int(np.isfinite(values).sum()), "failed": int(np.isnan(values).sum())}
+def _interval(draws: Numbers, values: Numbers) -> dict[str, Any]:
+    numbers = (draws[0], *np.quantile(draws[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+    plain = [float(number) if math.isfinite(number) else None for number in numbers]
+    counts = {"count": int(np.isfinite(values).sum()), "failed": int(np.isnan(values).sum())}
+    return {**dict(zip(("mean", "low", "high"), plain, strict=True)), **counts}
 
 
 def results(benchmark: Benchmark, rows: Rows, subjects: Sequence[Subject]) -> dict[str, Any]:
     """Return the scores of all models by metric and task, and the differences of each to the first, image by image."""
-    per_prompt = benchmark.images_per_prompt
-    images = range(len(rows) * per_prompt)
-    prompts = np.array([image // per_prompt for image in images])
+    prompts = np.repeat(np.arange(len(rows)), benchmark.images_per_prompt)
     tasks = [rows[number][TASK] for number in prompts]
-    names = list(dict.fromkeys(name for subject in subjects for one in subject.scores.values() for name in one))
     found: dict[str, Any] = {"scores": {}, "differences": {}}
-    for name in names:
-        columns = [
-            benchmark.scale.get(name, 1.0)
-            * np.array([subject.scores.get(image, {}).get(name, math.nan) for image in images])
-            for subject in subjects
-        ]
-        for number, (subject, values) in enumerate(zip(subjects, columns, strict=True)):
-            of_subject = by_task(values, prompts, tasks, benchmark.mean_of)
-            found["scores"].setdefault(subject.label, {})[name] = of_subject
-            if number:
-                paired = by_task(values - columns[0], prompts, tasks, benchmark.mean_of)
-                found["differences"].setdefault(subject.label, {})[name] = paired
+    for name in dict.fromkeys(name for subject in subjects for one in subject.scores.values() for name in one):
+        first: Numbers | None = None
+        for subject in subjects:
+            scores = [subject.scores.get(image, {}).get(name, math.nan) for image in range(len(prompts))]
+            values = benchmark.scale.get(name, 1.0) * np.array(scores)
+            of_subject = found["scores"].setdefault(subject.label, {})
+            of_subject[name] = by_task(values, prompts, tasks, benchmark.mean_of)
+            if first is not None:
+                paired = found["differences"].setdefault(subject.label, {})
+                paired[name] = by_task(values - first, prompts, tasks, benchmark.mean_of)
+            first = values if first is None else first
     return found
 
 
 def report_of(benchmark: Benchmark, rows: Rows, subjects: Sequence[Subject]) -> dict[str, Any]:
     """Return the whole result as plain values."""
     protocols = [benchmark.protocol(len(rows), subject.solver) for subject in subjects]
-    pinned, found = benchmark.prompts, results(benchmark, rows, subjects)
+    found = results(benchmark, rows, subjects)
     return {
         "benchmark": benchmark.name,
         "title": benchmark.title,
         "protocol": {
-            "prompts": f"{len(rows)}, from {', '.join(pinned.urls.values())}",
-            "sha256": pinned.files,
-            **{name: value for name, value in protocols[0].items() if name not in ("prompts", "solver")},
-            "solver": list(dict.fromkeys(subject.solver for subject in subjects)),
+            **protocols[0],
+            "solver": ", ".join(dict.fromkeys(subject.solver for subject in subjects)),
             "noise": f"seed {benchmark.seed} and the image's number, the same for every model",
+            "files": benchmark.prompts.files,
+            "from": benchmark.prompts.address,
             "scorer": benchmark.reward,
-            "overall": f"mean of {benchmark.mean_of}",
             "scale": benchmark.scale or 1,
+            "overall": f"mean of {benchmark.mean_of}",
             "interval": f"{LEVEL:.0%}, {RESAMPLES} bootstrap samples of the prompts within tasks",
             "versions": versions(),
         },
@@ -133,25 +127,21 @@ def table(found: Mapping[str, Any]) -> list[list[str]]:
 def markdown(report: Mapping[str, Any]) -> str:
     """Return the result as Markdown: scores, where they may be put, what differs, and every part of the protocol."""
     failed = [
-        f'- {label}: "{name}" failed for {one[OVERALL]["failed"]} images'
-        + (f", such as: {report['errors'][label][name]}" if name in report["errors"].get(label, {}) else "")
-        for label in report["scores"]
-        for name, one in report["scores"][label].items()
+        f"- {label}: {name} failed for {one[OVERALL]['failed']} images. "
+        f"{report['errors'].get(label, {}).get(name, 'They were not scored.')}"
+        for label, of_label in report["scores"].items()
+        for name, one in of_label.items()
         if one[OVERALL]["failed"]
     ]
     papers = [f"- {name}: {'no: ' + '; '.join(why) if why else 'yes'}." for name, why in report["papers"].items()]
-    otherwise = [f"- {line}" for line in report["otherwise"]] or ["- Nothing that is known."]
-    protocol = [[name, str(value)] for name, value in (report["protocol"] | report["models"]).items()]
-    parts = [
-        f"# {report['title']}\n\n{_table(report['table'])}",
-        "In brackets: intervals of the mean."
-        + (" Differences are of the same prompt and noise." if report["differences"] else ""),
-        *(["\n".join(failed)] if failed else []),
-        "## May it be put beside a paper's row?\n\n" + "\n".join(papers),
-        "## What this preset does otherwise\n\n" + "\n".join(otherwise),
-        f"## Protocol\n\n{_table([['part', 'value'], *protocol])}",
-    ]
-    return "\n\n".join(parts) + "\n"
+    protocol = [["part", "value"], *([name, str(x)] for name, x in (report["protocol"] | report["models"]).items())]
+    parts = {
+        f"# {report['title']}": [aligned(report["table"]), "", "In brackets: intervals of the mean.", *failed],
+        "## May it be put beside a paper's row?": papers,
+        "## What this preset does otherwise": [f"- {line}" for line in report["otherwise"] or ["Nothing known."]],
+        "## Protocol": [aligned(protocol)],
+    }
+    return "\n\n".join("\n".join([title, "", *lines]) for title, lines in parts.items()) + "\n"
 
 
 def with_interval(found: Mapping[str, Any], sign: str = "") -> str:
@@ -162,15 +152,13 @@ def with_interval(found: Mapping[str, Any], sign: str = "") -> str:
     """
     if found["mean"] is None:
         return "-"
-    mean, low, high = (format(found[key], f"{sign}.3f") for key in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]"
+    mean, *ends = (format(found[key], f"{sign}.3f") for key in ("mean", "low", "high") if found[key] is not None)
+    return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with aligned columns, of which the last is not padded."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    widths[-1] = 3
-    cells.insert(1, ["-" * width for width in widths])
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells)
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table with aligned columns, except for the last."""
+    widths = [*(max(3, *map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)), 3]
+    cells = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    padded = ([cell.replace("|", "/").ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells)
     return "\n".join(f"| {' | '.join(row)} |" for row in padded)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -24,8 +25,7 @@ from lit_vgrpo.rewards import RewardError, Weighted
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.evaluation import Evaluator
 
-Scores = dict[int, dict[str, float]]
-"""By image number, each reward's score; NaN if it failed. Image ``i`` is of prompt ``i // images_per_prompt``."""
+KEPT = "Scores so far are kept: run the same command to continue."
 
 
 @dataclass
@@ -38,6 +38,9 @@ class Subject:
         solver: The ODE solver that samples them.
         load: Returns the loaded policy.
         folder: Folder of its scores.
+        scores: By image number, each reward's score, NaN if it failed; image ``i`` is of prompt
+            ``i // images_per_prompt``.
+        errors: Last error of each reward that failed for some image.
     """
 
     label: str
@@ -45,7 +48,7 @@ class Subject:
     solver: str
     load: Callable[[], Policy]
     folder: Path
-    scores: Scores = field(default_factory=dict)
+    scores: dict[int, dict[str, float]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
     def stem(self, benchmark: Benchmark, rows: Rows) -> Path:
@@ -56,17 +59,18 @@ class Subject:
         return self.folder / f"{benchmark.name}-{key[:10]}"
 
     def read(self, stem: Path) -> None:
-        """Read the scores so far; the line of a batch that was being written is ignored."""
-        for file in sorted(stem.parent.glob(f"{stem.name}*.jsonl")):
-            for line in file.read_text(encoding="utf-8").splitlines():
-                try:
-                    batch = json.loads(line)
-                except ValueError:
-                    continue
-                for number, *values in zip(batch["images"], *batch["scores"].values(), strict=True):
-                    scores = [math.nan if value is None else value for value in values]
-                    self.scores[number] = dict(zip(batch["scores"], scores, strict=True))
-                self.errors |= batch["errors"]
+        """Read the scores so far; the line that a killed process left unfinished is ignored."""
+        for file in stem.parent.glob(f"{stem.name}*.jsonl"):
+            for line in file.read_text().splitlines():
+                with suppress(ValueError):
+                    self.add(json.loads(line))
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Add a batch: its ``images``, their ``scores`` by reward, ``None`` if one failed, and ``errors``."""
+        for number, *values in zip(batch["images"], *batch["scores"].values(), strict=True):
+            scores = (math.nan if value is None else value for value in values)
+            self.scores[number] = dict(zip(batch["scores"], scores, strict=True))
+        self.errors |= batch["errors"]
 
 
 def _without_addresses(node: Any) -> Any:
@@ -89,60 +93,50 @@ def fill(
     Raises:
         UserError: A model or a scorer cannot be loaded, or a scorer cannot continue; scores so far are kept.
     """
-    number, shares = share
-    dataset = HeldOutDataset(rows, benchmark.images_per_prompt, benchmark.batch_size, shares, number - 1)
-    plans = []
-    for subject in subjects:
-        stem = subject.stem(benchmark, rows)
-        subject.read(stem)
-        done = {image for image, scores in subject.scores.items() if all(map(math.isfinite, scores.values()))}
-        plans.append([index for index, part in enumerate(dataset.parts) if not done.issuperset(part)])
-    left = sum(len(dataset.parts[index]) for plan in plans for index in plan)
-    total = len(subjects) * sum(map(len, dataset.parts))
-    with tqdm(None, benchmark.name, total, initial=total - left, unit="image", disable=not sys.stderr.isatty()) as bar:
-        try:
-            if left:
-                reward.load()
+    try:
+        dataset = HeldOutDataset(rows, benchmark.images_per_prompt, benchmark.batch_size, share[1], share[0] - 1)
+        plans = []
+        for subject in subjects:
+            subject.read(subject.stem(benchmark, rows))
+            done = {image for image, scores in subject.scores.items() if all(map(math.isfinite, scores.values()))}
+            plans.append([index for index, part in enumerate(dataset.parts) if not done.issuperset(part)])
+        total = len(subjects) * sum(map(len, dataset.parts))
+        done_before = total - sum(len(dataset.parts[index]) for plan in plans for index in plan)
+        if any(plans):
+            reward.load()
+        quiet = not sys.stderr.isatty()
+        with tqdm(None, benchmark.name, total, initial=done_before, unit="image", disable=quiet) as bar:
             for subject, plan in zip(subjects, plans, strict=True):
-                for index in plan and _fill_one(subject, benchmark, rows, reward, dataset, plan, share):
-                    bar.update(index)
-        except (LoadError, ModuleNotFoundError, ValueError) as error:
-            raise UserError(str(error)) from error
-        except RewardError as error:
-            raise UserError(f"{error} Scores so far are kept: run the same command to continue.") from error
-        except KeyboardInterrupt:
-            say("Scores so far are kept: run the same command to continue.", error=True)
-            raise
-        finally:
-            reward.close()
+                if plan:
+                    _fill_one(subject, benchmark, rows, reward, share, [dataset[index] for index in plan], bar)
+    except (LoadError, ModuleNotFoundError, ValueError) as error:
+        raise UserError(str(error)) from error
+    except RewardError as error:
+        raise UserError(f"{error} {KEPT}") from error
+    except KeyboardInterrupt:
+        say(KEPT, error=True)
+        raise
+    finally:
+        reward.close()
 
 
 def _fill_one(
-    subject: Subject,
-    benchmark: Benchmark,
-    rows: Rows,
-    reward: Weighted,
-    dataset: HeldOutDataset,
-    plan: list[int],
-    share: tuple[int, int],
-) -> Any:
-    """Score the batches of a plan; yield the number of images of each."""
+    subject: Subject, benchmark: Benchmark, rows: Rows, reward: Weighted, share: tuple[int, int], batches: Any, bar: Any
+) -> None:
+    """Score the batches of one model."""
     policy = subject.load().to("cuda" if torch.cuda.is_available() else "cpu")
     spec = RolloutSpec(subject.solver, benchmark.steps, benchmark.guidance)
     evaluator = Evaluator(policy, reward, spec=spec, batch_size=benchmark.batch_size, seed=benchmark.seed)
     stem = subject.stem(benchmark, rows)
     stem.parent.mkdir(parents=True, exist_ok=True)
     name = f"{stem.name}.jsonl" if share == (1, 1) else f"{stem.name}-{share[0]}of{share[1]}.jsonl"
-    with (stem.parent / name).open("a", encoding="utf-8") as file:
-        for index in plan:
-            batch = dataset[index]
+    with (stem.parent / name).open("a") as file:
+        for batch in batches:
             found = reward.score(evaluator.generate_batch(batch), batch.prompts, batch.rows)
             parts = {part: scores.tolist() for part, scores in found.parts.items()}
             plain = {part: [x if math.isfinite(x) else None for x in values] for part, values in parts.items()}
-            line = json.dumps({"images": batch.slots, "scores": plain, "errors": found.errors})
-            file.write(f"\n{line}\n")  # a line that a killed process left unfinished stays a line
+            line = {"images": batch.slots, "scores": plain, "errors": found.errors}
+            file.write(f"\n{json.dumps(line)}\n")  # what a killed process left unfinished stays a line of its own
             file.flush()
-            for place, image in enumerate(batch.slots):
-                subject.scores[image] = {part: values[place] for part, values in parts.items()}
-            subject.errors |= found.errors
-            yield len(batch.slots)
+            subject.add(line)
+            bar.update(len(batch.slots))
