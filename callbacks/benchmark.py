@@ -74,7 +74,7 @@ class Benchmark(L.Callback):
         pl_module.evaluator.observers.append(self)
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
-        """Do nothing: the benchmark has its own images."""
+        """Do nothing: the benchmark samples other images."""
 
     def compute(self, module: Any) -> dict[str, float]:
         """Return the means over all ranks' images, the same on every rank; called in every held-out evaluation."""

@@ -119,7 +119,7 @@ def _subjects(word: str, options: BenchmarkOptions) -> list[Subject]:
         for override in words:
             key, _, text = override.partition("=")
             apply_override(tree, key, text)
-        weights: dict[str, Any] = {REFERENCE: {"model": word, "files": _weight_files(word)}}
+        weights: dict[str, Any] = {REFERENCE: {"model": word, "version": _version(word)}}
         label, folder, saved = base_name(word), Path(BENCHMARKS), None
     else:
         run = RunOptions(words=[word], no_ema=options.no_ema, named=options.named)
@@ -194,7 +194,9 @@ def _class_of_model(checkpoint: str, edits: bool) -> dict[str, Any]:
     return {"class_path": kind.__name__, "init_args": {"checkpoint": checkpoint}}
 
 
-def _weight_files(checkpoint: str) -> list[Any]:
-    """Return the weight files of a model on this machine, with sizes and dates, to notice that they have changed."""
-    files = sorted((config_folder(checkpoint) or Path(checkpoint)).rglob("*.safetensors"))
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+def _version(checkpoint: str) -> Any:
+    """Return a hub model's commit, or the files of a local one with sizes and dates, to notice that they changed."""
+    folder = local_folder(checkpoint)
+    if folder is None:
+        return str(config_folder(checkpoint)).rpartition("/")[2]
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.rglob("*.safetensors"))]

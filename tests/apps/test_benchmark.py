@@ -174,7 +174,10 @@ def test_pictures_get_the_size_of_the_images(cache):
         (["--share=1/2"], "--share has no effect without --benchmark NAME."),
         (["--benchmark=imgedit"], "imgedit edits pictures, but shipped:assets/tiny_sd3 is of SD3Policy, which draws "),
         (["--benchmark=geneval", "solver=ddim"], "solver=ddim is not one of SD3Policy. Use one of: euler, dpm++, "),
-        (["--benchmark=geneval", "height=513"], "model.policy.height=513 is not a multiple of "),
+        pytest.param(
+            *(["--benchmark=geneval", "height=513"], "model.policy.height=513 is not a multiple of "),
+            marks=pytest.mark.slow,
+        ),
         (
             ["--benchmark=geneval", "--prompts=none.jsonl"],
             "--prompts none.jsonl has no file evaluation_metadata.jsonl.",

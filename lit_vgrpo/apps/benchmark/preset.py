@@ -59,7 +59,7 @@ class Paper(_Strict):
     """A paper that reports the benchmark, with the parts of the protocol that it or its code states.
 
     Attributes:
-        never: Why no score of this preset may be put beside it; null if the protocol decides.
+        never: Why no score of this preset may be put next to it; null if the protocol decides.
     """
 
     name: str
@@ -143,7 +143,7 @@ def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
 
 
 def differences(paper: Paper, benchmark: Benchmark, protocols: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return why scores may not be put beside a paper's; empty if they may.
+    """Return why scores may not be put next to a paper's; empty if they may.
 
     Args:
         protocols: That of each model, from :meth:`Benchmark.protocol`.

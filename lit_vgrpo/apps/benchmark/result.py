@@ -137,7 +137,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     protocol = [["part", "value"], *([name, str(x)] for name, x in (report["protocol"] | report["models"]).items())]
     parts = {
         f"# {report['title']}": [aligned(report["table"]), "", "In brackets: intervals of the mean.", *failed],
-        "## May it be put beside a paper's row?": papers,
+        "## May it be put next to a paper's row?": papers,
         "## What this preset does otherwise": [f"- {line}" for line in report["otherwise"] or ["Nothing known."]],
         "## Protocol": [aligned(protocol)],
     }
