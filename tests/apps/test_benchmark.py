@@ -100,14 +100,15 @@ def test_prompts_are_downloaded_once_and_verified(cache):
         assert len(read_rows(benchmark)) == 3, "the second time from the cache"
     file = next((cache / "hf").rglob("mine.txt"))
     file.write_bytes(PROMPTS[:7])
-    with pytest.raises(UserError, match="it has 7 bytes and the SHA-256 .* it was truncated or changed. Delete "):
+    with pytest.raises(UserError, match="it has 7 bytes and the SHA-256 .* it was truncated or changed."):
         read_rows(benchmark)
+    assert not file.exists(), "the next call downloads it again"
 
 
 @pytest.mark.parametrize(
     ("page", "reason"),
     [
-        ((200, PROMPTS[:9]), "its SHA-256 is "),
+        ((200, PROMPTS[:9]), "it has 9 bytes and the SHA-256 "),
         (close_midway, "peer closed connection"),
         ((404, b""), "404"),
         (None, "HF_HUB_OFFLINE is set"),
