@@ -23,9 +23,9 @@ from lit_vgrpo.config.tree import apply_override
 from lit_vgrpo.errors import UserError, counted, say, suggestion
 from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.loading import config_folder
+from lit_vgrpo.policies.loading import config_folder, find_pipeline_class
 from lit_vgrpo.policies.pipeline import INDEX
-from lit_vgrpo.system.hub import LoadError, base_name, explain_unloadable, loading, local_folder
+from lit_vgrpo.system.hub import LoadError, base_name, local_folder
 from lit_vgrpo.system.paths import import_from_here, write_atomically
 from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights
 
@@ -175,21 +175,14 @@ def _is_model(word: str) -> bool:
 
 def _class_of_model(checkpoint: str, edits: bool) -> dict[str, Any]:
     """Return a model's policy as in a recipe, by the class of its pipeline."""
-    if (error := explain_unloadable(checkpoint, INDEX, "MODEL")) is not None:
-        raise UserError(error)
-    if (folder := config_folder(checkpoint)) is None:
-        from huggingface_hub import hf_hub_download
-
-        with loading(checkpoint, f"Run: hf download {checkpoint}, or name a local folder."):
-            folder = Path(hf_hub_download(checkpoint, INDEX)).parent
     try:
-        name = json.loads((folder / INDEX).read_text())["_class_name"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / INDEX} is damaged. Save or download the pipeline again.") from error
+        name = find_pipeline_class(checkpoint, what_to_set="MODEL")
+    except LoadError as error:
+        raise UserError(str(error)) from error
     kinds = [getattr(policies, known) for known in policies.__all__]
     fitting = [kind for kind in kinds if getattr(kind, "pipeline_class", None) == name]
     if not fitting:
-        raise UserError(f"{checkpoint} is a {name}, which is none of the known families: docs/models.md lists them.")
+        raise UserError(f"{checkpoint} is of the pipeline {name}, which no family has: docs/models.md lists them.")
     kind = next((kind for kind in fitting if kind.edits == edits), fitting[0])
     return {"class_path": kind.__name__, "init_args": {"checkpoint": checkpoint}}
 
