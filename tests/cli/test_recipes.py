@@ -16,7 +16,8 @@ from lit_vgrpo.config.header import LEVELS, Header
 from lit_vgrpo.config.recipe import Command
 
 ROOT = Path(__file__).parents[2] / "recipes"
-FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in ("compare", "strategy", "starter")]
+OTHERS = ("compare", "strategy", "starter", "benchmarks")
+FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in OTHERS]
 CURRICULA = [path for path in FILES if is_curriculum(path)]
 RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have their own tests
 

@@ -110,6 +110,10 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
     sources = sorted(column[7:-4] for column in columns if column.startswith("source/") and column.endswith("/std"))
     for stage in ("Held-out", "Training"):
         found += _plots(f"{stage} reward by source", runs, {f"source/{name}": name for name in sources})
+    tasks = list(dict.fromkeys(n for run in runs for point in run.evaluations for n in point.metrics if "/" in n))
+    for benchmark in dict.fromkeys(name.partition("/")[0] for name in tasks if not name.startswith("source/")):
+        own = {name: name.partition("/")[2] for name in tasks if name.startswith(f"{benchmark}/")}
+        found += _plots(f"Held-out prompts of {benchmark}", runs, own)
     for title, metrics in PANELS.items():
         each = {f"reward/{name}": name for name in parts} if title == "Training reward" else {}
         found += _plots(title, runs, metrics | each)

@@ -20,6 +20,7 @@ from lit_vgrpo.apps.report import verdict
 from lit_vgrpo.apps.report.curves import plots
 from lit_vgrpo.apps.report.run_data import (
     AXES,
+    BENCHMARKS,
     IMAGES_NAME,
     KEPT,
     LAYOUT,
@@ -192,6 +193,20 @@ class RunPage:
         found["Updates"] = max(sum(row["time/iteration_s"] for row in rows) - sum(found.values()), 0.0)
         whole = sum(found.values())
         return [(title, part, part / whole) for title, part in found.items() if part >= 0.0005 * whole > 0]
+
+    @cached_property
+    def benchmarks(self) -> list[dict[str, Any]]:
+        """Results of ``lightning eval --benchmark``, each with ``title``, ``protocol``, ``table`` and ``papers``."""
+        found = []
+        for file in sorted((self.run.folder / BENCHMARKS).glob("*.json")):
+            try:
+                report = json.loads(file.read_text(encoding="utf-8"))
+                names = ("height", "width", "steps", "guidance", "images_per_prompt")
+                protocol = ", ".join(f"{name.replace('_', ' ')} {report['protocol'][name]}" for name in names)
+                found.append({**{name: report[name] for name in ("title", "table", "papers")}, "protocol": protocol})
+            except UNREADABLE:
+                continue
+        return found
 
     @property
     def most_changed(self) -> list[Pair]:
