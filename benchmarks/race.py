@@ -57,9 +57,10 @@ NAMES = {
 
 def untrained(folder: Path, run: dict[str, Any]) -> list[dict[str, float]]:
     """Return a run's evaluations by the held-out reward that was not trained on."""
-    name = f"{run['method']}-{run['settings']}-seed{run['seed']}"
-    rewards = pd.read_csv(folder / "runs" / name / "metrics.csv")["heldout/untrained_reward"].dropna()
-    return [one | {"reward": reward} for one, reward in zip(run["evaluations"], rewards, strict=True)]
+    place = folder / "runs" / f"{run['method']}-{run['settings']}-seed{run['seed']}"
+    rewards = pd.read_csv(place / "metrics.csv")["heldout/untrained_reward"].dropna().tolist()
+    rewards.append(json.loads((place / "summary.json").read_text())["heldout_metrics_end"]["untrained_reward"])
+    return [one | {"reward": reward} for one, reward in zip(run["evaluations"], rewards, strict=False)]
 
 
 def add(folder: Path, settings: str | None, targets: list[float], by_untrained: bool = False) -> None:
