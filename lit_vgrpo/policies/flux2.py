@@ -73,9 +73,8 @@ class Flux2Policy(LanguageModelPolicy):
         mean, std = (values.reshape(1, -1, 1, 1) for values in (vae.bn.running_mean, variance.sqrt()))
         return 1 / std, mean
 
-    def vae_decode(self, latents: Tensor) -> Tensor:
-        scale, shift = self._latent_affine()
-        return self.pipeline.vae.decode(F.pixel_shuffle(latents / scale + shift, PATCH), return_dict=False)[0]
+    def vae_latents(self, latents: Tensor) -> Tensor:
+        return F.pixel_shuffle(super().vae_latents(latents), PATCH)
 
     def vae_encode(self, images: Tensor) -> Tensor:
         scale, shift = self._latent_affine()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
@@ -251,10 +252,14 @@ class PipelinePolicy(nn.Module):
         config = self.pipeline.vae.config
         return config.scaling_factor, (config.shift_factor or 0.0) if self.uses_latent_shift else 0.0
 
-    def vae_decode(self, latents: Tensor) -> Tensor:
-        """Return the VAE's images ``(B, 3, H, W)`` in [-1, 1] of the network's latents ``(B, C, h, w)``."""
+    def vae_latents(self, latents: Tensor) -> Tensor:
+        """Return the VAE's latents of the network's, ``(B, C, h, w)``."""
         scale, shift = self._latent_affine()
-        return self.pipeline.vae.decode(latents / scale + shift, return_dict=False)[0]
+        return latents / scale + shift
+
+    def vae_decode(self, latents: Tensor) -> Tensor:
+        """Return the images ``(B, 3, H, W)`` in [-1, 1] of the VAE's latents ``(B, C, h, w)``."""
+        return self.pipeline.vae.decode(latents, return_dict=False)[0]
 
     def vae_encode(self, images: Tensor) -> Tensor:
         """Return the network's latents ``(B, C, h, w)`` of images ``(B, 3, H, W)`` in [-1, 1]."""
@@ -266,21 +271,26 @@ class PipelinePolicy(nn.Module):
         """Decode latents to images ``(B, 3, H, W)``, float32 in [0, 1]."""
         return in_batches(self._decoded, self.decode_batch_size, latents.float())
 
-    def decode_with_gradient(self, latents: Tensor) -> Tensor:
+    def decode_with_gradient(self, latents: Tensor, halved: bool = False) -> Tensor:
         """Do the same in one VAE pass and keep the graph; if possible, the backward pass recomputes the VAE's blocks.
 
         Latents may be a crop. The clamp to [0, 1] passes no gradient outside this range.
+
+        Args:
+            halved: Return images of half the resolution, decoded from the means of 2 x 2 of the VAE's latents.
         """
         if not self.pipeline.vae.is_gradient_checkpointing:
             with suppress(ValueError):  # this VAE does not support it
                 self.pipeline.vae.enable_gradient_checkpointing()
-        return self._decoded(latents)
+        return self._decoded(latents, halved)
 
     @in_own_precision
-    def _decoded(self, latents: Tensor) -> Tensor:
+    def _decoded(self, latents: Tensor, halved: bool = False) -> Tensor:
         place([self.pipeline.vae], self.device)
         with self.autocast(self.decode_dtype):
-            return (self.vae_decode(latents).float() / 2 + 0.5).clamp(0, 1)
+            of_vae = self.vae_latents(latents)
+            of_vae = F.avg_pool2d(of_vae, 2, ceil_mode=True) if halved else of_vae
+            return (self.vae_decode(of_vae).float() / 2 + 0.5).clamp(0, 1)
 
     @torch.no_grad()
     @in_own_precision

@@ -38,9 +38,7 @@ class QwenVAEPolicy(LanguageModelPolicy, ABC):
         return 1 / std, mean
 
     def vae_decode(self, latents: Tensor) -> Tensor:
-        scale, shift = self._latent_affine()
-        video = (latents / scale + shift).unsqueeze(2)  # one frame
-        return self.pipeline.vae.decode(video, return_dict=False)[0][:, :, 0]
+        return super().vae_decode(latents.unsqueeze(2))[:, :, 0]  # a video of one frame
 
     def vae_encode(self, images: Tensor) -> Tensor:
         scale, shift = self._latent_affine()

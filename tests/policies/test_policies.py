@@ -209,6 +209,7 @@ def test_decoding_keeps_the_gradient(family):
     (gradient,) = torch.autograd.grad((images * torch.linspace(0, 1, images.shape[3])).sum(), leaf)
     assert gradient.flatten(1).norm(dim=1).min() > 0
     torch.testing.assert_close(images.detach(), policy.decode(latents))
+    assert policy.decode_with_gradient(leaf, halved=True).shape[2] * 2 == images.shape[2]
 
 
 def test_the_negative_prompts_pass_may_keep_no_graph(family):

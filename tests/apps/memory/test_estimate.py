@@ -207,13 +207,13 @@ def test_live_memory_counts_storages_until_they_are_freed():
         assert live.live == 0
 
 
-@pytest.mark.parametrize("crop", [None, 0.5])
-def test_the_gradient_of_a_reward_takes_what_a_real_one_does(make, crop):
+@pytest.mark.parametrize(("crop", "halved"), [(None, False), (0.5, False), (None, True)])
+def test_the_gradient_of_a_reward_takes_what_a_real_one_does(make, crop, halved):
     policy = make("sd3", decode_batch_size=2)
-    found = gradient_peak(policy_on_meta(policy), crop)
+    found = gradient_peak(policy_on_meta(policy), crop, halved)
     policy.load()
     side = policy.latent_shape[-1] // (1 if crop is None else 2)
     with LiveMemory() as live:
         latents = torch.randn(2, *policy.latent_shape, requires_grad=True)
-        policy.decode_with_gradient(latents[..., :side, :side]).sum().backward()
+        policy.decode_with_gradient(latents[..., :side, :side], halved).sum().backward()
     assert found == pytest.approx(live.peak, rel=0.05)
