@@ -178,7 +178,7 @@ def _class_of_model(checkpoint: str, edits: bool) -> dict[str, Any]:
     try:
         name = find_pipeline_class(checkpoint, what_to_set="MODEL")
     except LoadError as error:
-        raise UserError(str(error)) from error
+        raise UserError(str(error).replace("set MODEL=", "name ")) from error
     kinds = [getattr(policies, known) for known in policies.__all__]
     fitting = [kind for kind in kinds if getattr(kind, "pipeline_class", None) == name]
     if not fitting:

@@ -74,6 +74,8 @@ def test_a_row_may_be_compared_only_if_all_stated_parts_agree(cache):
     paper, ours = benchmark.papers[0], benchmark.protocol(3, "euler")
     assert differences(paper, benchmark, [ours]) == []
     assert differences(paper, benchmark, [ours, {**ours, "prompts": 2}]) == ["prompts 2 instead of 3"]
+    sized = Paper(name="P", protocol={"height": None})
+    assert differences(sized, benchmark, [ours]) == ["height 16 instead of the default"]
     assert differences(Paper(name="P", never="people"), benchmark, [ours]) == ["people"]
     other = read_benchmark("mine.yaml", ["reward=PickScore", "reward.device=cpu"])
     assert differences(paper, other, [ours]) == ["another scorer: reward=PickScore"]

@@ -149,7 +149,7 @@ def differences(paper: Paper, benchmark: Benchmark, protocols: Sequence[Mapping[
         protocols: That of each model, from :meth:`Benchmark.protocol`.
     """
     found = [
-        f"{name} {ours[name]} instead of {theirs}"
+        f"{name} {ours[name] or 'by default'} instead of {theirs or 'the default'}"
         for ours in protocols
         for name, theirs in paper.protocol.items()
         if ours[name] != theirs

@@ -136,7 +136,7 @@ def _fill_one(
             parts = {part: scores.tolist() for part, scores in found.parts.items()}
             plain = {part: [x if math.isfinite(x) else None for x in values] for part, values in parts.items()}
             line = {"images": batch.slots, "scores": plain, "errors": found.errors}
-            file.write(f"\n{json.dumps(line)}\n")  # what a killed process left unfinished stays a line of its own
+            file.write(f"\n{json.dumps(line)}\n")  # an unfinished line of a killed process stays separate
             file.flush()
             subject.add(line)
             bar.update(len(batch.slots))
