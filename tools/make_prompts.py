@@ -99,7 +99,7 @@ def make_prompts(count: int, seed: int = 0) -> list[str]:
 def files() -> dict[str, str]:
     """Return the content of each shipped file; no prompt is in both a training file and its held-out file.
 
-    ``shapes_all.jsonl`` holds both, to pre-train on. In ``shapes_tasks``, the colour decides the reward and the teacher.
+    ``shapes_all.jsonl`` holds both, to pre-train on. In ``shapes_tasks``, the colour decides reward and teacher.
     """
     images = make_prompts(TRAIN_COUNT + HELDOUT_COUNT)
     texts = {"pickscore": (images[:TRAIN_COUNT], images[TRAIN_COUNT:]), "ocr": ocr_prompts()}
