@@ -105,16 +105,17 @@ def files() -> dict[str, str]:
     texts = {"pickscore": (images[:TRAIN_COUNT], images[TRAIN_COUNT:]), "ocr": ocr_prompts()}
     found = {f"{name}_{side}.txt": _lines(part) for name, parts in texts.items() for side, part in _sides(parts)}
     pictures, signs = shapes.prompt_rows(), words.prompt_rows()
-    tasks = tuple([row | dict.fromkeys(("rewards", "teacher"), task_of(row)) for row in part] for part in pictures)
+    tasks = with_tasks(pictures[0]), with_tasks(pictures[1])
     rows = {"geneval": geneval_rows(), "shapes": pictures, "shapes_tasks": tasks, "words": signs}
     tables = {f"{name}_{side}": part for name, parts in rows.items() for side, part in _sides(parts)}
     tables["shapes_all"] = [*pictures[0], *pictures[1]]
     return found | {f"{name}.jsonl": _lines(json.dumps(row) for row in part) for name, part in tables.items()}
 
 
-def task_of(row: dict[str, str]) -> str:
-    """Return the attribute of a shape that matters for a prompt: the same for two colours of six."""
-    return list(shapes.CHOICES)[shapes.COLOURS.index(row["colour"]) // 2]
+def with_tasks(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return rows of shapes with a teacher and a reward: an attribute, the same for two colours of six."""
+    names = [list(shapes.CHOICES)[shapes.COLOURS.index(row["colour"]) // 2] for row in rows]
+    return [row | {"rewards": name, "teacher": name} for row, name in zip(rows, names, strict=True)]
 
 
 def write(folder: Path) -> None:
