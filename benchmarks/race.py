@@ -2,9 +2,12 @@
 
     python benchmarks/race.py add runs/compare-tiny_shapes --settings tuned
     python benchmarks/race.py add runs/sweep-tiny_shapes
+    python benchmarks/race.py add runs/compare-smooth --settings tuned --untrained
     python benchmarks/race.py draw
+    python benchmarks/race.py draw --settings "tuned, smooth reward, checked" --picture compare_smooth_reward.png
 
 A row is the cost of reaching a target, interpolated between two evaluations; costs are empty where it was not reached.
+Settings of runs with ``SmoothShapesReward`` end in "smooth reward"; costs by the checking reward, in "checked".
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -39,22 +43,42 @@ NAMES = {
     "pepg": "PEPG",
     "pepg_anchor": "PEPG, anchor",
     "pepg_anchor_noisiest_2": "PEPG, anchor,\nnoisiest 2",
+    "flowbp": "FlowBP-Sparse",
+    "refl": "ReFL",
+    "draft_k": "DRaFT-K",
+    "draft_lv": "DRaFT-LV",
+    "ram": "RAM",
+    "rvm": "RVM",
+    "crd": "CRD",
+    "flowdppo": "Flow-DPPO",
+    "nft_norm": "DiffusionNFT,\nNormGuard",
 }
 
 
-def add(folder: Path, settings: str | None, targets: list[float]) -> None:
+def untrained(folder: Path, run: dict[str, Any]) -> list[dict[str, float]]:
+    """Return a run's evaluations by the held-out reward that was not trained on."""
+    place = folder / "runs" / f"{run['method']}-{run['settings']}-seed{run['seed']}"
+    rewards = pd.read_csv(place / "metrics.csv")["heldout/untrained_reward"].dropna().tolist()
+    rewards.append(json.loads((place / "summary.json").read_text())["heldout_metrics_end"]["untrained_reward"])
+    return [one | {"reward": reward} for one, reward in zip(run["evaluations"], rewards, strict=False)]
+
+
+def add(folder: Path, settings: str | None, targets: list[float], by_untrained: bool = False) -> None:
     """Write the costs of a folder's finished runs to the file, replacing earlier ones of the same runs."""
     (found,) = folder.glob("*.json")
     content = json.loads(found.read_text())
     task = content["command"].partition(" compare ")[2].split()[0]
+    suffix = ", smooth reward" * ("SmoothShapesReward" in content["command"]) + ", checked" * by_untrained
     values = {(p["method"], p["settings"]): f"sweep: {p['values']}" for p in content.get("points", [])}
     rows = []
     for run in content["runs"]:
         if run["error"]:  # a killed run has not missed its targets
             continue
-        name = settings or values.get((run["method"], run["settings"]), run["settings"])
+        of_run = values.get((run["method"], run["settings"]), run["settings"])
+        name = f"{settings or of_run}{suffix}"
+        evaluations = untrained(folder, run) if by_untrained else run["evaluations"]
         for target in targets:
-            cost = cost_of(run["evaluations"], target)
+            cost = cost_of(evaluations, target)
             key = dict(zip(KEYS, (task, name, run["method"], run["seed"], target), strict=True))
             rows.append(key | {ours: round(cost[theirs], 1) for ours, theirs in COSTS.items() if cost})
     table = pd.DataFrame(rows, columns=[*KEYS, *COSTS])
@@ -64,7 +88,7 @@ def add(folder: Path, settings: str | None, targets: list[float]) -> None:
     table.sort_values(KEYS, kind="stable").to_csv(path, index=False, lineterminator="\n")
 
 
-def draw(task: str = "tiny_shapes", settings: str = "tuned") -> None:
+def draw(task: str = "tiny_shapes", settings: str = "tuned", picture: str = "compare_tiny_shapes.png") -> None:
     """Draw the equivalents to each target: a dot per seed, and a bar at their mean if all seeds reached it."""
     table = pd.read_csv(RESULTS / "race.csv").query("task == @task and settings == @settings")
     table = table[table["target"].isin([0.7, 0.8, 0.9])]
@@ -92,7 +116,7 @@ def draw(task: str = "tiny_shapes", settings: str = "tuned") -> None:
         axis.set(xlabel="thousand forward-pass equivalents", title=f"to {target:g}", xlim=(0, 37))
         axis.set_yticks(range(len(whole)), [NAMES.get(method, method) for method in whole.index])
         axis.grid(alpha=0.25, axis="x")
-    figure.savefig(RESULTS / f"compare_{task}.png", dpi=110)
+    figure.savefig(RESULTS / picture, dpi=110)
 
 
 if __name__ == "__main__":
@@ -100,9 +124,11 @@ if __name__ == "__main__":
     parser.add_argument("action", choices=("add", "draw"))
     parser.add_argument("folders", nargs="*", type=Path, help="Output folders of lightning compare.")
     parser.add_argument("--settings", help="Name of the runs' settings in the file.")
+    parser.add_argument("--untrained", action="store_true", help="Costs by the reward that was not trained on.")
+    parser.add_argument("--picture", default="compare_tiny_shapes.png")
     parser.add_argument("--targets", type=float, nargs="+", default=[0.6, 0.7, 0.8, 0.9])
     options = parser.parse_args()
     for folder in options.folders:
-        add(folder, options.settings, options.targets)
+        add(folder, options.settings, options.targets, options.untrained)
     if options.action == "draw":
-        draw()
+        draw(settings=options.settings or "tuned", picture=options.picture)

@@ -47,6 +47,7 @@ _HOMES = {
     "UNetPolicy": "lit_vgrpo.policies",
     "ZImagePolicy": "lit_vgrpo.policies",
     "RolloutSpec": "lit_vgrpo.core.types",
+    "EvaluationSpec": "lit_vgrpo.training.evaluation",
 }
 quiet_imports()
 __all__ = ["__version__", *_HOMES]

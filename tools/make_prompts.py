@@ -99,7 +99,7 @@ def make_prompts(count: int, seed: int = 0) -> list[str]:
 def files() -> dict[str, str]:
     """Return the content of each shipped file; no prompt is in both a training file and its held-out file.
 
-    ``shapes_all.jsonl`` holds both, to pre-train on. In ``shapes_tasks``, the colour decides reward and teacher.
+    ``shapes_all.jsonl`` holds both, for pre-training. In ``shapes_tasks`` the colour selects reward and teacher.
     """
     images = make_prompts(TRAIN_COUNT + HELDOUT_COUNT)
     texts = {"pickscore": (images[:TRAIN_COUNT], images[TRAIN_COUNT:]), "ocr": ocr_prompts()}
@@ -113,9 +113,13 @@ def files() -> dict[str, str]:
 
 
 def with_tasks(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return rows of shapes with a teacher and a reward: an attribute, the same for two colours of six."""
-    names = [list(shapes.CHOICES)[shapes.COLOURS.index(row["colour"]) // 2] for row in rows]
-    return [row | {"rewards": name, "teacher": name} for row, name in zip(rows, names, strict=True)]
+    """Return the rows with the attribute that matters as the name of reward and teacher."""
+    return [row | dict.fromkeys(("rewards", "teacher"), task_of(row)) for row in rows]
+
+
+def task_of(row: dict[str, str]) -> str:
+    """Return the attribute of a shape that matters for a prompt: the same for two colours of six."""
+    return list(shapes.CHOICES)[shapes.COLOURS.index(row["colour"]) // 2]
 
 
 def write(folder: Path) -> None:

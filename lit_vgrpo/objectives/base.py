@@ -127,6 +127,7 @@ class Objective(ABC):
     antithetic: bool = False
     share_passes: SharePasses = "none"
     decode_crop: float | None = None
+    decode_half: bool = False
 
     def __init__(
         self, training_guidance: GuidanceScale | None = None, reference_guidance: GuidanceScale | None = None

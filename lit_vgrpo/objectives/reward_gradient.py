@@ -43,6 +43,7 @@ class RewardGradient(Objective):
         target: Images with at least this reward are not trained on; null for no limit.
         decode_crop: Decode and score only a random window with this share of each side, to save memory; null for the
             whole image.
+        decode_half: Decode and score at half the resolution, from latents averaged over 2 x 2, to save memory.
 
     Source:
         FlowBP-Sparse: arXiv 2606.11075 and github.com/RuoyuWang-2077/FlowBP (Apache-2.0), sd35/flowbp_sparse.py; its
@@ -65,6 +66,7 @@ class RewardGradient(Objective):
     rescale: Annotated[NonNegativeFloat, OnlyWith("variant", "flowbp")] = 0.5
     target: Finite | None = None
     decode_crop: Annotated[float, Range(above=0, most=1)] | None = None
+    decode_half: bool = False
 
     @property
     def steps(self) -> int:
@@ -133,7 +135,7 @@ class RewardGradient(Objective):
         experience = context.experience(extras=dict(zip(("before", "t", "weight"), (before, *of_steps), strict=True)))
         images = self._predicted(context, experience) if self.predicts else rollout.latents[:, None]
         owners = torch.arange(len(rollout)).repeat_interleave(images.shape[1])
-        found = score_gradient(context, images.flatten(0, 1), owners, self.decode_crop)
+        found = score_gradient(context, images.flatten(0, 1), owners, self.decode_crop, self.decode_half)
         scores, gradient = (values.unflatten(0, images.shape[:2]) for values in found)
         trained = scores < (math.inf if self.target is None else self.target)  # not where a reward failed
         losses = torch.where(trained, (self.target or 0.0) - scores, 0.0)

@@ -13,7 +13,7 @@ from lit_vgrpo.objectives.base import PrepareContext
 
 
 def score_gradient(
-    context: PrepareContext, latents: Tensor, images: Tensor, crop: float | None = None
+    context: PrepareContext, latents: Tensor, images: Tensor, crop: float | None = None, halved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Decode latents, score them, and return the scores ``(N,)`` and their gradient ``(N, C, h, w)``, float32.
 
@@ -25,6 +25,7 @@ def score_gradient(
         latents: Clean latents ``(N, C, h, w)``.
         images: The images of the rollout whose prompts they belong to, ``(N,)``, int64.
         crop: Decode only a window with this share of each side, at a random place of each image.
+        halved: Decode at half the resolution.
 
     Raises:
         RuntimeError: The context has no reward.
@@ -47,7 +48,7 @@ def score_gradient(
         corners = [places[i] for i in chosen]
         seen = torch.stack([z[:, y : y + sides[0], x : x + sides[1]] for z, (y, x) in zip(leaf, corners, strict=True)])
         prompts, rows = [context.prompts[i] for i in chosen], [dict(context.data_rows[i]) for i in chosen]
-        scores = reward.with_gradient(policy.decode_with_gradient(seen), prompts, rows)
+        scores = reward.with_gradient(policy.decode_with_gradient(seen, halved), prompts, rows)
         (gradient,) = torch.autograd.grad(scores.sum(), leaf)
         return torch.cat([scores.detach()[:, None], gradient.flatten(1)], dim=1).to(latents.device)
 

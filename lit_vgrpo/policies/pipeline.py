@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
@@ -64,11 +65,14 @@ class PipelinePolicy(nn.Module):
     default_lora_targets: ClassVar[tuple[str, ...]]
     edits: ClassVar[bool] = False
     """True if every prompt comes with a picture, of the size of the images."""
+    references: int = 1
+    """Pictures per prompt, for a family that edits."""
     uses_latent_shift: ClassVar[bool] = True
     decodes_with_gradient: ClassVar[bool] = True
     """False if :meth:`vae_decode` keeps no graph."""
     network: Any  # a diffusers model, the only submodule
     latent_shape: tuple[int, int, int]
+    size_in: str = "model.policy"  # the section with height and width, for messages
 
     def __init__(
         self,
@@ -202,6 +206,20 @@ class PipelinePolicy(nn.Module):
             return height * self.pixels_per_latent, width * self.pixels_per_latent
         return None if self.height is None or self.width is None else (self.height, self.width)
 
+    @contextmanager
+    def sized(self, height: int | None, width: int | None) -> Iterator[None]:
+        """Sample the evaluation's size inside the block, ``None`` keeps a side; LoadError if loaded and impossible."""
+        before = self.height, self.width, self.size_in, self.latent_shape if self.loaded else (0, 0, 0)
+        self.height, self.width, self.size_in = height or self.height, width or self.width, "model.evaluation"
+        try:
+            if self.loaded and (height or width):
+                self.latent_shape = self.find_latent_shape()
+            yield
+        finally:
+            self.height, self.width, self.size_in = before[:3]
+            if self.loaded:
+                self.latent_shape = before[3]
+
     def find_latent_shape(self) -> tuple[int, int, int]:
         """Return ``(C, h, w)`` for the image size; LoadError if the VAE or the patches do not divide it."""
         config = self.network.config
@@ -222,7 +240,7 @@ class PipelinePolicy(nn.Module):
         multiple = factor * patch_size
         for name, pixels in (("height", self.height), ("width", self.width)):
             if pixels is not None and pixels % multiple:
-                raise LoadError(f"model.policy.{name}={pixels} is not a multiple of {multiple} (VAE factor x patch).")
+                raise LoadError(f"{self.size_in}.{name}={pixels} is not a multiple of {multiple} (VAE factor x patch).")
         height, width = (default if side is None else side // factor for side in (self.height, self.width))
         return height, width
 
@@ -234,10 +252,14 @@ class PipelinePolicy(nn.Module):
         config = self.pipeline.vae.config
         return config.scaling_factor, (config.shift_factor or 0.0) if self.uses_latent_shift else 0.0
 
-    def vae_decode(self, latents: Tensor) -> Tensor:
-        """Return the VAE's images ``(B, 3, H, W)`` in [-1, 1] of the network's latents ``(B, C, h, w)``."""
+    def vae_latents(self, latents: Tensor) -> Tensor:
+        """Return the VAE's latents of the network's, ``(B, C, h, w)``."""
         scale, shift = self._latent_affine()
-        return self.pipeline.vae.decode(latents / scale + shift, return_dict=False)[0]
+        return latents / scale + shift
+
+    def vae_decode(self, latents: Tensor) -> Tensor:
+        """Return the images ``(B, 3, H, W)`` in [-1, 1] of the VAE's latents ``(B, C, h, w)``."""
+        return self.pipeline.vae.decode(latents, return_dict=False)[0]
 
     def vae_encode(self, images: Tensor) -> Tensor:
         """Return the network's latents ``(B, C, h, w)`` of images ``(B, 3, H, W)`` in [-1, 1]."""
@@ -249,21 +271,26 @@ class PipelinePolicy(nn.Module):
         """Decode latents to images ``(B, 3, H, W)``, float32 in [0, 1]."""
         return in_batches(self._decoded, self.decode_batch_size, latents.float())
 
-    def decode_with_gradient(self, latents: Tensor) -> Tensor:
+    def decode_with_gradient(self, latents: Tensor, halved: bool = False) -> Tensor:
         """Do the same in one VAE pass and keep the graph; if possible, the backward pass recomputes the VAE's blocks.
 
         Latents may be a crop. The clamp to [0, 1] passes no gradient outside this range.
+
+        Args:
+            halved: Return images of half the resolution, decoded from the means of 2 x 2 of the VAE's latents.
         """
         if not self.pipeline.vae.is_gradient_checkpointing:
             with suppress(ValueError):  # this VAE does not support it
                 self.pipeline.vae.enable_gradient_checkpointing()
-        return self._decoded(latents)
+        return self._decoded(latents, halved)
 
     @in_own_precision
-    def _decoded(self, latents: Tensor) -> Tensor:
+    def _decoded(self, latents: Tensor, halved: bool = False) -> Tensor:
         place([self.pipeline.vae], self.device)
         with self.autocast(self.decode_dtype):
-            return (self.vae_decode(latents).float() / 2 + 0.5).clamp(0, 1)
+            of_vae = self.vae_latents(latents)
+            of_vae = F.avg_pool2d(of_vae, 2, ceil_mode=True) if halved else of_vae
+            return (self.vae_decode(of_vae).float() / 2 + 0.5).clamp(0, 1)
 
     @torch.no_grad()
     @in_own_precision

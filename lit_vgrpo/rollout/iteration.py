@@ -21,7 +21,7 @@ from lit_vgrpo.rewards import Weighted
 
 SAVED_OF_RECORD = (
     *("iteration", "rewards", "group_ids", "parts", "errors", "images"),
-    *("seconds", "has_advantage", "updates", "scouts", "edits"),
+    *("seconds", "has_advantage", "updates", "scouts", "edits", "sources"),
 )
 """What a checkpoint keeps of an unfinished iteration's record."""
 
@@ -83,7 +83,7 @@ class Iteration:
             asked, rows = [batch.prompts[group] for group in groups], [batch.rows[group] for group in groups]
             context = replace(context, reward=reward, prompts=asked, data_rows=rows)
             record = replace(record, has_advantage=True)  # it trains on every image
-        with timed(record.seconds, "prepare"):
+        with timed(record.seconds, "prepare"), ledger.memory.during("prepare"):
             experience = objective.prepare(context) if record.has_advantage else context.experience()
         order, image_ids = training_order(batch, is_replayed=replayed is not None), rollout.image_ids
         if order is not None:

@@ -16,7 +16,8 @@ from lit_vgrpo.config.header import LEVELS, Header
 from lit_vgrpo.config.recipe import Command
 
 ROOT = Path(__file__).parents[2] / "recipes"
-FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in ("compare", "strategy", "starter")]
+OTHERS = ("compare", "strategy", "starter", "benchmarks")
+FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in OTHERS]
 CURRICULA = [path for path in FILES if is_curriculum(path)]
 RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have their own tests
 
@@ -25,6 +26,7 @@ PASSES = {
     "chroma_pickscore": {"rollout": (0, 8), "update": (4, 0)},
     "flux2_dev_pickscore": {"rollout": (0, 8), "update": (4, 0)},
     "flux2_klein_pickscore": {"rollout": (0, 8), "update": (4, 0)},
+    "flux_hps_flowbp": {"rollout": (0, 8), "update": (3, 0)},
     "flux_multireward": {"rollout": (0, 8), "old": (0, 3), "update": (4, 0)},
     "kontext_edit": {"rollout": (0, 8), "update": (4, 0)},
     "qwen_image21_pickscore": {"rollout": (0, 8), "update": (4, 0)},
@@ -72,6 +74,7 @@ SMALLEST = ["model.policy.height=32", "model.policy.width=32"]
 NEWER = ("flux2_klein", "qwen_image", "z_image", "chroma", "flux2_dev", "qwen_image21")
 SIZES = {
     **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in NEWER},
+    "flux_hps_flowbp": [FEW_STEPS, *SMALL],
     "flux_multireward": [FEW_STEPS, *SMALL],
     "kontext_edit": [FEW_STEPS, *SMALLEST],
     "sdxl_preference": [FEW_STEPS, *SMALL_UNET],
@@ -92,6 +95,7 @@ REPEATS = (
     *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
     *(f"{model}_pickscore" for model in NEWER),
     *("sd3_pickscore_nft", "kontext_edit", "sd15_aesthetic", "flux_multireward", "sdxl_preference"),
+    *("sd3_pickscore_fast", "sd3_pickscore_flowbp", "flux_hps_flowbp", "tiny_hacked"),
     *("sd3_pickscore_flowgrpo", "sd3_pickscore_ram", "sd35m_stage5", "sd35m_opd", "tiny_ocr_pretrain"),
 )
 """The stages are sd3_pickscore with other rewards; pre-trainings differ in their pictures, other methods in their loss,

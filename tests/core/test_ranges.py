@@ -30,6 +30,7 @@ GOOD = {
     "images": "lit_vgrpo.tiny.ShapesImages",
     "url": "http://127.0.0.1:1/score",
     "model": "judge",
+    "name": "geneval",
     "function": "math:sqrt",
     "path": "shipped:prompts/shapes_train.jsonl",
     "rewards": ["JPEGCompressibility"],

@@ -166,6 +166,19 @@ def test_a_crop_has_the_gradient_of_its_window_alone(policy):
     assert (context.ledger.decoded, context.ledger.training_passes()) == (4, 0)
 
 
+def test_half_the_resolution_has_the_gradient_of_the_averaged_latents(policy):
+    context = context_of(policy, make())
+    found = make(decode_half=True).prepare(context).extras
+    means = context.rollout.latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).mean((3, 5)).requires_grad_()
+    pictures = policy.decode_with_gradient(means)
+    assert pictures.shape[2:] == torch.Size([side // 2 for side in policy.decode(context.rollout.latents).shape[2:]])
+    scores = REWARD.with_gradient(pictures, context.prompts, context.data_rows)
+    torch.testing.assert_close(found["score"][:, 0], scores.detach())
+    of_means = torch.autograd.grad(scores.sum(), means)[0]
+    expected = of_means.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3) / 4
+    torch.testing.assert_close(-found["gradient"][:, 0], expected)
+
+
 def test_an_image_s_gradient_does_not_depend_on_the_others(policy):
     context = context_of(policy, make())
     whole = score_gradient(context, context.rollout.latents, torch.arange(6))

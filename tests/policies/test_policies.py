@@ -12,7 +12,6 @@ from policies.contract import PROMPTS, SAME, encoded, inputs
 from policies.families import FAMILIES, FIRST, REPEATS, SLOW
 from rollouts import sample_chain
 
-from lit_vgrpo.apps.memory.meta import AutocastOnMeta
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.sampling import sample
@@ -20,6 +19,7 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import Conditioning
 from lit_vgrpo.policies.checks import inputs_count
+from lit_vgrpo.policies.meta import AutocastOnMeta
 
 COLOURS, SHAPES = ("red", "blue", "green", "yellow"), ("circle", "square", "triangle")
 
@@ -209,6 +209,7 @@ def test_decoding_keeps_the_gradient(family):
     (gradient,) = torch.autograd.grad((images * torch.linspace(0, 1, images.shape[3])).sum(), leaf)
     assert gradient.flatten(1).norm(dim=1).min() > 0
     torch.testing.assert_close(images.detach(), policy.decode(latents))
+    assert policy.decode_with_gradient(leaf, halved=True).shape[2] * 2 == images.shape[2]
 
 
 def test_the_negative_prompts_pass_may_keep_no_graph(family):

@@ -32,6 +32,7 @@ OTHERS = {
 CONTINUED = {
     **dict.fromkeys([*WHOLE, "DGPO, moving", "V-GRPO, scouts", "FlowBP"], f"{TWO_UPDATES},middle=1"),
     "MixGRPO, window 4": f"{SPLIT},middle=1",
+    "two sources": f"{TWO_UPDATES},middle=1",
 }
 # Two prompts on four ranks: every group is cut in two.
 CUT = dict.fromkeys(
@@ -76,7 +77,7 @@ def two_blocks(tmp_path_factory):
 
 
 def assert_same(name, one, other, tolerance):
-    for key in ("rewards", "images"):
+    for key in ("rewards", "images", "sources"):
         for a, b in zip(one[key], other[key], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=tolerance, msg=lambda m, k=key: f"{name}, {k}: {m}")
     for key in ("weights", "ema"):
@@ -91,6 +92,7 @@ def assert_same_work(one, found):
         assert (alone["ranks"], first["ranks"]) == (1, len(ranks))
         assert torch.equal(alone["groups"], first["groups"])
         assert alone["updates"] == first["updates"]
+        assert len(alone["sources"]) == (2 if name == "two sources" else 0)
         # what the start's weights draw is the same in every bit; gradients are summed in another order
         assert torch.equal(alone["rewards"][0], first["rewards"][0]), name
         assert torch.equal(alone["images"][0], first["images"][0]), name

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_vgrpo.apps.memory.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.apps.memory.shares import bytes_of, copy_in_8_bits, restored_at_once, shares, tensors_of
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.objectives.score_gradient import window
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.clip import AestheticScore
 from lit_vgrpo.rewards.function import PythonReward
@@ -34,7 +34,7 @@ ADVICE = {
     "scouts": "a smaller model.rollout_batch_size",
     "evaluation": "a smaller data.eval_batch_size",
     "decoding images": "a smaller model.policy.decode_batch_size",
-    "gradient of the reward": "a smaller model.policy.decode_batch_size, or model.objective.decode_crop=0.5",
+    "gradient of the reward": "a smaller model.policy.decode_batch_size, or model.objective.decode_half=true",
     "encoding prompts": "model.policy.offload_encoders=true",
     "optimizer's step": "model.optimizer.kind=adamw8bit, or model.policy.lora_rank=32",
 }
@@ -129,7 +129,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         phases[SCOUTS] = peak_of(Pass(scouts, spec.guidance, False)) + asked.samples_with_copy * share.trained + held
         phases[DECODING] = max(phases[DECODING], _decoding(policy, scouts) + held)
     if module.objective.takes_reward_gradient:
-        phases[GRADIENT] = gradient_peak(policy, module.objective.decode_crop)
+        phases[GRADIENT] = gradient_peak(policy, module.objective.decode_crop, module.objective.decode_half)
     if asked.stored is not None:
         phases[STORED] = peak_of(asked.stored) + bool(asked.copies) * share.trained
     if (data := cli.datamodule).has_heldout:
@@ -137,7 +137,8 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         batch = min(data.eval_batch_size, -(-images // trainer.world_size))
         sampled = at_most(images, module.rollout_batch_size) or batch
         evaluation = module.evaluation or spec.as_ode()
-        peak = max(peak_of(Pass(sampled, evaluation.guidance, False)), _decoding(policy, batch))
+        with policy.sized(*module.evaluator.sides):
+            peak = max(peak_of_pass(policy, Pass(sampled, evaluation.guidance, False)), _decoding(policy, batch))
         phases[EVALUATION] = peak + bool(averages) * share.trained  # the averages are swapped in
     return Estimate(parts, phases, tuple(unknown))
 
@@ -174,13 +175,13 @@ def _decoding(policy: Policy, images: int) -> int:
     return live.peak + 2 * max(0, images - at_once) * bytes_of([decoded[:1]])
 
 
-def gradient_peak(policy: Policy, crop: float | None) -> int:
+def gradient_peak(policy: Policy, crop: float | None, halved: bool = False) -> int:
     """Return the peak of one of the VAE's batches and its backward pass, without the reward's model."""
     channels, *sides = policy.latent_shape
     height, width = window(sides, crop)
     with torch.enable_grad(), AutocastOnMeta(), LiveMemory() as live:
         latents = torch.empty(policy.decode_batch_size, channels, *sides, device="meta", requires_grad=True)
-        policy.decode_with_gradient(latents[..., :height, :width]).sum().backward()
+        policy.decode_with_gradient(latents[..., :height, :width], halved).sum().backward()
     return live.peak
 
 

@@ -108,8 +108,8 @@ def test_a_race_drops_what_costs_and_keeps_the_average():
 
 
 OF_A_UNET = ["ddpo"]
-BY_GRADIENT = ["flowbp"]
 OF_TEACHERS = ["opd"]
+BY_GRADIENT = ["draft_k", "draft_lv", "flowbp", "refl"]
 SMOOTH = ("tiny_shapes", "model.reward=SmoothShapesReward", "model.heldout_reward=ShapesReward")
 
 
