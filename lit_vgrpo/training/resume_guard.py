@@ -200,7 +200,8 @@ def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
     with unreadable:
         found["model.policy.start_from"] = start_hashes(module.policy)
     with unreadable:
-        found["model.objective.teachers"] = teacher_hashes(module.objective, module.policy)
+        if hashes := teacher_hashes(module.objective, module.policy):
+            found["model.objective.teachers"] = hashes
     for part in module.reward.parts:
         with unreadable:
             if part.weight and (source := _source_of(part.reward)) is not None:  # weight 0: not trained on

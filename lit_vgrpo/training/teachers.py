@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.objectives.opd import OPD
 from lit_vgrpo.policies.base import Policy
@@ -39,9 +39,9 @@ def load_teachers(objective: Objective, policy: Policy) -> None:
     Raises:
         LoadError: A file is not a LoRA of the policy's network, or does not fit into its adapter.
     """
-    start = Snapshot(policy)
     for name, view in _views(objective, policy):
-        with start.swapped_into(policy):
+        teacher = objective.copies[OPD.copy_of(name)]
+        with teacher.swapped_into(policy):
             for weight_name, weight in trainable_parameters(policy).items():
                 if ".lora_B." in weight_name:  # of ranks and layers that the file does not have
                     weight.zero_()
@@ -49,7 +49,7 @@ def load_teachers(objective: Objective, policy: Policy) -> None:
                 put_lora(view, _place(view).fetch())
             except LoadError as error:
                 raise LoadError(_named(str(error), name)) from error
-            objective.copies[OPD.copy_of(name)].move_towards(policy, decay=0.0)
+            teacher.move_towards(policy, decay=0.0)
 
 
 def teacher_hashes(objective: Objective, policy: Policy) -> dict[str, str]:
