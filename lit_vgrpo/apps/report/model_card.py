@@ -173,12 +173,13 @@ def sample_call(policy: Policy, model: Mapping[str, Any]) -> str:
     Args:
         model: The recipe's ``model``; without a rollout in it, steps and guidance are left to the pipeline.
     """
-    height, width = policy.image_size or (1, 1)
+    plan = model.get("evaluation") or ((model.get("objective") or {}).get("init_args") or {}).get("rollout") or {}
+    sides = zip(("height", "width"), policy.image_size or (1, 1), strict=True)
+    height, width = (plan.get(name) or side for name, side in sides)
     known = inspect.signature(type(policy.pipeline).__call__).parameters
     options = policy.pipeline_references(torch.zeros(1, 3, height, width)) if policy.edits else {}
+    options |= {"height": height, "width": width}
     options |= {name: getattr(policy, name) for name in ("max_sequence_length",) if name in known}
-    plan = model.get("evaluation") or ((model.get("objective") or {}).get("init_args") or {}).get("rollout") or {}
-    options |= {"height": plan.get("height") or height, "width": plan.get("width") or width}
     if {"steps", "guidance"} <= plan.keys():
         options |= {"num_inference_steps": plan["steps"], **policy.pipeline_guidance(plan["guidance"], 1)}
     options |= policy.pipeline_options
