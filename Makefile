@@ -27,11 +27,11 @@ test: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(PYTEST_SLOW) -m slow $(PYTEST_ARGS)
-	PRETEND_GPU=1 $(PYTEST) -m "not slow" tests/test_methods.py $(PYTEST_ARGS)
+	PRETEND_GPU=1 $(PYTEST) tests/test_methods.py $(PYTEST_ARGS)
 
 test-all: $(VENV)/installed
 	$(PYTEST) $(COVERAGE) $(PYTEST_ARGS)
-	PRETEND_GPU=1 $(PYTEST) -m "not slow" tests/test_methods.py $(PYTEST_ARGS)
+	PRETEND_GPU=1 $(PYTEST) tests/test_methods.py $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

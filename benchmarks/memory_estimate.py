@@ -78,8 +78,8 @@ def build(place: Path) -> dict[str, str]:
 
 def measure(case: dict[str, Any]) -> dict[str, int]:
     from lit_vgrpo.apps.memory.estimate import peak_of_pass
-    from lit_vgrpo.apps.memory.meta import policy_on_meta
     from lit_vgrpo.policies import SD3Policy, UNetPolicy
+    from lit_vgrpo.policies.meta import policy_on_meta
     from lit_vgrpo.system.memory import measured_memory
     from lit_vgrpo.training.memory_passes import LiveMemory, Pass
 

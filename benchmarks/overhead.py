@@ -160,7 +160,7 @@ def measure(recipe: str, iterations: int, overrides: Sequence[str]) -> dict[str,
         "overrides": list(overrides),
         **_table(measured, 0),
         "cpu": _table(measured, 1),
-        "peak_memory_bytes": peak_memory_bytes(cli.trainer.strategy.root_device),
+        "peak_memory_bytes": peak_memory_bytes(cli.trainer.strategy.root_device, cli.model.ledger.memory),
     }
 
 

@@ -1,5 +1,6 @@
 """Lightning callbacks, one class per file."""
 
+from lit_vgrpo.callbacks.benchmark import Benchmark
 from lit_vgrpo.callbacks.collapse import CollapseStop
 from lit_vgrpo.callbacks.diagnostics import SurrogateDiagnostics
 from lit_vgrpo.callbacks.ema import EMA, averaged_weights
@@ -15,6 +16,7 @@ from lit_vgrpo.callbacks.summary import RunSummary
 __all__ = [
     "EMA",
     "FID",
+    "Benchmark",
     "CollapseStop",
     "Export",
     "ProgressBar",

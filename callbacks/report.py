@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import lightning as L
 import numpy as np
 import numpy.typing as npt
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from PIL.Image import Image
 from torch import Tensor
 
 from lit_vgrpo.apps.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME
 from lit_vgrpo.core.gather import objects_of_all_ranks
-from lit_vgrpo.core.pictures import PICTURE, read_picture
+from lit_vgrpo.core.pictures import picture_files, read_picture
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.data.batch import PromptBatch
@@ -42,8 +43,8 @@ MIN_DISAGREEMENT = 0.25
 """Minimum difference of two rewards' ranks, as a share of all images."""
 TOTAL = "reward"
 """Name of the weighted sum among the scores."""
-Asked = tuple[str, str | None]
-"""A prompt, and the file of the picture that it edits."""
+Asked = tuple[str, tuple[str, ...]]
+"""A prompt, and the files of the pictures that it edits."""
 Choice = tuple[int, str, tuple[str, str] | None]
 """An image's place among the scores, the reason to keep it, and two rewards that disagree on it."""
 
@@ -131,7 +132,7 @@ class KeptImages:
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
         self._slots += batch.slots
-        self._asked += [(row[PROMPT], row.get(PICTURE)) for row in batch.rows]
+        self._asked += [(row[PROMPT], picture_files(row)) for row in batch.rows]
         for picture in to_pil(images.float().nan_to_num(0, 0, 0)) if self.number else ():
             picture.thumbnail((SIDE, SIDE))
             if len(self._pictures) * 3 * picture.width * picture.height < MOST_BYTES:
@@ -178,7 +179,8 @@ class KeptImages:
                     with new_file(folder / entry["file"]) as file:
                         images[entry["image"]].save(file, format="PNG")
                 for place, name in edited.items():
-                    picture = to_pil(read_picture(str(asked[place][1]))[None] / 255)[0]
+                    side_by_side = torch.cat([read_picture(file) for file in asked[place][1]], dim=-1)
+                    picture = to_pil(side_by_side[None] / 255)[0]
                     picture.thumbnail((SIDE, SIDE))
                     with new_file(folder / name) as file:
                         picture.save(file, format="PNG")

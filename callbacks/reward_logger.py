@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_vgrpo.core.advantages import no_spread_share
-from lit_vgrpo.core.gather import sum_over_ranks
+from lit_vgrpo.core.gather import objects_of_all_ranks, sum_over_ranks
 from lit_vgrpo.core.records import IterationRecord
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.policies.meta import flops_per_image
 from lit_vgrpo.rollout.scores import copying_warning
 from lit_vgrpo.training.strategies import ZeRO
 from lit_vgrpo.training.trainer_internals import log_row
@@ -20,8 +23,14 @@ if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
 
 
+def _passes(module: VGRPOModule) -> tuple[int, int]:
+    """Return the images of all training passes so far, over all ranks, without and with a backward pass."""
+    counts = module.ledger.training_counts().values()
+    return sum(count["without_grad"] for count in counts), sum(count["with_grad"] for count in counts)
+
+
 class RewardLogger(L.Callback):
-    """Logs one row of metrics per iteration: ``reward``, ``policy``, ``cost``, ``time``, ``scouts``, ``edit``.
+    """Logs one row of metrics per iteration: rewards, also by ``source``, ``policy``, ``cost``, ``time`` and others.
 
     It warns when every group's rewards are equal, so that no step is taken, and when a reward failed. It fails if an
     iteration ended before its last update.
@@ -31,11 +40,26 @@ class RewardLogger(L.Callback):
         self._norms: list[torch.Tensor] = []
         self._started = 0.0
         self._warned_of_copies = False
+        self._flops: tuple[int, int] | None = None  # per image, of a pass without and with its backward
+        self._peak_flops = 0  # of a device, per second
+        self._passes = (0, 0)  # before the iteration, likewise
+
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        device, policy, spec = trainer.strategy.root_device, pl_module.policy, pl_module.objective.rollout_spec(0)
+        skips_blocks = spec.cache or (spec.scouts and spec.scouts.cache)
+        if stage != "fit" or device.type != "cuda" or policy.loaded or skips_blocks:
+            return
+        self._peak_flops = get_available_flops(device, policy.dtype) or 0
+        try:
+            self._flops = flops_per_image(policy) if self._peak_flops else None
+        except Exception as error:  # such as shapes that depend on values: a missing metric must not end a run
+            rank_zero_warn(f"No model FLOPs utilisation: {one_line(error)}")
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: VGRPOModule, batch: Any, batch_idx: int) -> None:
         if batch.is_first or not self._started:  # a resumed run may start mid-iteration
             self._started = time.perf_counter()
             self._norms = []
+            self._passes = _passes(pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
@@ -50,11 +74,16 @@ class RewardLogger(L.Callback):
             self._norms += [] if norm is None else [norm]
         if not batch.is_last:
             return
-        local = self._local(record, time.perf_counter() - self._started)
+        seconds = time.perf_counter() - self._started
+        local = self._local(record, seconds) | self._utilisation(pl_module, seconds)
         values = sum_over_ranks(torch.tensor([local[name] for name in sorted(local)])) / trainer.world_size
         metrics = dict(zip(sorted(local), values.tolist(), strict=True)) | self._global(pl_module, record)
         if pl_module.objective.needs_reward:
             metrics |= self._rewards(record)
+        metrics["cost/images_per_second_per_device"] = metrics["cost/images_per_second"] / trainer.world_size
+        peaks = objects_of_all_ranks(pl_module.ledger.memory.of_phase)
+        for phase in sorted({phase for of_rank in peaks for phase in of_rank}):
+            metrics[f"memory/{phase}_gb"] = max(of_rank.get(phase, 0) for of_rank in peaks) / 1e9
         log_row(trainer, metrics)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
@@ -82,6 +111,14 @@ class RewardLogger(L.Callback):
         metrics |= {f"time/{name}_s": value for name, value in record.seconds.items()}
         metrics["time/iteration_s"] = seconds
         return metrics
+
+    def _utilisation(self, module: VGRPOModule, seconds: float) -> dict[str, float]:
+        """Return the share of the device's peak that the network's passes of this iteration took."""
+        if self._flops is None:
+            return {}
+        passes = [now - before for now, before in zip(_passes(module), self._passes, strict=True)]
+        done = sum(number * cost for number, cost in zip(passes, self._flops, strict=True)) / module.ledger.ranks
+        return {"cost/mfu": done / (seconds * self._peak_flops)}
 
     def _global(self, module: VGRPOModule, record: IterationRecord) -> dict[str, float]:
         """Return metrics that are the same on every rank."""
@@ -121,6 +158,7 @@ class RewardLogger(L.Callback):
             "reward/no_spread": no_spread_share(record.rewards, record.group_ids),
             "reward/failed": float(record.rewards.isnan().sum()),
         }
-        for name, values in record.parts.items():
-            metrics |= {f"reward/{name}" + ("" if key == "mean" else f"/{key}"): v for key, v in values.items()}
+        for stage, parts in (("reward", record.parts), ("source", record.sources)):
+            for name, values in parts.items():
+                metrics |= {f"{stage}/{name}" + ("" if key == "mean" else f"/{key}"): v for key, v in values.items()}
         return metrics

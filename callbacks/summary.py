@@ -20,7 +20,7 @@ from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
 from lit_vgrpo.callbacks.ema import averaged_weights, evaluated_weights
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.errors import UserError, counted, one_line, say
-from lit_vgrpo.system.memory import device_name, peak_resident_bytes
+from lit_vgrpo.system.memory import PeakMemory, device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import commit, versions
 from lit_vgrpo.system.signals import is_stop_requested
@@ -130,7 +130,8 @@ class RunSummary(L.Callback):
             "train_seconds": round(module.ledger.stopwatch.wall_s, 3),
             "cpu_seconds": round(module.ledger.stopwatch.cpu_s, 3),
             "network_passes": module.ledger.counts,
-            "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
+            "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device, module.ledger.memory),
+            "peak_memory_bytes_by_phase": module.ledger.memory.of_phase,
             "device": device_name(trainer.strategy.root_device),
             "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in module.evaluator.history],
             "seed": module.seed,
@@ -152,9 +153,10 @@ def _stopped(trainer: L.Trainer) -> list[StopsRun]:
     return [callback for callback in callbacks_of(trainer, StopsRun) if callback.outcome]
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return this rank's peak memory: reserved by torch on a GPU, else resident."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
+def peak_memory_bytes(device: torch.device, memory: PeakMemory) -> int:
+    """Return this rank's peak memory, also during earlier phases: reserved by torch on a GPU, else resident."""
+    now = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
+    return max(now, memory.most)
 
 
 def _plain(value: float | None) -> float | None:

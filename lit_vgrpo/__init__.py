@@ -28,6 +28,7 @@ _HOMES = {
     "DDPO": "lit_vgrpo.objectives",
     "Denoising": "lit_vgrpo.objectives",
     "RewardGradient": "lit_vgrpo.objectives",
+    "OPD": "lit_vgrpo.objectives",
     "ChromaPolicy": "lit_vgrpo.policies",
     "Flux2DevEditPolicy": "lit_vgrpo.policies",
     "Flux2DevPolicy": "lit_vgrpo.policies",
@@ -46,6 +47,7 @@ _HOMES = {
     "UNetPolicy": "lit_vgrpo.policies",
     "ZImagePolicy": "lit_vgrpo.policies",
     "RolloutSpec": "lit_vgrpo.core.types",
+    "EvaluationSpec": "lit_vgrpo.training.evaluation",
 }
 quiet_imports()
 __all__ = ["__version__", *_HOMES]

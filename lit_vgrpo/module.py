@@ -17,7 +17,6 @@ from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.ranges import BatchSize, Seed, checked
 from lit_vgrpo.core.records import IterationRecord, PassLedger
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
@@ -28,13 +27,14 @@ from lit_vgrpo.rollout.iteration import Continuation, Iteration, Replay
 from lit_vgrpo.rollout.scores import ScoreCollector
 from lit_vgrpo.rollout.scouts import image_sampler
 from lit_vgrpo.training.checkpoint_file import read_sound
-from lit_vgrpo.training.evaluation import Evaluator
+from lit_vgrpo.training.evaluation import EvaluationSpec, Evaluator
 from lit_vgrpo.training.micro_batch import settle
 from lit_vgrpo.training.module_state import load_state, save_state
 from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import load_policy
 from lit_vgrpo.training.settings import fitting_callbacks, hide_expected_warnings, set_up
+from lit_vgrpo.training.teachers import load_teachers
 from lit_vgrpo.training.update_guard import NonFinite, UpdateGuard
 
 
@@ -51,9 +51,10 @@ class VGRPOModule(L.LightningModule):
         reward: Scores the images: a reward or a function of images and prompts; ``Weighted`` combines several.
         optimizer: AdamW's settings, or any other optimizer, by ``class_path`` or as a function of the weights.
         heldout_reward: Scores held-out images in addition to the reward; never trained on.
-        advantage_std: The std that divides advantages: the iteration's, the group's or none; null follows the paper.
+        advantage_std: The std that divides advantages: the iteration's, source's, group's or none; null: the paper's.
         advantage_aggregate: Normalise the sum of the rewards, or sum each one's advantages; null follows the paper.
-        evaluation: Sampling of held-out images, by an ODE; null uses the objective's rollout without noise.
+        evaluation: Sampling of held-out images, by an ODE, also of another size; null uses the objective's rollout
+            without noise.
         rollout_batch_size: Images per forward pass while sampling, the last batch padded; null takes all at once.
         rollout_device: Device of an iteration's latents, pairs and embeddings; cpu saves device memory.
         failed_images: Leave images that a reward failed to score out of their group, or stop with the reason.
@@ -78,7 +79,7 @@ class VGRPOModule(L.LightningModule):
         heldout_reward: RewardLike | None = None,
         advantage_std: AdvantageStd | None = None,
         advantage_aggregate: AdvantageAggregate | None = None,
-        evaluation: RolloutSpec | None = None,
+        evaluation: EvaluationSpec | None = None,
         rollout_batch_size: BatchSize | None = BATCH_SIZE,
         rollout_device: Literal["cpu"] | None = None,
         failed_images: Literal["leave_out", "stop"] = "leave_out",
@@ -99,7 +100,8 @@ class VGRPOModule(L.LightningModule):
         self.rollout_device = None if rollout_device is None else torch.device(rollout_device)
 
         self.ledger = ledger = PassLedger()
-        self.scores = ScoreCollector(policy, self.reward, objective.needs_reward, failed_images == "stop")
+        stops = failed_images == "stop"
+        self.scores = ScoreCollector(policy, self.reward, objective.needs_reward, stops, ledger.memory)
         self.sampler = image_sampler(policy, objective, ledger, seed, rollout_batch_size, self.scores)
         spec, queue = evaluation or objective.rollout_spec(0).as_ode(), self.scores.queue
         self.evaluator = Evaluator(policy, self.reward, heldout_reward, spec, rollout_batch_size, seed, ledger, queue)
@@ -166,9 +168,11 @@ class VGRPOModule(L.LightningModule):
 
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         self.ledger.stopwatch.start(waits=batch.is_first)
+        self.ledger.memory.enter("update")
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         self.ledger.stopwatch.stop(waits=batch.is_last)
+        self.ledger.memory.enter("")
         # After max_time, finish the iteration first: its images are already sampled.
         self._stops |= self.trainer.should_stop
         self.trainer.should_stop = self._stops and batch.is_last
@@ -212,6 +216,7 @@ class VGRPOModule(L.LightningModule):
         self.ledger.attach(self.policy.network)
         self.objective.connect(self.rollout_device, self.seed)
         self.objective.setup(self.policy)
+        load_teachers(self.objective, self.policy)
         # One copy of the start is enough if the method already has it.
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
 

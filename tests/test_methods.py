@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from all_methods import METHODS, SHARED, VARIANTS, S
-from helpers import make_data, make_module, make_trainer, weights
+from helpers import make_data, make_module, make_trainer, repeating, weights
 from lightning.pytorch.plugins import MixedPrecision
 
 from lit_vgrpo import (
@@ -63,13 +63,22 @@ ALIKE = (
 )
 """Methods that keep no other weights, or the same as another: with an adapter they cost as without."""
 TRAINED = [(name, "full") for name in METHODS if name not in VARIANTS]
-TRAINED += [(name, "lora") for name in METHODS if name not in ALIKE]
+ADAPTED = [(name, "lora") for name in METHODS if name not in ALIKE]
 BY_GRADIENT = ("FlowBP", "ReFL", "DRaFT-K", "DRaFT-LV")
 if os.environ.get("PRETEND_GPU"):  # it loses the device of what the VAE's backward pass computes again
-    TRAINED = [(name, trained) for name, trained in TRAINED if name not in BY_GRADIENT]
+    TRAINED, ADAPTED = ([case for case in cases if case[0] not in BY_GRADIENT] for cases in (TRAINED, ADAPTED))
+FIRST = [
+    ("V-GRPO, one step", "lora"),
+    ("DiffusionNFT", "lora"),
+    ("AWM, anchor", "lora"),
+    ("Flow-GRPO, guidance, KL", "lora"),
+]
+"""No other weights, a copy, an anchor, the start; the other adapters are slow."""
 
 
-@pytest.mark.parametrize(("name", "trained"), TRAINED)
+@pytest.mark.parametrize(
+    ("name", "trained"), repeating(TRAINED + ADAPTED, slow=[case for case in ADAPTED if case not in FIRST])
+)
 def test_costs_what_the_table_says_and_moves_the_weights(tiny_sd3, tmp_path, name, trained):
     make, updates, expected = METHODS[name]
     policy = SD3Policy(str(tiny_sd3), max_sequence_length=1, lora_rank=2 if trained == "lora" else None)

@@ -100,7 +100,8 @@ def test_metrics(tiny_sd3, tmp_path):
     assert logged["policy/ratio_deviation"] == 0
     assert logged["policy/grad_norm"] > 0
     assert logged["cost/passes_per_image"] == 4  # 2 steps and 2 pairs
-    assert logged["cost/images_per_second"] > 0
+    assert logged["cost/images_per_second_per_device"] == logged["cost/images_per_second"] > 0
+    assert {f"memory/{phase}_gb" for phase in ("rollout", "decode", "reward", "prepare", "update")} <= set(logged)
     assert logged["surrogate/cv"] > 0
     assert logged["surrogate/cv_within"] > 0
     assert {"heldout/reward", "heldout/brightness", "reward/no_spread", "policy/clip_fraction"} <= logged.keys()

@@ -23,8 +23,8 @@ STARTERS = {"subprocess.run", "subprocess.Popen", "run_ranks", "run_command"}
 MAY_IMPORT_CALLBACKS = ("cli/", "launch/", "__init__.py")
 """The rest of the package imports no callback; ``module.py`` imports one, in ``BUILT_IN``."""
 BUILT_IN = "lit_vgrpo.callbacks.reward_logger"
-MAY_IMPORT_APPS = ("report.py", "samples.py", "export.py", "hack_alarm.py", "summary.py")
-"""Callbacks that write files of the report or a model card, or repeat the report's verdict."""
+MAY_IMPORT_APPS = ("benchmark.py", "report.py", "samples.py", "export.py", "hack_alarm.py", "summary.py")
+"""Callbacks that write files of the report or a model card, repeat the report's verdict, or score a benchmark."""
 
 PRIVATE_API_ALLOWED = ("training/checkpoint.py", "training/trainer_internals.py", "training/sharded.py")
 """Files that may use private names of Lightning and DeepSpeed, next to the version in which they were read."""

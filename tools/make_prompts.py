@@ -99,16 +99,27 @@ def make_prompts(count: int, seed: int = 0) -> list[str]:
 def files() -> dict[str, str]:
     """Return the content of each shipped file; no prompt is in both a training file and its held-out file.
 
-    ``shapes_all.jsonl`` holds both, to pre-train on.
+    ``shapes_all.jsonl`` holds both, for pre-training. In ``shapes_tasks`` the colour selects reward and teacher.
     """
     images = make_prompts(TRAIN_COUNT + HELDOUT_COUNT)
     texts = {"pickscore": (images[:TRAIN_COUNT], images[TRAIN_COUNT:]), "ocr": ocr_prompts()}
     found = {f"{name}_{side}.txt": _lines(part) for name, parts in texts.items() for side, part in _sides(parts)}
     pictures, signs = shapes.prompt_rows(), words.prompt_rows()
-    rows = {"geneval": geneval_rows(), "shapes": pictures, "words": signs}
+    tasks = with_tasks(pictures[0]), with_tasks(pictures[1])
+    rows = {"geneval": geneval_rows(), "shapes": pictures, "shapes_tasks": tasks, "words": signs}
     tables = {f"{name}_{side}": part for name, parts in rows.items() for side, part in _sides(parts)}
     tables["shapes_all"] = [*pictures[0], *pictures[1]]
     return found | {f"{name}.jsonl": _lines(json.dumps(row) for row in part) for name, part in tables.items()}
+
+
+def with_tasks(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the rows with the attribute that matters as the name of reward and teacher."""
+    return [row | dict.fromkeys(("rewards", "teacher"), task_of(row)) for row in rows]
+
+
+def task_of(row: dict[str, str]) -> str:
+    """Return the attribute of a shape that matters for a prompt: the same for two colours of six."""
+    return list(shapes.CHOICES)[shapes.COLOURS.index(row["colour"]) // 2]
 
 
 def write(folder: Path) -> None:

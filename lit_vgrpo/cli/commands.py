@@ -215,8 +215,14 @@ def report_runs(
 
 @app.command("eval", rich_help_panel=LOOK)
 def evaluate(
-    run: Run,
-    words: Settings = None,
+    run: Annotated[str, Argument(help="Run folder; for a benchmark also a pipeline's folder or hub name.")],
+    words: Annotated[
+        list[str] | None, Argument(metavar="[RUN|MODEL|key=value]", help="More of them; overrides.")
+    ] = None,
+    benchmark: Annotated[str | None, Option(metavar="NAME", help="Use a published protocol, such as geneval.")] = None,
+    prompts: Annotated[str | None, Option(metavar="PATH", help="Local copy of the benchmark's prompts.")] = None,
+    pictures: Annotated[str | None, Option(metavar="DIR", help="Pictures that the benchmark edits.")] = None,
+    share: Annotated[str | None, Option(metavar="I/N", help="Score the I-th of N shares of its images.")] = None,
     no_ema: NoEma = False,
     reference: Annotated[bool, Option("--reference", help="Evaluate the reference too.")] = False,
     checkpoint: Checkpoint = None,
@@ -224,20 +230,20 @@ def evaluate(
     features: Annotated[str | None, Option(help="Feature network of FID and diversity.")] = None,
     out: Out = None,
 ) -> int:
-    """Score a run's weights on its held-out prompts."""
+    """Score a run's weights on its held-out prompts, or runs and models by a benchmark."""
+    of_benchmark = {"--prompts": prompts, "--pictures": pictures, "--share": share}
+    unused = of_benchmark if benchmark is None else {"--fid-reference": fid_reference, "--features": features}
+    for option in (option for option, value in unused.items() if value is not None):
+        raise UserError(f"{option} has no effect with{'out' * (benchmark is None)} --benchmark NAME. Leave it out.")
+    given: dict[str, Any] = {"words": [run, *(words or [])], "no_ema": no_ema, "named": checkpoint, "out": out}
     with _loading():
-        from lit_vgrpo.cli.eval import EvaluateOptions
-        from lit_vgrpo.cli.eval import evaluate as body
-    options = EvaluateOptions(
-        words=[run, *(words or [])],
-        no_ema=no_ema,
-        named=checkpoint,
-        reference=reference,
-        features=features,
-        fid_reference=fid_reference,
-        out=out,
-    )
-    return body(options)
+        from lit_vgrpo.cli import eval as held_out
+        from lit_vgrpo.cli.benchmark import BenchmarkOptions, evaluate_benchmark
+    if benchmark is not None:
+        given |= {"prompts": prompts, "pictures": pictures, "shares": share}
+        return evaluate_benchmark(BenchmarkOptions(name=benchmark, reference=reference, **given))
+    options = held_out.EvaluateOptions(reference=reference, features=features, fid_reference=fid_reference, **given)
+    return held_out.evaluate(options)
 
 
 @app.command(rich_help_panel=LOOK)
@@ -246,7 +252,7 @@ def sample(
     words: Settings = None,
     prompt: Annotated[list[str] | None, Option(help="Prompt; may be repeated.")] = None,
     prompts: Annotated[str | None, Option(help="File of prompts.")] = None,
-    image: Annotated[Path | None, Option(parser=_read_path, metavar="FILE", help="Picture to edit.")] = None,
+    image: Annotated[list[Path] | None, Option(parser=_read_path, metavar="FILE", help="Pictures to edit.")] = None,
     seed: Annotated[int, Option(min=0, help="Seed of the first image of each prompt.")] = 0,
     count: Annotated[int, Option(min=1, help="Images per prompt, each with the next seed.")] = 1,
     reference: Annotated[bool, Option("--reference", help="Use the reference's weights.")] = False,

@@ -26,6 +26,7 @@ from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.paths import new_file, vacant_folder
+from lit_vgrpo.training.evaluation import EvaluationSpec, sides_of
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 
@@ -43,7 +44,7 @@ class SampleOptions(RunOptions):
     reference: bool
     typed_prompts: list[str]
     prompt_file: str | None
-    image: Path | None
+    image: list[Path] | None
     seed: int
     count: int
     steps: int | None
@@ -62,8 +63,8 @@ class SampleOptions(RunOptions):
         except (ValueError, ModuleNotFoundError) as error:
             raise UserError(str(error)) from error
         self.rows += [{"prompt": prompt} for prompt in self.typed_prompts]
-        if self.image is not None:
-            self.rows = [{**row, PICTURE: str(self.image)} for row in self.rows]
+        if self.image:
+            self.rows = [{**row, PICTURE: [str(file) for file in self.image]} for row in self.rows]
         if self.out is not None:
             self.out = vacant_folder(self.out)
         else:
@@ -79,7 +80,9 @@ def sample_images(options: SampleOptions) -> int:
     recipe = recipe_of(options.run, options.words, USED, "sampling")
     policy, spec = build_policy(recipe), spec_of(recipe, options)
     try:
-        if errors := picture_errors(policy, options.rows, fix="Add --image FILE"):
+        with policy.sized(*sides_of(spec)):
+            errors = picture_errors(policy, options.rows, fix="Add --image FILE")
+        if errors:
             raise UserError(*errors)
         saved, variant = (None, REFERENCE) if options.reference else options.read_weights()
         load_saved_policy(policy, saved, variant)
@@ -99,7 +102,7 @@ def sample_images(options: SampleOptions) -> int:
 
 def spec_of(recipe: dict[str, Any], options: SampleOptions) -> RolloutSpec:
     """Return the sampling settings of the run's evaluation, with the options applied."""
-    spec = built_part(recipe, "model.evaluation", RolloutSpec)
+    spec = built_part(recipe, "model.evaluation", EvaluationSpec)
     if spec is None:
         spec = built_part(recipe, "model.objective", Objective).rollout_spec(0).as_ode()
     asked = {"steps": options.steps, "guidance": options.guidance}
@@ -116,10 +119,11 @@ def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
         UserError: The image holds NaN or infinite values, which a file would show as black.
     """
     prompt = row["prompt"]
-    cond = policy.encode([prompt], references_of([row]))
-    noise = policy.prior([torch.Generator().manual_seed(seed)])
-    latents, _ = sample(policy, cond, torch.zeros(1, dtype=torch.long), spec, noise)
-    image = policy.decode(latents)[0]
+    with policy.sized(*sides_of(spec)):
+        cond = policy.encode([prompt], references_of([row]))
+        noise = policy.prior([torch.Generator().manual_seed(seed)])
+        latents, _ = sample(policy, cond, torch.zeros(1, dtype=torch.long), spec, noise)
+        image = policy.decode(latents)[0]
     if not all_finite([latents, image]):
         raise UserError(
             f'The image of prompt "{prompt}", seed {seed}, has values that are not finite. Try '

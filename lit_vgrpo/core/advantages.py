@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-AdvantageStd = Literal["global", "group", "none"]
+AdvantageStd = Literal["global", "source", "group", "none"]
 AdvantageAggregate = Literal["rewards", "advantages"]
 
 STD_FLOOR = 1e-4
@@ -69,7 +69,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, std: AdvantageStd = "gl
     elif std == "none":
         scale = torch.ones_like(group_std)
     else:
-        raise ValueError(f"advantage std={std!r} is unknown. Use global, group or none.")
+        raise ValueError(f"advantage std={std!r} is unknown. Use global, source, group or none.")
     # Spread is relative to the reward's magnitude, because float32 sums of equal rewards differ in their last bits.
     spread = group_std > NO_SPREAD * mean.abs().clamp(min=1)
     advantages = (rewards.double() - mean) / scale
@@ -83,6 +83,7 @@ def combined_advantages(
     group_ids: Tensor,
     std: AdvantageStd = "global",
     aggregate: AdvantageAggregate = "rewards",
+    sources: Sequence[str] = (),
 ) -> Tensor:
     """Return advantages of several rewards: of their weighted sum, or the weighted sum of their advantages.
 
@@ -91,9 +92,10 @@ def combined_advantages(
         parts: Each reward's scores, ``(B,)``.
         weights: The weight of each part.
         group_ids: Shape ``(B,)``, int64.
-        std: See :func:`group_advantages`.
+        std: See :func:`group_advantages`; ``"source"`` divides by the std over the images of the same source.
         aggregate: ``"rewards"`` normalises the sum; ``"advantages"`` normalises each reward before summing, so that a
             reward with a wide range does not dominate.
+        sources: Source of each image's prompt, of length B; empty if there is only one.
 
     Returns:
         Shape ``(B,)``, float32; sums to 0 in each group.
@@ -101,6 +103,13 @@ def combined_advantages(
     Source:
         The sum of advantages follows arXiv 2507.21802.
     """
+    if std == "source":
+        total = torch.zeros(len(rewards))
+        for source in set(sources) or {""}:
+            own = torch.tensor([one == source for one in sources] or [True] * len(rewards), dtype=torch.bool)
+            of_source = {name: part[own] for name, part in parts.items()}
+            total[own] = combined_advantages(rewards[own], of_source, weights, group_ids[own], "global", aggregate)
+        return total
     if aggregate == "rewards" or not parts:
         return group_advantages(rewards, group_ids, std)
     failed = rewards.isnan()

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 PICTURE = "image"
-"""The field of a row with the file of the picture that its prompt edits."""
+"""The field of a row with the file of the picture that its prompt edits, or a list of several."""
 PROGRAM_FORMAT = "EPS"
 """A format for which Pillow runs Ghostscript, regardless of the file's suffix."""
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF
@@ -67,24 +67,33 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
 
 def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:
     """Return a one-line error if a prompt has no picture, else ``None``."""
-    return None if PICTURE in row else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
+    return None if picture_files(row) else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
+
+
+def picture_files(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the files of the pictures that a row's prompt edits."""
+    named = row.get(PICTURE) or ()
+    return tuple(named) if isinstance(named, list | tuple) else (str(named),)
 
 
 def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
-    """Return the pictures that the rows' prompts edit, ``(3, H, W)``, uint8; ``None`` if the rows have none.
+    """Return the pictures that the rows' prompts edit, uint8; ``None`` if the rows have none.
+
+    A row's picture is ``(3, H, W)``; several are ``(N, 3, H, W)``.
 
     Raises:
-        ValueError: Some rows have a picture and some have none, or one cannot be read.
+        ValueError: Some rows have a picture and some have none, one cannot be read, or a row's have different sizes.
     """
-    files = [row.get(PICTURE) for row in rows]
+    files = [picture_files(row) for row in rows]
     if not any(files):
         return None
-    for row, file in zip(rows, files, strict=True):
-        if not file:
+    for row, own in zip(rows, files, strict=True):
+        if not own:
             raise ValueError(
                 f'Prompt "{row.get("prompt")}" has no {PICTURE}, but other rows have. Add one to every row.'
             )
-    return [_read_once(str(file), _changed_ns(Path(str(file)))) for file in files]
+    read = [[_read_once(file, _changed_ns(Path(file))) for file in own] for own in files]
+    return [own[0] if len(own) == 1 else _stacked(own) for own in read]
 
 
 def _changed_ns(file: Path) -> int:
@@ -97,19 +106,23 @@ def _read_once(path: str, changed_ns: int) -> Tensor:
 
 
 def stacked_references(rows: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """Return the rows' pictures as one tensor ``(B, 3, H, W)``, float32 in [0, 1]; ``None`` if they have none.
+    """Return the rows' pictures as one tensor, float32 in [0, 1]; ``None`` if they have none.
+
+    ``(B, 3, H, W)``, or ``(B, N, 3, H, W)`` if each row has several.
 
     Raises:
-        ValueError: As in :func:`references_of`, or the pictures have different sizes.
+        ValueError: As in :func:`references_of`, or the rows' pictures differ in size or number.
     """
     pictures = references_of(rows)
-    if pictures is None:
-        return None
-    sizes = {tuple(picture.shape[1:]) for picture in pictures}
-    if len(sizes) > 1:
-        listed = " and ".join(f"{height} x {width}" for height, width in sorted(sizes))
-        raise ValueError(f"The rows' pictures have different sizes, {listed} pixels. Resize them to the same size.")
-    return torch.stack(pictures).float() / 255
+    return None if pictures is None else _stacked(pictures).float() / 255
+
+
+def _stacked(pictures: Sequence[Tensor]) -> Tensor:
+    shapes = {tuple(picture.shape) for picture in pictures}
+    if len(shapes) > 1:
+        listed = " and ".join(" x ".join(map(str, shape)) for shape in sorted(shapes))
+        raise ValueError(f"The rows' pictures differ in number or size, {listed}. Give each row the same.")
+    return torch.stack(list(pictures))
 
 
 def picture_digest(picture: Tensor) -> str:

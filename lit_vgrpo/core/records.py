@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_vgrpo.core.gather import rank_and_world_size
+from lit_vgrpo.system.memory import PeakMemory
 
 BACKWARD = 2
 """Cost of a pass's backward in forward passes: gradients of the activations and of the weights."""
@@ -30,6 +31,8 @@ class IterationRecord:
         group_ids: ``(B_global,)``.
         parts: By reward, over all ranks: ``mean`` and ``std`` of its scores, ``no_spread``, ``failed``,
             ``seconds_per_image``, and the reward's counts.
+        sources: By the source of the prompts, over all ranks: ``mean``, ``std``, ``no_spread`` and ``failed`` of the
+            total reward; empty with one source.
         errors: Reward name to its last failure message.
         local_group_ids: Groups of this rank's images, ``(B_local,)``.
         images: Number of images, over all ranks.
@@ -62,6 +65,7 @@ class IterationRecord:
     blocks_run: float | None = None
     scouts: dict[str, float] = field(default_factory=dict)
     edits: dict[str, Tensor] = field(default_factory=dict)
+    sources: dict[str, dict[str, float]] = field(default_factory=dict)
     diagnostics: dict[str, float] = field(default_factory=dict)
     is_whole: bool = True
 
@@ -152,12 +156,13 @@ class PassLedger:
         images: Images rolled out for training, over all ranks.
         decoded: Images decoded with gradient, over all ranks, forward and backward through VAE and reward.
         stopwatch: Time of the training steps.
+        memory: Peak memory by phase.
     """
 
     def __init__(self) -> None:
         self.ranks = 1
         self.images = self.decoded = 0
-        self.stopwatch = Stopwatch()
+        self.stopwatch, self.memory = Stopwatch(), PeakMemory()
         self.counts: dict[str, dict[str, int]] = {}
         self.current_phase = "update"
 
@@ -187,7 +192,8 @@ class PassLedger:
         """Count passes in the context under ``name``: rollout, old, reference, update, a copy's name, or evaluation."""
         before, self.current_phase = self.current_phase, name
         try:
-            yield
+            with self.memory.during(name):
+                yield
         finally:
             self.current_phase = before
 

@@ -25,6 +25,7 @@ class PromptBatch:
         num_steps: Steps of the iteration; 0 for held-out batches.
         prompts: Training: one per group of this rank; held-out: one per image.
         rows: The prompts' rows with their extra fields, as long as ``prompts``.
+        sources: Names of the prompts' sources, as long as ``prompts``; empty if there is only one.
         slots: Training: the group's number over all ranks, 0..P-1 (the group id); held-out: the image's number over
             all ranks.
         group_size: Images of a group over all ranks; 1 for held-out batches.
@@ -41,6 +42,7 @@ class PromptBatch:
     num_steps: int
     prompts: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     group_size: int = 1
     images: int = 0
@@ -65,7 +67,7 @@ class PromptBatch:
         return [*self.prompts, *self.prompts[-1:] * missing], [*self.slots, *self.slots[-1:] * missing]
 
     def references(self) -> list[Tensor] | None:
-        """Return the pictures that the prompts of :meth:`padded` edit, ``(3, H, W)``, uint8, if they have any."""
+        """Return the pictures that the prompts of :meth:`padded` edit, as in ``references_of``, if they have any."""
         found = references_of(self.rows)
         missing = self.micro_batch_size - len(self.slots)
         return None if found is None else [*found, *found[-1:] * missing]

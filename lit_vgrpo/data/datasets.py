@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,13 +38,15 @@ class IterationDataset(Dataset[PromptBatch]):
     def __getitem__(self, index: int) -> PromptBatch:
         iteration, step = divmod(index, len(self))
         start = iteration * self.plan.prompts_per_iteration
-        rows = self.prompts.rows(self.seed, [start + slot for slot in self.slots])
+        positions = [start + slot for slot in self.slots]
+        rows = self.prompts.rows(self.seed, positions)
         return PromptBatch(
             iteration=iteration,
             step=step,
             num_steps=len(self),
             prompts=[row["prompt"] for row in rows],
             rows=rows,
+            sources=self.prompts.names_at(positions),
             slots=list(self.slots),
             group_size=self.plan.group_size,
             images=self.plan.images_per_iteration,
@@ -64,9 +66,15 @@ class HeldOutDataset(Dataset[PromptBatch]):
     """
 
     def __init__(
-        self, rows: Rows, images_per_prompt: int, batch_size: int, num_replicas: int = 1, rank: int = 0
+        self,
+        rows: Rows,
+        images_per_prompt: int,
+        batch_size: int,
+        num_replicas: int = 1,
+        rank: int = 0,
+        sources: Sequence[str] = (),
     ) -> None:
-        self.rows = rows
+        self.rows, self.sources = rows, sources
         self.images_per_prompt = images_per_prompt
         self.images = len(rows) * images_per_prompt
         if error := held_out_error(self.images, batch_size, num_replicas):
@@ -88,6 +96,7 @@ class HeldOutDataset(Dataset[PromptBatch]):
             num_steps=0,
             prompts=[row["prompt"] for row in rows],
             rows=rows,
+            sources=[self.sources[image // self.images_per_prompt] for image in part if self.sources],
             slots=part,
             images=self.images,
             micro_batch_size=self.largest[index],

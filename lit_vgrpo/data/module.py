@@ -16,9 +16,9 @@ from lit_vgrpo.core.ranges import Count, GroupSize, PositiveInt, Range, Seed, ch
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import GroupSampler, HeldOutDataset, IterationDataset, LocalSampler, held_out_error
-from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, limited_heldout
-from lit_vgrpo.data.prompts import Row, Rows, read_prompts, text_of
-from lit_vgrpo.data.source import Source, Sources, as_source, as_sources
+from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, read_heldout
+from lit_vgrpo.data.prompts import Row, Rows, text_of
+from lit_vgrpo.data.source import Sources, as_sources
 from lit_vgrpo.system.paths import resolve_path
 
 
@@ -35,7 +35,7 @@ class PromptDataModule(L.LightningDataModule):
             shuffled and repeated independently.
         prompts_per_iteration: Prompts of one iteration over all ranks.
         group_size: Images per prompt, at least 2.
-        heldout: Prompts for evaluation; null for no evaluation, unless ``heldout_fraction`` is given.
+        heldout: Prompts for evaluation, likewise; null for no evaluation, unless ``heldout_fraction`` is given.
         updates_per_iteration: Optimizer steps of one iteration.
         micro_batch_size: Maximum number of images in a rank's forward and backward pass; ``auto`` finds the largest
             that fits into memory before training.
@@ -58,7 +58,7 @@ class PromptDataModule(L.LightningDataModule):
         train: Sources,
         prompts_per_iteration: Count,
         group_size: GroupSize,
-        heldout: Source | None = None,
+        heldout: Sources | None = None,
         updates_per_iteration: Count = 1,
         micro_batch_size: Count | Literal["auto"] = 8,
         split_updates: bool = False,
@@ -73,7 +73,7 @@ class PromptDataModule(L.LightningDataModule):
         self._sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates)
         if heldout_fraction is not None and heldout is not None:
             raise ValueError(f"heldout_fraction={heldout_fraction} and heldout are both given. Set one to null.")
-        held_out = as_source(heldout) if heldout is not None else None
+        held_out = as_sources(heldout) if heldout is not None else []
         self.choice = PromptChoice(as_sources(train), held_out, heldout_fraction, heldout_limit, deduplicate)
         self.heldout_images_per_prompt = heldout_images_per_prompt
         self.eval_batch_size = eval_batch_size
@@ -100,7 +100,7 @@ class PromptDataModule(L.LightningDataModule):
     @property
     def has_heldout(self) -> bool:
         """True if there are held-out prompts."""
-        return self.choice.heldout is not None or self.choice.heldout_fraction is not None
+        return bool(self.choice.heldout) or self.choice.heldout_fraction is not None
 
     def check(self, world_size: int = 1) -> list[str]:
         """Read the prompts, and return the errors in the sizes and files for ``world_size`` ranks, one line each."""
@@ -134,12 +134,11 @@ class PromptDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[PromptBatch] | list[Any]:
         """Return this rank's share of the held-out images, each once; an empty list without held-out prompts."""
-        rows = self._loaded().heldout
-        if rows is None:
+        sets = self._loaded()
+        if sets.heldout is None:
             return []
-        dataset = HeldOutDataset(
-            rows, self.heldout_images_per_prompt, self.eval_batch_size, self._world_size, self._rank
-        )
+        sizes = self.heldout_images_per_prompt, self.eval_batch_size, self._world_size, self._rank
+        dataset = HeldOutDataset(sets.heldout, *sizes, sets.heldout_sources)
         return _loader(dataset, LocalSampler(dataset, self._world_size, self._rank))
 
     def test_dataloader(self) -> DataLoader[PromptBatch]:
@@ -177,18 +176,18 @@ class PromptDataModule(L.LightningDataModule):
             ValueError: They cannot be read.
             ModuleNotFoundError: A source needs the extra ``data``.
         """
-        if self._sets is None and self.choice.heldout is not None:
-            return limited_heldout(read_prompts(self.choice.heldout), self.choice)
+        if self._sets is None and self.choice.heldout:
+            return read_heldout(self.choice)[0]
         return self._loaded().heldout or [] if self.has_heldout else []
 
     def heldout_origin(self) -> dict[str, str]:
         """Return the held-out prompts' origin for a report: ``file``, and the ``sha256`` of it or of the prompts."""
-        source, fraction = self.choice.heldout, self.choice.heldout_fraction
-        if source is not None and resolve_path(source.path).is_file():
-            return {"file": source.path, "sha256": sha256(resolve_path(source.path).read_bytes()).hexdigest()}
+        fraction, files = self.choice.heldout_fraction, [source.path for source in self.choice.heldout]
+        if len(files) == 1 and resolve_path(files[0]).is_file():
+            return {"file": files[0], "sha256": sha256(resolve_path(files[0]).read_bytes()).hexdigest()}
         prompts = "\n".join(row["prompt"] for row in self.heldout_rows())
-        names = ", ".join(train.path for train in self.choice.train)
-        name = source.path if source is not None else f"{fraction:.3g} of {names}, by hash"
+        names = ", ".join(files or (train.path for train in self.choice.train))
+        name = names if files else f"{fraction:.3g} of {names}, by hash"
         return {"file": name, "sha256": sha256(prompts.encode()).hexdigest()}
 
     def describe(self) -> list[str]:
@@ -199,9 +198,13 @@ class PromptDataModule(L.LightningDataModule):
         """Return the SHA-256 of the training prompts in order; see :meth:`PromptSets.fingerprint`."""
         return self._loaded().fingerprint()
 
+    def rows_by_source(self) -> Iterator[tuple[str | None, Iterator[Row]]]:
+        """Return the training sources' rows to check before a run; see :meth:`PromptSets.rows_by_source`."""
+        return self._loaded().rows_by_source()
+
     def training_rows(self) -> Iterator[Row]:
-        """Return the training rows to check before a run; see :meth:`PromptSets.training_rows`."""
-        return self._loaded().training_rows()
+        """Return the rows of all training sources to check before a run."""
+        return (row for _, rows in self.rows_by_source() for row in rows)
 
     @property
     def _world_size(self) -> int:

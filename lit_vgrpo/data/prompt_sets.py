@@ -6,7 +6,7 @@ import random
 import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import sha256
@@ -28,7 +28,7 @@ class PromptChoice:
     """A recipe's prompt options; see :class:`~lit_vgrpo.data.module.PromptDataModule`."""
 
     train: list[PromptSource]
-    heldout: PromptSource | None = None
+    heldout: list[PromptSource] = field(default_factory=list)
     heldout_fraction: float | None = None
     heldout_limit: int | None = None
     deduplicate: bool = False
@@ -40,6 +40,7 @@ class PromptSets:
     Attributes:
         training: The training prompts.
         heldout: The held-out prompts; None without any.
+        heldout_sources: Names of their sources, as long as ``heldout``; empty if they are all of one.
         shared: Number of training prompts that are also held-out prompts, and were kept.
 
     Raises:
@@ -50,12 +51,11 @@ class PromptSets:
     def __init__(self, choice: PromptChoice) -> None:
         self.choice = choice
         self.heldout: Rows | None = None
+        names: list[str | None] = []
         sources = [open_prompts(source) for source in choice.train]
         apart = prompt_keys([])
-        if choice.heldout is not None:
-            heldout = read_prompts(choice.heldout)
-            apart = prompt_keys(map(text_of, heldout))
-            self.heldout = limited_heldout(heldout, choice)
+        if choice.heldout:
+            self.heldout, names, apart = read_heldout(choice)
         keys = np.concatenate([prompt_keys(_texts(rows)) for rows in sources])
         firsts, is_shared = first_of_each(keys), np.isin(keys, apart)
         stays = firsts & ~is_shared if choice.deduplicate else np.ones_like(firsts)
@@ -66,8 +66,9 @@ class PromptSets:
             # sorted by key, so independent of the order of sources and rows
             chosen = np.flatnonzero(aside)
             chosen = chosen[np.argsort(keys[chosen], kind="stable")][: choice.heldout_limit]
-            places = zip(np.searchsorted(starts, chosen, side="right") - 1, chosen, strict=True)
+            places = [*zip(np.searchsorted(starts, chosen, side="right") - 1, chosen, strict=True)]
             self.heldout = [sources[source][int(index - starts[source])] for source, index in places]
+            names = [choice.train[source].name for source, _ in places]
             if not self.heldout:
                 raise PromptError(
                     f"heldout_fraction={choice.heldout_fraction} holds out no prompts. Use a larger fraction."
@@ -80,16 +81,19 @@ class PromptSets:
                 all_out = "has no prompts left for training: all are held out or duplicates."
                 raise PromptError(f"{key}{source.path} {all_out}")
             training.append(rows.select(indices) if isinstance(rows, TableRows) else [rows[i] for i in indices])
-        self.training = PromptMixture(training, [source.weight for source in choice.train])
+        self.heldout_sources = [name for name in names if name is not None]
+        of_sources = [source.name for source in choice.train if source.name is not None]
+        self.training = PromptMixture(training, [source.weight for source in choice.train], of_sources)
 
-    def training_rows(self) -> Iterator[Row]:
-        """Return the training rows to check before a run, source by source; of a table only the first ones."""
-        for rows in self.training.sources:
-            yield from islice(rows, CHECKED_ROWS) if isinstance(rows, TableRows) else rows
+    def rows_by_source(self) -> Iterator[tuple[str | None, Iterator[Row]]]:
+        """Yield the name of each training source and its rows to check before a run; of a table only the first ones."""
+        for source, rows in zip(self.choice.train, self.training.sources, strict=True):
+            yield source.name, islice(rows, CHECKED_ROWS if isinstance(rows, TableRows) else None)
 
     def describe(self) -> list[str]:
         """Return a line about the prompts read, and a warning of held-out prompts among the training prompts."""
-        lengths = " + ".join(f"{len(rows):,}" for rows in self.training.sources)
+        named = zip(self.choice.train, self.training.sources, strict=True)
+        lengths = " + ".join(f"{len(rows):,}{f' ({source.name})' if source.name else ''}" for source, rows in named)
         line = f"Prompts: {lengths} to train on, {len(self.heldout or ()):,} held out."
         warning = f"{self.shared:,} training prompts are also held-out prompts. Set data.deduplicate=true to drop them."
         return [line, warning] if self.shared else [line]
@@ -102,11 +106,14 @@ class PromptSets:
         return digest.hexdigest()
 
 
-def limited_heldout(rows: Rows, choice: PromptChoice) -> Rows:
-    """Return the rows of a held-out file that the evaluation uses."""
+def read_heldout(choice: PromptChoice) -> tuple[Rows, list[str | None], Keys]:
+    """Return the held-out files' rows that the evaluation uses, the source of each, and the keys of all their rows."""
+    read = [(row, source.name) for source in choice.heldout for row in read_prompts(source)]
+    keys = prompt_keys(text_of(row) for row, _ in read)
     if choice.deduplicate:
-        rows = [rows[index] for index in np.flatnonzero(first_of_each(prompt_keys(map(text_of, rows))))]
-    return rows[: choice.heldout_limit]
+        read = [read[index] for index in np.flatnonzero(first_of_each(keys))]
+    kept = read[: choice.heldout_limit]
+    return [row for row, _ in kept], [name for _, name in kept], keys
 
 
 def _texts(rows: Rows | TableRows) -> Iterable[str]:
@@ -207,10 +214,13 @@ class PromptMixture:
     Args:
         sources: Rows of each source.
         weights: Share of each source; equal by default.
+        names: Name of each source, if there are several.
     """
 
-    def __init__(self, sources: Sequence[Rows | TableRows], weights: Sequence[float] | None = None) -> None:
-        self.sources = sources
+    def __init__(
+        self, sources: Sequence[Rows | TableRows], weights: Sequence[float] | None = None, names: Sequence[str] = ()
+    ) -> None:
+        self.sources, self.names = sources, names
         self.weights = [Fraction(repr(weight)) for weight in weights or [1] * len(sources)]
 
     def rows(self, seed: int, positions: Sequence[int]) -> Rows:
@@ -220,3 +230,7 @@ class PromptMixture:
             self.sources[number][prompt_index(seed, position, len(self.sources[number]), number)]
             for number, position in places
         ]
+
+    def names_at(self, positions: Sequence[int]) -> list[str]:
+        """Return the names of these rows' sources; none without names."""
+        return [self.names[place_in_mixture(position, self.weights)[0]] for position in positions if self.names]

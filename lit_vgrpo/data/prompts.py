@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_vgrpo.core.pictures import PICTURE, picture_size
+from lit_vgrpo.core.pictures import PICTURE, picture_files, picture_size
 from lit_vgrpo.data.source import Kind, PromptError, PromptSource, as_source, kind_of
 from lit_vgrpo.errors import one_line, suggestion
 from lit_vgrpo.system.paths import file_sha256, resolve_path
@@ -71,8 +71,8 @@ def prompt_errors(*given: object) -> list[str]:
 
 
 def text_of(row: Row) -> str:
-    """Return the text that identifies a row: its prompt, and a hash of the picture that the prompt edits."""
-    return row[PROMPT] if PICTURE not in row else f"{row[PROMPT]}\n{file_sha256(Path(row[PICTURE]))}"
+    """Return the text that identifies a row: its prompt, and a hash of each picture that the prompt edits."""
+    return "\n".join([row[PROMPT], *(file_sha256(Path(file)) for file in picture_files(row))])
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -90,12 +90,15 @@ def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str) -> Ro
     fields = {PROMPT: prompt, **{key: value for key, value in fields.items() if key != PROMPT}}
     if not fields.get("rewards") and source.rewards is not None:
         fields["rewards"] = source.rewards
+    if source.teacher is not None:
+        fields.setdefault("teacher", source.teacher)
     named = fields.get("rewards") or []
     if not isinstance(named, str | list) or not all(isinstance(one, str) for one in named):
         raise PromptError(f'{where}: "rewards" is {fields["rewards"]!r}. Write the names of rewards, such as ["ocr"].')
     picture = fields.pop(PICTURE, None)
     if picture is not None:
-        fields[PICTURE] = _picture_file(picture, source, where)
+        files = [_picture_file(one, source, where) for one in (picture if isinstance(picture, list) else [picture])]
+        fields[PICTURE] = files[0] if len(files) == 1 else files
     return fields
 
 

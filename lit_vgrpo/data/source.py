@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -35,11 +36,14 @@ class PromptSource:
         config: Configuration of a dataset that has several.
         rewards: Names of the rewards that apply to these prompts, for rows without a field of that name; all by
             default.
+        teacher: Name of the teacher of these prompts in :class:`~lit_vgrpo.objectives.OPD`, for rows without a field of
+            that name.
         limit: Use only the first N rows.
+        name: Name in metrics; with several sources the path's stem by default.
 
     Raises:
         TypeError: A weight or limit has the wrong type.
-        ValueError: A weight or limit is too small.
+        ValueError: A weight or limit is too small, or ``rewards`` is empty.
     """
 
     path: str
@@ -48,7 +52,13 @@ class PromptSource:
     split: str | None = None
     config: str | None = None
     rewards: str | list[str] | None = None
+    teacher: str | None = None
     limit: PositiveInt | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.rewards is not None and not self.rewards:
+            raise ValueError(f"rewards={self.rewards!r} of {self.path}: no reward applies. Name one, or leave it out.")
 
 
 if TYPE_CHECKING:
@@ -73,10 +83,21 @@ def as_source(value: Source | Path) -> PromptSource:
 
 
 def as_sources(value: Sources) -> list[PromptSource]:
-    """Return one or several sources as a list; raises as in :func:`as_source`."""
+    """Return one or several sources as a list, several with different names; raises as in :func:`as_source`."""
     if isinstance(value, str | PromptSource | Mapping):
         return [as_source(value)]
-    return [as_source(entry) for entry in value]
+    sources = [as_source(entry) for entry in value]
+    taken = [source.name for source in sources if source.name is not None]
+    for name in taken:
+        if taken.count(name) > 1:
+            raise ValueError(f"name={name} occurs in {taken.count(name)} sources. Give each another name.")
+    for number, source in enumerate(sources if len(sources) > 1 else ()):
+        if source.name is None:
+            stem = Path(source.path).stem
+            name = next(n for n in chain([stem], (f"{stem}_{i}" for i in count(2))) if n not in taken)
+            taken.append(name)
+            sources[number] = replace(source, name=name)
+    return sources
 
 
 def kind_of(source: PromptSource) -> Kind:

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lit_vgrpo.callbacks import FID
-from lit_vgrpo.core.pictures import PICTURE, picture_size
-from lit_vgrpo.errors import suggestion
+from lit_vgrpo.core.pictures import PICTURE, picture_files, picture_size
+from lit_vgrpo.errors import counted, suggestion
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.prompt_encoder import size_error
 from lit_vgrpo.rewards import Weighted
@@ -18,7 +18,10 @@ from lit_vgrpo.rewards.combine import ROW_FIELD
 from lit_vgrpo.training.settings import unfit_callbacks
 
 OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
-LOGGED = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "scouts/", "surrogate/", "train/", "lr-")
+LOGGED = (
+    *("heldout/", "reward/", "source/", "policy/", "cost/", "time/", "memory/", "passes/", "scouts/", "surrogate/"),
+    *("edit/", "train/", "lr-"),
+)
 """Prefixes of all metrics that a run logs."""
 
 FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a table are not read)"
@@ -50,14 +53,20 @@ def picture_errors(
     name = type(policy).__name__
     for number, row in enumerate(rows, start=1):
         where = f'row {number} of the {what}, "{row["prompt"]}"'
-        if policy.edits and PICTURE not in row:
+        files = picture_files(row)
+        if policy.edits and not files:
             return [f"{name} edits pictures, but {where}, has none. {fix}, or use a policy that draws from prompts."]
-        if PICTURE in row and not policy.edits:
+        if files and not policy.edits:
             return [
                 f"{name} cannot edit pictures, but {where}, has the field {PICTURE}. Use KontextPolicy, or rename it."
             ]
-        if policy.edits and (error := size_error(policy, picture_size(row[PICTURE]))) is not None:
-            return [f"{row[PICTURE]}, of {where}, {error}"]
+        if policy.edits and len(files) != policy.references:
+            found = f"{name} edits {counted(policy.references, 'picture')} per prompt, but {where}, has {len(files)}"
+            option = "model.policy.references of QwenImageEditPolicy or Flux2EditPolicy"
+            return [f"{found}. Give every row the same number, and set {option} to it."]
+        for file in files if policy.edits else ():
+            if (error := size_error(policy, picture_size(file))) is not None:
+                return [f"{file}, of {where}, {error}"]
     return []
 
 

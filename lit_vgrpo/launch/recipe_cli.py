@@ -217,6 +217,7 @@ class RecipeCLI(LightningCLI):
         if not of_data:
             self.unscorable = self.find_unscorable()
             errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
+            errors += [*filter(None, map(model.objective.row_error, data.training_rows()))][:1]
         if not data.sizes.errors(ranks):
             errors += filter(None, [limit_error(model, self.trainer, data.sizes, data.has_heldout)])
         errors += [*of_data, *callback_errors(chosen)]
@@ -224,8 +225,10 @@ class RecipeCLI(LightningCLI):
 
     def find_unscorable(self) -> list[UnscorablePrompts]:
         """Return the training and held-out prompts that the rewards cannot score."""
-        trained_on = self.datamodule.training_rows() if self.model.objective.needs_reward else []
-        found = [UnscorablePrompts.of(self.model.reward, trained_on)]
+        found = []
+        for name, rows in self.datamodule.rows_by_source() if self.model.objective.needs_reward else ():
+            source = f" of the source {name} (its option rewards names those that apply)" if name else ""
+            found.append(UnscorablePrompts.of(self.model.reward, rows, f"prompts{source}"))
         if self.datamodule.has_heldout:
             held_out = self.datamodule.heldout_rows()
             found.append(UnscorablePrompts.of(self.model.evaluator.observed, held_out, "held-out prompts"))
@@ -236,7 +239,8 @@ class RecipeCLI(LightningCLI):
         policy = self.model.policy
         errors = picture_errors(policy, self.datamodule.training_rows())
         if self.datamodule.has_heldout:
-            errors += picture_errors(policy, self.datamodule.heldout_rows(), "held-out prompts")
+            with policy.sized(*self.model.evaluator.sides):
+                errors += picture_errors(policy, self.datamodule.heldout_rows(), "held-out prompts")
         return errors[:1]
 
     def plan(self) -> str:
@@ -246,7 +250,7 @@ class RecipeCLI(LightningCLI):
         plan = sizes.plan(ranks)  # raises where the sizes do not fit
         objective = self.model.objective
         table = plan.table(objective.passes_per_image(sizes, self.model.policy), objective.decodes_per_image())
-        return "\n".join([table, *gradient_note(self.model)])
+        return "\n".join([table, *self.model.evaluator.describe(), *gradient_note(self.model)])
 
     def about_prompts(self) -> list[str]:
         """Return lines on the prompts that were read, and on those that a reward cannot score."""

@@ -12,6 +12,7 @@ from lit_vgrpo.objectives.epg import EPG
 from lit_vgrpo.objectives.flow_grpo import FlowGRPO
 from lit_vgrpo.objectives.mix_grpo import MixGRPO
 from lit_vgrpo.objectives.nft import DiffusionNFT
+from lit_vgrpo.objectives.opd import OPD
 from lit_vgrpo.objectives.ram import RAM
 from lit_vgrpo.objectives.reward_gradient import RewardGradient
 from lit_vgrpo.objectives.vgrpo import VGRPO
@@ -22,6 +23,7 @@ __all__ = [
     "DDPO",
     "DGPO",
     "EPG",
+    "OPD",
     "RAM",
     "VGRPO",
     "DanceGRPO",

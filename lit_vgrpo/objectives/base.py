@@ -41,7 +41,7 @@ class PrepareContext:
         later: ``(K,)``, int64: the images that the first update does not train on, if every update takes a
             separate share; ``None`` if all updates train on all images.
         is_trial: The images are dummies for measuring memory.
-        reward: The reward, for a method that takes its gradient, see
+        reward: The reward, for a method that uses no advantages, see
             :func:`~lit_vgrpo.objectives.score_gradient.score_gradient`.
         prompts: Each image's prompt, for such a method.
         data_rows: Each image's data row, likewise.
@@ -107,8 +107,10 @@ class Objective(ABC):
     """
 
     needs_reward: ClassVar[bool] = True
+    uses_advantages: ClassVar[bool] = True
+    """False if it trains on every image, without advantages."""
     takes_reward_gradient: ClassVar[bool] = False
-    """True if it trains on the gradient of a differentiable reward instead of advantages, on every image."""
+    """True if it trains on the gradient of a differentiable reward."""
     advantage_std: ClassVar[AdvantageStd] = "global"
     advantage_aggregate: ClassVar[AdvantageAggregate] = "rewards"
     path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
@@ -171,6 +173,10 @@ class Objective(ABC):
                 "set together. Use values such as 1.0 and 0.3, or 0 and null."
             )
         return errors
+
+    def row_error(self, row: Mapping[str, Any]) -> str | None:
+        """Return why the method cannot train on a prompt's row, in one line, or ``None``."""
+        return None
 
     def policy_errors(self, policy: type[Policy]) -> list[str]:
         """Return why this method does not work on a family of policies: at most one line."""

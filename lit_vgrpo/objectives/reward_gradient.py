@@ -51,6 +51,7 @@ class RewardGradient(Objective):
         DRaFT: abstract of arXiv 2309.17400.
     """
 
+    uses_advantages: ClassVar[bool] = False
     takes_reward_gradient: ClassVar[bool] = True
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
     trains_on_sampling_steps: ClassVar[bool] = True

@@ -213,12 +213,13 @@ class Policy(PipelinePolicy):
         Names of embeddings of the pictures alone start with ``reference``; all have one row per prompt.
 
         Args:
-            pictures: ``(B, 3, H, W)``, float32 in [0, 1], of the size of the images.
+            pictures: ``(B, 3, H, W)``, or ``(B, N, 3, H, W)`` with several per prompt, float32 in [0, 1], of the size
+                of the images.
         """
         raise NotImplementedError
 
     def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
-        """Return the arguments that pass the pipeline's call the pictures ``(B, 3, H, W)`` in [0, 1] unchanged."""
+        """Return the arguments that pass the pipeline's call the pictures of :meth:`encode_edits` unchanged."""
         return {"image": pictures}
 
     def pipeline_latents(self, noise: Tensor) -> Tensor:
@@ -240,7 +241,8 @@ class Policy(PipelinePolicy):
         """Return prompt embeddings, one row per prompt, float32, on the network's device; cached if possible.
 
         Args:
-            references: The pictures that the prompts edit, ``(3, H, W)``, uint8, for a family that edits.
+            references: The pictures that the prompts edit, uint8, for a family that edits: ``(3, H, W)`` per prompt, or
+                ``(N, 3, H, W)`` with several.
 
         Raises:
             ValueError: A family that edits has no pictures, or another has some.
@@ -265,7 +267,9 @@ class Policy(PipelinePolicy):
 
     def blank_references(self, number: int) -> list[Tensor] | None:
         """Return black pictures for ``number`` prompts, to measure a pass with; ``None`` if the family edits none."""
-        return [torch.zeros(3, *(self.image_size or (1, 1)), dtype=torch.uint8)] * number if self.edits else None
+        several = [self.references] if self.references > 1 else []
+        shape = (*several, 3, *(self.image_size or (1, 1)))
+        return [torch.zeros(shape, dtype=torch.uint8)] * number if self.edits else None
 
     @in_own_precision
     def negative(self) -> Conditioning:

@@ -64,12 +64,13 @@ def inputs(policy: Policy, size: int = 2) -> tuple[Tensor, Tensor, Conditioning]
 
 
 def pictures_for(policy: Policy, prompts: Sequence[str], seed: int = 0) -> list[Tensor] | None:
-    """Return a noisy picture for each prompt to edit, ``(3, H, W)``, uint8; ``None`` if the family edits none."""
-    if policy.image_size is None or not policy.edits:
+    """Return noisy pictures for each prompt to edit, as :meth:`Policy.encode` takes them, if the family edits any."""
+    blank = policy.blank_references(len(prompts))
+    if blank is None:
         return None
-    sides = policy.image_size
+    shape = blank[0].shape
     draws = [torch.Generator().manual_seed(seed + sum(prompt.encode())) for prompt in prompts]
-    return [torch.randint(256, (3, *sides), generator=draw, dtype=torch.uint8) for draw in draws]
+    return [torch.randint(256, shape, generator=draw, dtype=torch.uint8) for draw in draws]
 
 
 def encoded(policy: Policy, prompts: Sequence[str], seed: int = 0) -> Conditioning:
@@ -285,7 +286,7 @@ def call_of(
 
     Args:
         noise: ``z_1`` of each prompt, ``(B, C, h, w)``.
-        pictures: The pictures that the prompts edit, ``(B, 3, H, W)`` in [0, 1].
+        pictures: The pictures that the prompts edit, as in ``encode_edits``.
     """
     pipeline = policy.pipeline
     known = inspect.signature(type(pipeline).__call__).parameters

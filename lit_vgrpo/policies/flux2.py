@@ -1,4 +1,4 @@
-"""FLUX.2 [klein] and [dev], also with a picture to edit."""
+"""FLUX.2 [klein] and [dev], also with pictures to edit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil
+from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.flow import PATCH
 from lit_vgrpo.policies.flux import REFERENCE_LATENTS
@@ -125,15 +126,28 @@ class Flux2Policy(LanguageModelPolicy):
         return [z]
 
 
+@checked
 class Flux2EditPolicy(Flux2Policy):
-    """``Flux2KleinPipeline`` called with a picture for each prompt; its latents follow the image's.
+    """``Flux2KleinPipeline`` called with pictures for each prompt; their latents follow the image's.
 
-    The encoder does not see the picture. The pipeline shrinks pictures of more than 1024 x 1024 pixels; such sizes are
+    The encoder does not see the pictures. The pipeline shrinks pictures of more than 1024 x 1024 pixels; such sizes are
     refused.
+
+    Args:
+        checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
+        references: Pictures per prompt: up to four.
+        **options: See :class:`~lit_vgrpo.policies.flow.FlowPolicy`.
     """
 
     edits: ClassVar[bool] = True
     pipeline_takes_one: ClassVar[bool] = True
+    most_references: ClassVar[int] = 4
+
+    def __init__(self, checkpoint: str, references: PositiveInt = 1, **options: Any) -> None:
+        super().__init__(checkpoint, **options)
+        if references > self.most_references:
+            raise ValueError(f"references={references}: {type(self).__name__} takes at most {self.most_references}.")
+        self.references = references
 
     def find_latent_shape(self) -> tuple[int, int, int]:
         shape = super().find_latent_shape()
@@ -142,13 +156,14 @@ class Flux2EditPolicy(Flux2Policy):
         return shape
 
     def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
-        return {**self.encode_prompts(prompts), REFERENCE_LATENTS: self.vae_encode(pictures * 2 - 1)}
+        latents = self.vae_encode(pictures.flatten(0, -4) * 2 - 1)
+        return {**self.encode_prompts(prompts), REFERENCE_LATENTS: latents.unflatten(0, (len(prompts), -1))}
 
     def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
-        return {"image": to_pil(pictures)}
+        return {"image": to_pil(pictures.flatten(0, -4))}
 
     def images(self, z: Tensor, cond: Conditioning) -> list[Tensor]:
-        return [z, cond.tensors[REFERENCE_LATENTS]]
+        return [z, *cond.tensors[REFERENCE_LATENTS].unbind(1)]
 
 
 class Flux2DevPolicy(Flux2Policy):
@@ -170,7 +185,9 @@ class Flux2DevPolicy(Flux2Policy):
 
 
 class Flux2DevEditPolicy(Flux2EditPolicy, Flux2DevPolicy):
-    """``Flux2Pipeline`` called with a picture for each prompt, see :class:`Flux2EditPolicy`."""
+    """``Flux2Pipeline`` called with up to six pictures for each prompt, see :class:`Flux2EditPolicy`."""
+
+    most_references: ClassVar[int] = 6
 
 
 def _ids(image: int, rows: int, columns: int, length: int, device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from lit_vgrpo.policies.pipeline import INDEX, PipelinePolicy
 from lit_vgrpo.system.hub import (
+    LoadError,
     cached_file,
     explain_unloadable,
     file_at_hand,
@@ -31,9 +32,24 @@ DISTILLED_NAMES = re.compile(r"(?:^|[-_.])(schnell|turbo|lightning|lcm|hyper|dis
 
 def pipeline_errors(policy: PipelinePolicy) -> list[str]:
     """Return why a policy's checkpoint cannot be loaded, in one line; empty if no reason is known."""
-    checkpoint, revision = policy.checkpoint, policy.revision
-    if (error := explain_unloadable(checkpoint, INDEX, KEY, revision)) is not None:
-        return [error]
+    checkpoint, needed = policy.checkpoint, policy.pipeline_class
+    try:
+        found = find_pipeline_class(checkpoint, policy.revision)
+    except LoadError as error:
+        return [str(error)]
+    if found in (None, needed):
+        return []
+    return [f"{KEY}={checkpoint} is a {found}, {type(policy).__name__} needs {needed}. Use another class_path."]
+
+
+def find_pipeline_class(checkpoint: str, revision: str | None = None, what_to_set: str = KEY) -> str | None:
+    """Return the class that a pipeline's index names, downloaded if necessary; ``None`` if it cannot be had.
+
+    Raises:
+        LoadError: The checkpoint cannot be found, or the index is damaged.
+    """
+    if (reason := explain_unloadable(checkpoint, INDEX, what_to_set, revision)) is not None:
+        raise LoadError(reason)
     if local_folder(checkpoint) is None and cached_file(checkpoint, INDEX, revision) is None:
         from huggingface_hub import hf_hub_download
 
@@ -41,14 +57,11 @@ def pipeline_errors(policy: PipelinePolicy) -> list[str]:
             hf_hub_download(checkpoint, INDEX, revision=revision)
     folder = config_folder(checkpoint, revision)
     if folder is None:
-        return []
+        return None
     try:
-        found = json.loads((folder / INDEX).read_text())["_class_name"]
-    except (ValueError, KeyError, TypeError):
-        return [f"{folder / INDEX} is damaged. Save or download the pipeline again."]
-    if found == (needed := policy.pipeline_class):
-        return []
-    return [f"{KEY}={checkpoint} is a {found}, {type(policy).__name__} needs {needed}. Use another class_path."]
+        return str(json.loads((folder / INDEX).read_text())["_class_name"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"{folder / INDEX} is damaged. Save or download the pipeline again.") from error
 
 
 def read_pipeline(policy: PipelinePolicy) -> Any:

@@ -65,11 +65,14 @@ class PipelinePolicy(nn.Module):
     default_lora_targets: ClassVar[tuple[str, ...]]
     edits: ClassVar[bool] = False
     """True if every prompt comes with a picture, of the size of the images."""
+    references: int = 1
+    """Pictures per prompt, for a family that edits."""
     uses_latent_shift: ClassVar[bool] = True
     decodes_with_gradient: ClassVar[bool] = True
     """False if :meth:`vae_decode` keeps no graph."""
     network: Any  # a diffusers model, the only submodule
     latent_shape: tuple[int, int, int]
+    size_in: str = "model.policy"  # the section with height and width, for messages
 
     def __init__(
         self,
@@ -203,6 +206,20 @@ class PipelinePolicy(nn.Module):
             return height * self.pixels_per_latent, width * self.pixels_per_latent
         return None if self.height is None or self.width is None else (self.height, self.width)
 
+    @contextmanager
+    def sized(self, height: int | None, width: int | None) -> Iterator[None]:
+        """Sample the evaluation's size inside the block, ``None`` keeps a side; LoadError if loaded and impossible."""
+        before = self.height, self.width, self.size_in, self.latent_shape if self.loaded else (0, 0, 0)
+        self.height, self.width, self.size_in = height or self.height, width or self.width, "model.evaluation"
+        try:
+            if self.loaded and (height or width):
+                self.latent_shape = self.find_latent_shape()
+            yield
+        finally:
+            self.height, self.width, self.size_in = before[:3]
+            if self.loaded:
+                self.latent_shape = before[3]
+
     def find_latent_shape(self) -> tuple[int, int, int]:
         """Return ``(C, h, w)`` for the image size; LoadError if the VAE or the patches do not divide it."""
         config = self.network.config
@@ -223,7 +240,7 @@ class PipelinePolicy(nn.Module):
         multiple = factor * patch_size
         for name, pixels in (("height", self.height), ("width", self.width)):
             if pixels is not None and pixels % multiple:
-                raise LoadError(f"model.policy.{name}={pixels} is not a multiple of {multiple} (VAE factor x patch).")
+                raise LoadError(f"{self.size_in}.{name}={pixels} is not a multiple of {multiple} (VAE factor x patch).")
         height, width = (default if side is None else side // factor for side in (self.height, self.width))
         return height, width
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil
+from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import MASK, Conditioning, lengthened
 from lit_vgrpo.policies.flow import PATCH
 from lit_vgrpo.policies.flux import REFERENCE_LATENTS, packed, unpacked
@@ -19,7 +21,7 @@ from lit_vgrpo.policies.prompt_encoder import masked_rows
 
 Shape = tuple[int, int, int]
 NEGATIVE, NEGATIVE_MASK = "reference_negative", "reference_negative_mask"
-PICTURE = "Picture 1: <|vision_start|><|image_pad|><|vision_end|>"
+PICTURE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 READ = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
 """The processor's outputs that the pipeline passes to the encoder."""
 
@@ -86,33 +88,46 @@ class QwenImagePolicy(QwenVAEPolicy):
         return combined * F.interpolate(ratio, scale_factor=PATCH, mode="nearest")
 
 
+@checked
 class QwenImageEditPolicy(QwenImagePolicy):
-    """``QwenImageEditPlusPipeline`` as a policy on a rectified flow, with one picture per prompt.
+    """``QwenImageEditPlusPipeline`` as a policy on a rectified flow, with one or several pictures per prompt.
 
-    The text encoder reads the picture with the prompt, and with the negative prompt too, whose embedding therefore
-    belongs to the picture. The picture's latents follow the image's in the network's sequence, and the prediction for
-    them is cut off. As in the pipeline, the encoder sees the picture at about 384 x 384 pixels and the VAE at about
-    1024 x 1024, regardless of the images' size. The picture takes about 200 of the ``max_sequence_length`` tokens.
+    The text encoder reads the pictures with the prompt, and with the negative prompt too, whose embedding therefore
+    belongs to them. The pictures' latents follow the image's in the network's sequence, and the prediction for
+    them is cut off. As in the pipeline, the encoder sees each picture at about 384 x 384 pixels and the VAE at about
+    1024 x 1024, regardless of the images' size. A picture takes about 200 of the ``max_sequence_length`` tokens.
+
+    Args:
+        checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
+        references: Pictures per prompt; the model was trained on up to three.
+        **options: See :class:`~lit_vgrpo.policies.flow.FlowPolicy`.
     """
 
     pipeline_class: ClassVar[str] = "QwenImageEditPlusPipeline"
     edits: ClassVar[bool] = True
     pipeline_takes_one: ClassVar[bool] = True
 
+    def __init__(self, checkpoint: str, references: Annotated[int, Range(1, 3)] = 1, **options: Any) -> None:
+        super().__init__(checkpoint, **options)
+        self.references = references
+
     def prompt_limit(self) -> tuple[Any, int, str]:
         tokenizer, _, encoder = super().prompt_limit()
         blank = self._resized(Image.new("RGB", (self.image_size or (1, 1))[::-1]))[0]
-        taken = self._inputs("", blank)["input_ids"].shape[1] - self.pipeline.prompt_template_encode_start_idx
+        inputs = self._inputs("", [blank] * self.references)
+        taken = inputs["input_ids"].shape[1] - self.pipeline.prompt_template_encode_start_idx
         return tokenizer, self.max_sequence_length - taken, encoder
 
     def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
-        files = to_pil(torch.zeros(pictures.shape) if pictures.is_meta else pictures)
+        files = to_pil((torch.zeros(pictures.shape) if pictures.is_meta else pictures).flatten(0, -4))
         seen, large = zip(*map(self._resized, files), strict=True)
-        rows = [self._read(prompt, picture) for prompt, picture in zip(prompts, seen, strict=True)]
-        negative = masked_rows([self._read(self.negative_prompt, picture) for picture in seen])
+        number = len(files) // len(prompts)
+        of_prompts = [seen[start : start + number] for start in range(0, len(files), number)]
+        rows = [self._read(prompt, own) for prompt, own in zip(prompts, of_prompts, strict=True)]
+        negative = masked_rows([self._read(self.negative_prompt, own) for own in of_prompts])
         return {
             **masked_rows(rows),
-            REFERENCE_LATENTS: self.vae_encode(torch.cat(large).to(self.device)),
+            REFERENCE_LATENTS: self.vae_encode(torch.cat(large).to(self.device)).unflatten(0, (-1, number)),
             NEGATIVE: lengthened(negative["tokens"], self.max_sequence_length),
             NEGATIVE_MASK: lengthened(negative[MASK], self.max_sequence_length),
         }
@@ -127,16 +142,17 @@ class QwenImageEditPolicy(QwenImagePolicy):
         )
         return processor.resize(picture, seen[1], seen[0]), processor.preprocess(picture, large[1], large[0])
 
-    def _inputs(self, prompt: str, picture: Image.Image) -> dict[str, Tensor]:
-        """Return the encoder's inputs for one prompt and picture, one row each."""
+    def _inputs(self, prompt: str, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """Return the encoder's inputs for one prompt and its pictures."""
         pipeline = self.pipeline
-        text = pipeline.prompt_template_encode.format(PICTURE + prompt)
-        return dict(pipeline.processor(text=[text], images=[picture], return_tensors="pt"))
+        named = "".join(PICTURE.format(number) for number in range(1, len(pictures) + 1))
+        text = pipeline.prompt_template_encode.format(named + prompt)
+        return dict(pipeline.processor(text=[text], images=list(pictures), return_tensors="pt"))
 
-    def _read(self, prompt: str, picture: Image.Image) -> Tensor:
-        """Return the last hidden states of a picture's and a prompt's tokens, ``(L, D)``."""
+    def _read(self, prompt: str, pictures: Sequence[Image.Image]) -> Tensor:
+        """Return the last hidden states of the pictures' and a prompt's tokens, ``(L, D)``."""
         before = self.pipeline.prompt_template_encode_start_idx
-        given = self._inputs(prompt, picture)
+        given = self._inputs(prompt, pictures)
         for name in ("input_ids", "attention_mask"):
             given[name] = given[name][:, : before + self.max_sequence_length]
         # without the vision tower on the meta device, where patches cannot be counted; the VAE takes far more memory
@@ -150,11 +166,11 @@ class QwenImageEditPolicy(QwenImagePolicy):
         return Conditioning({**cond.tensors, **negative})
 
     def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
-        return {"image": to_pil(pictures)}
+        return {"image": to_pil(pictures.flatten(0, -4))}
 
     def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, list[Shape]]:
-        reference = cond.tensors[REFERENCE_LATENTS]
-        return torch.cat([packed(z), packed(reference)], dim=1), [token_shape(z), token_shape(reference)]
+        images = [z, *cond.tensors[REFERENCE_LATENTS].unbind(1)]
+        return torch.cat([packed(image) for image in images], dim=1), [token_shape(image) for image in images]
 
 
 def token_shape(latents: Tensor) -> Shape:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.flow import FlowPolicy, flow_scheduler
+from lit_vgrpo.policies.flow import PATCH, FlowPolicy, flow_scheduler
+from lit_vgrpo.system.hub import LoadError
 
 
 @checked
@@ -39,6 +40,13 @@ class SD3Policy(FlowPolicy):
     def null_components(self, folder: Path) -> dict[str, None]:
         nulls = super().null_components(folder)
         return nulls if self.use_t5 else {**nulls, "text_encoder_3": None, "tokenizer_3": None}
+
+    def find_latent_shape(self) -> tuple[int, int, int]:
+        shape = super().find_latent_shape()
+        if max(shape[1:]) > (most := self.network.config.pos_embed_max_size * PATCH):
+            pixels = most * self.pipeline.vae_scale_factor
+            raise LoadError(f"{self.size_in}.height and width of {self.checkpoint} are at most {pixels} pixels.")
+        return shape
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         tokens, _, pooled, _ = self.pipeline.encode_prompt(

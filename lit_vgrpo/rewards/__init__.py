@@ -10,6 +10,7 @@ from lit_vgrpo.rewards.http import Connection, HTTPReward
 from lit_vgrpo.rewards.image_reward import ImageReward
 from lit_vgrpo.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
 from lit_vgrpo.rewards.ocr import OCRReward
+from lit_vgrpo.rewards.questions import QuestionScore
 from lit_vgrpo.rewards.score_queue import ScoreQueue
 from lit_vgrpo.rewards.shapes import RecolourReward, ShapesReward, SmoothShapesReward
 from lit_vgrpo.rewards.vlm_judge import VLMJudge
@@ -29,6 +30,7 @@ __all__ = [
     "OCRReward",
     "PickScore",
     "PythonReward",
+    "QuestionScore",
     "RecolourReward",
     "Reward",
     "RewardError",

@@ -58,8 +58,8 @@ class Reward(ABC):
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         """Score a batch, loading what is needed first.
 
-        A reward with a fourth argument ``references`` gets the pictures that the prompts edit, ``(B, 3, H, W)``,
-        float32 in [0, 1], or ``None`` if the rows have none.
+        A reward with a fourth argument ``references`` gets the pictures that the prompts edit, ``(B, 3, H, W)``, or
+        ``(B, N, 3, H, W)`` if each prompt has several, float32 in [0, 1]; ``None`` if the rows have none.
 
         Args:
             images: Shape ``(B, 3, H, W)``, float32 in [0, 1].

@@ -186,7 +186,8 @@ class PickScore(CLIPReward):
 class CLIPImageSimilarity(CLIPReward):
     """The cosine similarity of the CLIP embeddings of an image and of the picture that its prompt edits, -1 to 1.
 
-    An unchanged copy scores 1. Use it with a reward for the edit, such as CLIPScore, to preserve the rest.
+    An unchanged copy scores 1; with several pictures, the score is the mean over them. Use it with a reward for the
+    edit, such as CLIPScore, to preserve the rest.
 
     Args:
         checkpoint: Hub name or local folder of a ``CLIPModel``.
@@ -211,7 +212,8 @@ class CLIPImageSimilarity(CLIPReward):
         self.load_for(images)
         if references is None:
             return torch.full((len(images),), torch.nan, device=images.device)
-        given = in_batches(self._encoder.of_images, self.batch_size, to_uint8(references).cpu())
+        given = in_batches(self._encoder.of_images, self.batch_size, to_uint8(references.flatten(0, -4)).cpu())
+        given = given.unflatten(0, (len(images), -1)).mean(1)
         return in_batches(self._score, self.batch_size, to_uint8(images).cpu(), given).to(images.device)
 
 

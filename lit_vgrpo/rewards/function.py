@@ -112,6 +112,8 @@ class PythonReward(Reward):
     def _converted(self, images: Tensor | None) -> Any:
         if images is None or self.images == "tensor":
             return images
+        if images.ndim == 5:  # several pictures to edit per image
+            return [self._converted(of_image) for of_image in images]
         if self.images == "pil":
             return to_pil(images)
         return to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()

@@ -21,7 +21,7 @@ from lit_vgrpo.rewards import Weighted
 
 SAVED_OF_RECORD = (
     *("iteration", "rewards", "group_ids", "parts", "errors", "images"),
-    *("seconds", "has_advantage", "updates", "scouts", "edits"),
+    *("seconds", "has_advantage", "updates", "scouts", "edits", "sources"),
 )
 """What a checkpoint keeps of an unfinished iteration's record."""
 
@@ -68,7 +68,7 @@ class Iteration:
         Args:
             advantages: Advantages of this rank's images, ``(B,)``, in rollout order.
             replay: The previous iteration's images, for an objective that trains on them as well.
-            reward: The reward, for a method that takes its gradient.
+            reward: The reward, for a method that uses no advantages.
         """
         replayed = replay.exchange(rollout, advantages, batch) if objective.replay else None
         size, later = batch.micro_batch_size, batch.later
@@ -78,12 +78,12 @@ class Iteration:
             rollout = rollout.followed_by(replayed[0])
             advantages = torch.cat([advantages.to(replayed[1].device), replayed[1]])
         context = PrepareContext(policy, rollout, advantages, size, batch.updates, ledger, later)
-        if objective.takes_reward_gradient:
+        if not objective.uses_advantages:
             groups = [batch.slots.index(slot) for slot in rollout.group_ids.tolist()]
             asked, rows = [batch.prompts[group] for group in groups], [batch.rows[group] for group in groups]
             context = replace(context, reward=reward, prompts=asked, data_rows=rows)
             record = replace(record, has_advantage=True)  # it trains on every image
-        with timed(record.seconds, "prepare"):
+        with timed(record.seconds, "prepare"), ledger.memory.during("prepare"):
             experience = objective.prepare(context) if record.has_advantage else context.experience()
         order, image_ids = training_order(batch, is_replayed=replayed is not None), rollout.image_ids
         if order is not None:

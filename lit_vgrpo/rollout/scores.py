@@ -23,6 +23,7 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import RewardError, ScoreQueue, Scores, Weighted
 from lit_vgrpo.rollout.sampler import ImageSampler
+from lit_vgrpo.system.memory import PeakMemory
 
 SIDE = 64
 """Longer side, in pixels, of the reduced images that are compared; losses of an autoencoder hardly show in them."""
@@ -42,6 +43,7 @@ class ScoreCollector:
         reward: Scores the images.
         needs_reward: False for a method without a reward, whose images are only counted.
         any_failure: Refuse a result in which any image failed, not only one in which all failed.
+        memory: Measures the peaks of ``decode`` and ``reward``.
 
     Attributes:
         queue: Queue of the images to score; ``None`` without a reward.
@@ -49,17 +51,20 @@ class ScoreCollector:
             time that threads scored during other phases.
     """
 
-    def __init__(self, policy: Policy, reward: Weighted, needs_reward: bool = True, any_failure: bool = False) -> None:
-        self.policy, self.reward, self.any_failure = policy, reward, any_failure
+    def __init__(
+        self, policy: Policy, reward: Weighted, needs_reward: bool, any_failure: bool, memory: PeakMemory
+    ) -> None:
+        self.policy, self.reward, self.any_failure, self.memory = policy, reward, any_failure, memory
         self.queue = ScoreQueue(reward) if needs_reward else None
         self.copies = CopyGuard()
         self.seconds: dict[str, float] = {}
         self._parts: list[Rollout] = []
+        self._sources: list[str] = []
 
     @contextmanager
     def collecting(self, sampled: Generator[Rollout, None, None]) -> Iterator[Generator[Rollout, None, None]]:
         """Start an iteration, and close its sampler at the end; if the block fails, pending scoring is cancelled."""
-        self.seconds, self._parts, self.copies = {}, [], CopyGuard()
+        self.seconds, self._parts, self._sources, self.copies = {}, [], [], CopyGuard()
         try:
             with closing(sampled):
                 yield sampled
@@ -75,13 +80,14 @@ class ScoreCollector:
         if self.queue is None:
             return
         groups = [batch.slots.index(slot) for slot in images.group_ids.tolist()]
+        self._sources += [batch.sources[group] for group in groups if batch.sources]
         size = self.policy.decode_batch_size
         for start in range(0, len(images), size):
             part = slice(start, start + size)
-            with timed(self.seconds, "decode"):
+            with timed(self.seconds, "decode"), self.memory.during("decode"):
                 pixels = self.policy.decode(images.latents[part].to(self.policy.device))
             prompts, rows = [batch.prompts[g] for g in groups[part]], [dict(batch.rows[g]) for g in groups[part]]
-            with timed(self.seconds, "reward"):
+            with timed(self.seconds, "reward"), self.memory.during("reward"):
                 self.queue.put(pixels, prompts, rows)
                 self.copies.add(pixels, rows)
 
@@ -97,7 +103,7 @@ class ScoreCollector:
         rollout, self._parts = Rollout.joined(self._parts), []
         if self.queue is None:
             return rollout, gathered(Scores.empty(len(rollout)))
-        with timed(self.seconds, "reward"):
+        with timed(self.seconds, "reward"), self.memory.during("reward"):
             local = self.queue.take()
         # Negative if the overhead of threads exceeded the overlap.
         self.seconds["reward_overlapped"] = sum(local.seconds.values()) - self.seconds["reward"]
@@ -122,7 +128,8 @@ class ScoreCollector:
         group_ids = of_all_ranks(rollout.group_ids)
         shaped = {name: self.reward.shaped(name, scores.parts) for name in scores.parts}
         weights = self.reward.weight_of
-        advantages = combined_advantages(scores.total, shaped, weights, group_ids, std=std, aggregate=aggregate)
+        sources = [source for own in objects_of_all_ranks(self._sources) for source in own]
+        advantages = combined_advantages(scores.total, shaped, weights, group_ids, std, aggregate, sources)
         group_size = int((rollout.group_ids == rollout.group_ids[0]).sum())
         record = IterationRecord(
             iteration=rollout.iteration,
@@ -136,6 +143,7 @@ class ScoreCollector:
             has_advantage=self.queue is None or bool(advantages.any()),
             blocks_run=rollout.blocks_run,
             scouts=sampler.metrics(rollout, scores),
+            sources=statistics(of_sources(scores, sources), group_ids),
             edits={name: of_all_ranks(values) for name, values in self.copies.scores(group_size).items()},
         )
         return advantages.split(len(rollout))[rank_and_world_size()[0]], record
@@ -178,10 +186,21 @@ def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]
             "std": float((valid - mean).square().mean().sqrt()),  # torch.std warns if there are no images
             "no_spread": no_spread_share(asked, group_ids[applies]),
             "failed": float(asked.isnan().sum()),
-            "seconds_per_image": scores.seconds.get(name, 0.0) / max(int(applies.sum()), 1),
             **{event: float(count) for event, count in scores.counts.get(name, {}).items()},
         }
+        if name in scores.seconds:
+            found[name]["seconds_per_image"] = scores.seconds[name] / max(int(applies.sum()), 1)
     return found
+
+
+def of_sources(scores: Scores, sources: Sequence[str]) -> Scores:
+    """Return the total as one part for each source, which applies to the source's images.
+
+    Args:
+        sources: Source of each image's prompt; empty if there is only one.
+    """
+    applies = {name: torch.tensor([one == name for one in sources]) for name in sorted(set(sources))}
+    return Scores(scores.total, dict.fromkeys(applies, scores.total), scores.ok, applies=applies)
 
 
 class CopyGuard:
@@ -199,16 +218,17 @@ class CopyGuard:
         """Add a batch of images ``(B, 3, H, W)`` in [0, 1] with their rows; nothing if those have no pictures."""
         given = stacked_references(rows)
         if given is not None:
-            small, references = reduced(images.cpu()), reduced(given)
+            small, references = reduced(images.cpu()), reduced(given.flatten(0, -4))
+            each = small.repeat_interleave(len(references) // len(small), 0)  # an image for each of its pictures
             self._images.append(small)
-            self._to_reference.append(similarity(small, references))
-            self._copies.append(largest_change(small, references) < COPY)
+            self._to_reference.append(similarity(each, references).unflatten(0, (len(small), -1)).amax(1))
+            self._copies.append((largest_change(each, references) < COPY).unflatten(0, (len(small), -1)).any(1))
 
     def scores(self, group_size: int) -> dict[str, Tensor]:
         """Return values of each image, ``(B,)``; {} without pictures.
 
-        ``similarity_to_reference``; ``similarity_in_group``, the mean over the other images of the group on this rank,
-        NaN without any; ``copies``, 1 for a copy of the picture and 0 for others.
+        ``similarity_to_reference``, to the most similar of several pictures; ``similarity_in_group``, the mean over the
+        other images of the group on this rank, NaN without any; ``copies``, 1 for a copy of a picture and 0 for others.
 
         Args:
             group_size: Consecutive images that belong to one group.

@@ -48,6 +48,46 @@ def measured_memory() -> Iterator[MemoryUse]:
         use.gpu = torch.cuda.max_memory_allocated() - gpu_before
 
 
+class PeakMemory:
+    """Peak memory of this process by phase of a run, in bytes: allocated on its GPU, or else resident.
+
+    Resident memory is measured on Linux only.
+
+    Attributes:
+        of_phase: By phase, the highest peak so far.
+        most: Highest peak so far: reserved by torch on a GPU, or else resident.
+    """
+
+    def __init__(self) -> None:
+        self.of_phase: dict[str, int] = {}
+        self.most = 0
+        self._phase = ""
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Attribute the block's peak to a phase."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def enter(self, phase: str) -> str:
+        """Start a phase, an empty name for none, and return the one that ends."""
+        left, self._phase = self._phase, phase
+        if torch.cuda.is_initialized():
+            peak, whole = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            peak = whole = _bytes_of("VmHWM")
+            with suppress(OSError):
+                _RESET.write_text("5")
+        self.most = max(self.most, whole)
+        if left and peak:
+            self.of_phase[left] = max(self.of_phase.get(left, 0), peak)
+        return left
+
+
 def device_name(device: torch.device) -> str:
     """Describe a device: a GPU by its name, a CPU by its architecture and torch's threads."""
     if device.type == "cuda":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -16,6 +17,7 @@ from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import objects_of_all_ranks, rows_of_all_ranks
 from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
 from lit_vgrpo.core.pictures import PICTURE
+from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.records import Evaluation, PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
@@ -25,6 +27,25 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import ScoreQueue, as_weighted
 from lit_vgrpo.rewards.function import RewardLike
+
+
+@checked
+@dataclass
+class EvaluationSpec(RolloutSpec):
+    """A :class:`~lit_vgrpo.core.types.RolloutSpec` of held-out images, with its defaults, not the rollout's values.
+
+    Args:
+        height: Height in pixels; null uses the policy's.
+        width: Width in pixels; null uses the policy's.
+    """
+
+    height: Annotated[int, Range(1, 16_384)] | None = None
+    width: Annotated[int, Range(1, 16_384)] | None = None
+
+
+def sides_of(spec: RolloutSpec) -> tuple[int | None, int | None]:
+    """Return the height and width of held-out images; ``None`` for the policy's."""
+    return (spec.height, spec.width) if isinstance(spec, EvaluationSpec) else (None, None)
 
 
 class HeldOutObserver(Protocol):
@@ -101,6 +122,7 @@ class Evaluator:
         queue: Queue of the training images, whose threads are shared.
 
     Attributes:
+        sides: Height and width of the images; ``None`` for the policy's.
         observed: Both rewards together.
         looks: Diversity, sharpness and saturation of the images, and their distance from those at the start.
         observers: Other metrics of the images.
@@ -121,6 +143,7 @@ class Evaluator:
         queue: ScoreQueue | None = None,
     ) -> None:
         self.policy, self.spec, self.batch_size, self.seed = policy, spec or RolloutSpec(), batch_size, seed
+        self.sides = sides_of(self.spec)
         self.reward = as_weighted(reward)
         self.untrained = None if untrained is None else as_weighted(untrained, "model.heldout_reward")
         self.observed = self.reward.observing(self.untrained)
@@ -131,8 +154,16 @@ class Evaluator:
         self.step = -1
         self.history: list[Evaluation] = []
         self._num_predicted = 0
+        self._sources: list[str] = []
         self._queue = ScoreQueue(self.observed, queue)
         self._of_images: dict[str, Tensor] = {}
+
+    def describe(self) -> list[str]:
+        """Return a line on images of another size than the policy's."""
+        with self.policy.sized(*self.sides):
+            height, width = (side or "default" for side in (self.policy.height, self.policy.width))
+        plan = f"{height} x {width} pixels, {self.spec.steps} steps, guidance {self.spec.guidance:g}"
+        return [] if self.sides == (None, None) else [f"Held-out images: {plan}."]
 
     @property
     def is_pending(self) -> bool:
@@ -161,11 +192,12 @@ class Evaluator:
             images: Number of images over all ranks; 0 if unknown.
             references: The pictures that the prompts edit, ``(3, H, W)``, uint8, for a policy that edits.
         """
-        conditioning, rows = self.policy.encode_each(prompts, references)
-        noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
-        size = at_most(images, self.batch_size)
-        latents, _ = sample(self.policy, conditioning, rows, self.spec, noise, size)
-        return self.policy.decode(latents)
+        with self.policy.sized(*self.sides):
+            conditioning, rows = self.policy.encode_each(prompts, references)
+            noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
+            size = at_most(images, self.batch_size)
+            latents, _ = sample(self.policy, conditioning, rows, self.spec, noise, size)
+            return self.policy.decode(latents)
 
     def generate_batch(self, batch: PromptBatch) -> Tensor:
         """Sample a held-out batch's images ``(B, 3, H, W)`` in [0, 1]."""
@@ -183,6 +215,8 @@ class Evaluator:
             raise TypeError(f"The evaluation got {what}. Pass datamodule=PromptDataModule(...) instead of a loader.")
         if not self.is_pending:
             self.looks.start_over()
+            self._sources = []
+        self._sources += batch.sources
         with torch.inference_mode(mode=False), torch.no_grad(), self._queue.closed_on_error():
             with self.ledger.phase("evaluation"):
                 images = self.generate_batch(batch)
@@ -200,9 +234,9 @@ class Evaluator:
     def means(self, module: Any = None, prefix: str = "heldout") -> dict[str, float]:
         """Return the means over all ranks' images that were scored, the same on every rank, and start over.
 
-        ``heldout/reward`` is the trained reward, ``heldout/untrained_reward`` the untrained one, ``heldout/<part>``
-        each reward alone, and ``heldout/failed`` the number of images that a reward failed to score; a warning gives
-        the reason.
+        ``heldout/reward`` is the trained reward, ``heldout/source/<name>`` that of each source of prompts,
+        ``heldout/untrained_reward`` the untrained one, ``heldout/<part>`` each reward alone, and ``heldout/failed`` the
+        number of images that a reward failed to score; a warning gives the reason.
 
         Args:
             module: Passed to the observers.
@@ -219,6 +253,10 @@ class Evaluator:
         table = rows_of_all_ranks(torch.stack(list(values.values()), dim=1).double())
         self._of_images = dict(zip(values, table.unbind(dim=1), strict=True))
         means = {name: float(of_images.nanmean()) for name, of_images in self._of_images.items()}
+        sources = [source for own in objects_of_all_ranks(self._sources) for source in own]
+        for source in sorted(set(sources)):
+            own = torch.tensor([one == source for one in sources])
+            means[f"heldout/source/{source}"] = float(self._of_images["heldout/reward"][own].nanmean())
         num_failed = int(self._of_images.pop("heldout/failed").sum())
         if num_failed:
             reasons = {name: why for errors in objects_of_all_ranks(scores.errors) for name, why in errors.items()}

@@ -31,6 +31,7 @@ from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
 from lit_vgrpo.training.saved_weights import start_hashes
+from lit_vgrpo.training.teachers import teacher_hashes
 
 FREE = ("data.heldout", "model.heldout", "model.evaluat", "model.non_finite", "model.failed_images")
 """Prefixes of settings that no weight depends on."""
@@ -182,8 +183,8 @@ def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
     """Return hashes of the files on this machine that the trained weights depend on.
 
     These are the training prompts, the file that defines each custom reward, the configuration files of the
-    pipeline, and the weights that the policy starts from. Files that cannot be read are left out: they are reported
-    where they are used.
+    pipeline, the weights that the policy starts from, and its teachers' LoRAs. Files that cannot be read are left out:
+    they are reported where they are used.
 
     Args:
         module: The module; its weights need not be loaded.
@@ -198,6 +199,8 @@ def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
         found["model.policy.checkpoint"] = _configs_of(module.policy)
     with unreadable:
         found["model.policy.start_from"] = start_hashes(module.policy)
+    with unreadable:
+        found["model.objective.teachers"] = teacher_hashes(module.objective, module.policy)
     for part in module.reward.parts:
         with unreadable:
             if part.weight and (source := _source_of(part.reward)) is not None:  # weight 0: not trained on

@@ -11,10 +11,14 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
+from lit_vgrpo.policies.meta import policy_on_meta
+from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.micro_batch import accumulate
 from lit_vgrpo.training.saved_weights import policy_errors
 from lit_vgrpo.training.strategies import launcher_error, strategy_errors
+from lit_vgrpo.training.teachers import teacher_errors
 from lit_vgrpo.training.trainer_internals import callbacks_of, count_iterations, forget_datamodule
 
 EXPECTED_WARNINGS = (
@@ -78,6 +82,7 @@ def errors_under(module: Any, strategy: Any, sizes: Sizes, ranks: int, has_heldo
         *strategy_errors(strategy, module.policy, optimizer, sizes, spec),
         *module_errors(module, sizes),
         *_people_errors(module, sizes, ranks, has_heldout),
+        *teacher_errors(module.objective, module.policy),
     ]
 
 
@@ -104,11 +109,27 @@ def _evaluation_errors(module: Any) -> list[str]:
         return []
     if spec.solver in policy.solvers:
         where = "model.evaluation"
-        return policy.accelerator_errors(spec, where) or spec.accelerator_errors(where)
+        errors = policy.accelerator_errors(spec, where) or spec.accelerator_errors(where)
+        return [*errors, *_size_errors(policy, module.evaluator.sides)]
     return [
         f"model.evaluation.solver={spec.solver} is not an ODE solver of {type(policy).__name__}. "
         f"Use {' or '.join(policy.solvers)}."
     ]
+
+
+def _size_errors(policy: Policy, sides: tuple[int | None, int | None]) -> list[str]:
+    """Return why a policy cannot sample held-out images of a size, if its configuration files are on this machine."""
+    if sides == (None, None):
+        return []
+    try:
+        twin = policy if policy.loaded else policy_on_meta(policy)
+    except Exception:  # files that are not here yet, or an error that loading reports
+        return []
+    try:
+        with twin.sized(*sides):
+            return []
+    except LoadError as error:
+        return [str(error)]
 
 
 def _quantisation_errors(module: Any) -> list[str]:

@@ -46,7 +46,9 @@ def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
     "launcher",
     [
         {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"},
-        {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"},
+        pytest.param(
+            {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_launcher_of_several_processes_on_one_device(tiny_recipe, capsys, monkeypatch, launcher):

@@ -16,7 +16,8 @@ from lit_vgrpo.config.header import LEVELS, Header
 from lit_vgrpo.config.recipe import Command
 
 ROOT = Path(__file__).parents[2] / "recipes"
-FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in ("compare", "strategy", "starter")]
+OTHERS = ("compare", "strategy", "starter", "benchmarks")
+FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in OTHERS]
 CURRICULA = [path for path in FILES if is_curriculum(path)]
 RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have their own tests
 
@@ -36,6 +37,7 @@ PASSES = {
     "sd35m_stage3": {"rollout": (0, 8), "update": (4, 0)},
     "sd35m_stage4": {"rollout": (0, 8), "update": (10, 0)},
     "sd35m_stage5": {"rollout": (0, 8), "old": (0, 10), "update": (10, 0)},
+    "sd35m_opd": {"rollout": (0, 10), "teacher": (0, 4), "update": (4, 0)},
     "sd3_pickscore": {"rollout": (0, 40), "update": (4, 0)},
     "sd3_pickscore_awm": {"rollout": (0, 14), "reference": (0, 6), "ema": (0, 6), "update": (6, 0)},
     "sd3_pickscore_dgpo": {"rollout": (0, 20), "reference": (0, 4), "old": (0, 4), "update": (4, 0)},
@@ -49,6 +51,7 @@ PASSES = {
     "tiny_hacked": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
     "tiny_ocr": {"rollout": (0, 5), "anchor": (0, 1), "update": (1, 0)},  # one iteration of the two has advantages
     "tiny_ocr_pretrain": {"update": (2, 0)},
+    "tiny_opd": {"rollout": (0, 5), "teacher": (0, 5), "update": (5, 0)},
     "tiny_shapes": {"rollout": (0, 5), "anchor": (0, 1.5), "update": (1.5, 0)},  # replay has nothing in the first
     "tiny_shapes_pretrain": {"update": (2, 0)},
     "tiny_unet": {"rollout": (0, 10), "anchor": (0, 4), "update": (4, 0)},
@@ -78,6 +81,7 @@ SIZES = {
     "sd15_aesthetic": [FEW_STEPS, *SMALL_UNET],
     **{f"sd35m_stage{number}": [FEW_STEPS, *SMALL] for number in range(1, 5)},
     "sd35m_stage5": [FEW_STEPS, *SMALL, "model.reward.detect=false"],
+    "sd35m_opd": [FEW_EVALUATION_STEPS, *SMALL],
     "sd3_pickscore": [FEW_EVALUATION_STEPS, *SMALL],
     "tiny_shapes": ["seed_everything=3"],  # a seed with a spread of rewards in both iterations
     **{
@@ -91,7 +95,8 @@ REPEATS = (
     *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
     *(f"{model}_pickscore" for model in NEWER),
     *("sd3_pickscore_nft", "kontext_edit", "sd15_aesthetic", "flux_multireward", "sdxl_preference"),
-    *("flux_hps_flowbp", "sd3_pickscore_flowgrpo", "sd3_pickscore_ram", "sd35m_stage5", "tiny_ocr_pretrain"),
+    *("sd3_pickscore_fast", "sd3_pickscore_flowbp", "flux_hps_flowbp", "tiny_hacked"),
+    *("sd3_pickscore_flowgrpo", "sd3_pickscore_ram", "sd35m_stage5", "sd35m_opd", "tiny_ocr_pretrain"),
 )
 """The stages are sd3_pickscore with other rewards; pre-trainings differ in their pictures, other methods in their loss,
 and recipes of the other families in their network."""

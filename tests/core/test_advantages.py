@@ -37,6 +37,22 @@ def test_a_group_without_spread_gets_exactly_zero(std):
     assert advantages[3:].abs().min() > 0
 
 
+@pytest.mark.parametrize("aggregate", ["rewards", "advantages"])
+def test_each_source_is_normalised_as_if_it_were_alone(aggregate):
+    rewards = torch.cat([REWARDS, 100 * REWARDS.flip(0)])
+    groups, sources = torch.cat([GROUPS, GROUPS + 1]), ["a"] * 6 + ["b"] * 6
+    parts, weights = {"one": rewards, "two": rewards.square()}, {"one": 1.0, "two": 0.5}
+
+    def advantages(own, std, names=()):
+        of_own = {name: part[own] for name, part in parts.items()}
+        return combined_advantages(rewards[own], of_own, weights, groups[own], std, aggregate, names)
+
+    alone = [advantages(slice(6), "global"), advantages(slice(6, 12), "global")]
+    assert torch.equal(advantages(slice(12), "source", sources), torch.cat(alone))
+    assert torch.equal(advantages(slice(6), "source"), alone[0])  # one source has no name
+    assert not torch.allclose(advantages(slice(12), "global"), torch.cat(alone), atol=0.1)
+
+
 def test_rounding_noise_is_no_spread():
     rewards = torch.tensor([1 / 3 + 1 / 3 + 1 / 3, 1.0000001, 1.0, 0.9999999])
     assert group_advantages(rewards, torch.zeros(4, dtype=torch.int64), "group").tolist() == [0] * 4

@@ -30,6 +30,7 @@ GOOD = {
     "images": "lit_vgrpo.tiny.ShapesImages",
     "url": "http://127.0.0.1:1/score",
     "model": "judge",
+    "name": "geneval",
     "function": "math:sqrt",
     "path": "shipped:prompts/shapes_train.jsonl",
     "rewards": ["JPEGCompressibility"],
@@ -39,6 +40,7 @@ GOOD = {
     "prompts_per_iteration": 2,
     "group_size": 2,
     "kind": "taylorseer",
+    "teachers": {"ocr": "runs/ocr/export"},
 }
 """Options without a default."""
 NAMED = [

@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_vgrpo.core.pictures import references_of
+from lit_vgrpo.core.pictures import references_of, stacked_references
 from lit_vgrpo.data import PromptDataModule, read_prompts
-from lit_vgrpo.data.prompts import PromptError
+from lit_vgrpo.data.prompts import PromptError, text_of
 from lit_vgrpo.data.source import PromptSource
 
 
@@ -87,6 +87,19 @@ def test_a_picture_is_part_of_what_a_prompt_is(folder):
 def ready(data):
     data.setup()
     return data
+
+
+def test_a_row_names_several_pictures(folder):
+    several = {"prompt": "join them", "image": [edit["image"] for edit in EDITS]}
+    rows = read_prompts(write(folder, several, {**several, "image": several["image"][::-1]}, EDITS[0]))
+    both, swapped, alone = references_of(rows)
+    assert both.shape == (2, 3, 4, 6)
+    assert torch.equal(both, swapped.flip(0))
+    assert torch.equal(both[0], alone)
+    assert stacked_references(rows[:2]).shape == (2, 2, 3, 4, 6)
+    assert len({text_of(row) for row in rows}) == 3
+    with pytest.raises(ValueError, match="differ in number or size, 2 x 3 x 4 x 6 and 3 x 4 x 6"):
+        stacked_references(rows)
 
 
 def test_pictures_are_absent_or_everywhere(folder):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import repeating
 from pair_methods import (
     ADVANTAGES,
     Pairs64,
@@ -39,7 +40,11 @@ def updated(policy, objective, micros, ledger=None):
     return loss_and_gradient(policy, objective, micros)
 
 
-@pytest.mark.parametrize(("network", "name"), CASES, indirect=["network"])
+@pytest.mark.parametrize(
+    ("network", "name"),
+    repeating(CASES, slow=[case for case in CASES if case[0] != "flow" and case[1] != "published"]),
+    indirect=["network"],
+)
 def test_loss_and_gradient_equal_the_third_partys_in_float64(network, name):
     spec = STEPS if network.path_kind == "flow" else RolloutSpec("ddim", steps=5)
     objective = CRD(spec, 3, **SETTINGS[name])

@@ -112,11 +112,12 @@ def sampled(policy: Policy, spec: RolloutSpec, numbers: Sequence[int] = range(4)
 
 
 def pictures(policy: Policy, prompts: Sequence[str]) -> list[Tensor] | None:
-    """A picture of noise for each prompt to edit; ``None`` if the family edits none."""
+    """A picture of noise for each prompt to edit, or as many as the policy takes; ``None`` if the family edits none."""
     if not policy.edits:
         return None
     draws = [torch.Generator().manual_seed(sum(prompt.encode())) for prompt in prompts]
-    return [torch.randint(256, (3, *policy.image_size), generator=draw, dtype=torch.uint8) for draw in draws]
+    shape = (policy.references, 3, *policy.image_size)[policy.references == 1 :]
+    return [torch.randint(256, shape, generator=draw, dtype=torch.uint8) for draw in draws]
 
 
 def encoded(policy: Policy, prompts: Sequence[str], edited: Sequence[str] | None = None) -> Conditioning:

@@ -125,7 +125,7 @@ def embedded(guidance, negative):
 
 
 def as_files(given):
-    return {"image": to_pil(given)}
+    return {"image": to_pil(given.flatten(0, -4))}
 
 
 def unbinned(guidance, negative):

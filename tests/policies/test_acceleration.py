@@ -142,7 +142,7 @@ def torchao():
     return pytest.importorskip("torchao", reason="needs the extra quantise")
 
 
-@pytest.fixture(params=repeating(EACH, slow=EACH[2:]), ids=str)
+@pytest.fixture(params=repeating(EACH, slow=EACH[1:]), ids=str)
 def policy(request, torchao):
     return changed(SD3Policy("shipped:assets/tiny_sd3", max_sequence_length=1, **request.param).load())
 

@@ -22,7 +22,7 @@ HALF = BlockCache("first_block", threshold=100)  # skips in every step but the f
 ALL_STEPS = (BlockCache("first_block", threshold=0), BlockCache("taylorseer", warm_up=STEPS))
 
 
-@pytest.fixture(params=["sd3", "flux", pytest.param("flux_cfg", marks=pytest.mark.slow)])
+@pytest.fixture(params=repeating(["sd3", "flux", "flux_cfg"], slow=["flux", "flux_cfg"]))
 def policy(request, tiny_sd3, flux_folder):
     if request.param == "sd3":
         return adapted(SD3Policy(str(tiny_sd3), lora_rank=2, max_sequence_length=1))

@@ -1,20 +1,24 @@
 """Policies that edit pictures, beyond the contract: what they refuse, and what the embedding cache tells apart."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
-from helpers import repeating
+from helpers import make_data, make_module, make_trainer, repeating
 from PIL import Image
-from policies.contract import HEIGHT, NEGATIVE, PROMPTS, WIDTH, pictures
+from policies.contract import HEIGHT, NEGATIVE, PROMPTS, WIDTH, encoded, pictures, same_image_as_the_pipeline
 from policies.families import SLOW
 from rollouts import roll_out
 
 from lit_vgrpo.apps.memory.estimate import Pass, encoding_peak, peak_of_pass
-from lit_vgrpo.apps.memory.meta import policy_on_meta
+from lit_vgrpo.callbacks import Report, RewardLogger, SampleGrid
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.launch.checks import picture_errors
-from lit_vgrpo.policies import KontextPolicy, SD3Policy
+from lit_vgrpo.policies import Flux2DevEditPolicy, Flux2EditPolicy, KontextPolicy, QwenImageEditPolicy, SD3Policy
 from lit_vgrpo.policies.embeddings import encoder_fingerprint
+from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.training.memory_passes import LiveMemory
 
 EDITORS = ("kontext", *SLOW)
@@ -58,6 +62,66 @@ def test_rows_are_checked_before_weights_are_read(tmp_path):
     (size,) = picture_errors(kontext, [edit])
     assert f'flat.png, of row 1 of the prompts, "red", has 8 x {WIDTH} pixels' in size
     assert picture_errors(sd3, [plain]) == []
+
+
+def test_the_number_of_pictures_is_checked_before_weights_are_read(tmp_path):
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    one, two = ({"prompt": "red", "image": [str(tmp_path / "a.png")] * number} for number in (1, 2))
+    assert picture_errors(QwenImageEditPolicy("nowhere", references=2, height=32, width=32), [two, two]) == []
+    (fewer,) = picture_errors(Flux2EditPolicy("nowhere", references=2), [two, one])
+    assert fewer.startswith('Flux2EditPolicy edits 2 pictures per prompt, but row 2 of the prompts, "red", has 1. ')
+    assert "Give every row the same number, and set model.policy.references of" in fewer
+    (more,) = picture_errors(KontextPolicy("nowhere"), [two])
+    assert more.startswith('KontextPolicy edits 1 picture per prompt, but row 1 of the prompts, "red", has 2. ')
+    for family, most in ((QwenImageEditPolicy, 3), (Flux2EditPolicy, 4), (Flux2DevEditPolicy, 6)):
+        with pytest.raises(ValueError, match=f"references={most + 1}: .* {most}"):
+            family("nowhere", references=most + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize(("solver", "guidance"), [("euler", 1.0), ("euler", 3.0), ("unipc", 1.0)])
+def test_several_pictures_give_the_pipelines_image(families, name, solver, guidance):
+    single = families(name)
+    longer = {"max_sequence_length": 96} if name == "qwen_image_edit" else {}  # its encoder reads the pictures
+    family = replace(single, options={**single.options, "references": 2, **longer})
+    same_image_as_the_pipeline(family, solver, guidance)
+    policy = family.shared
+    swapped = [picture.flip(0) for picture in pictures(policy, PROMPTS[:1])]
+    z, t = torch.randn(1, *policy.latent_shape), torch.tensor([0.5])
+    conditionings = encoded(policy, PROMPTS[:1]), policy.encode(PROMPTS[:1], swapped)
+    with torch.no_grad():
+        first, other = (policy(z, t, cond) for cond in conditionings)
+    assert (first - other).abs().max() > 1e-5  # their order counts
+
+
+@pytest.mark.slow
+def test_a_run_edits_several_pictures(families, tmp_path):
+    """They reach the rewards, the log, the sample grid and the report."""
+    family, rows = families("flux2_edit"), []
+    height, width = family.size
+    for number in range(4):
+        names = [f"{number}{name}.png" for name in "ab"]
+        for shade, name in enumerate(names):
+            Image.new("RGB", (width, height), (60 * number, 100 * shade, 50)).save(tmp_path / name)
+        rows.append({"prompt": "join them", "image": names})
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def likeness(images, prompts, references):
+        assert references.shape == (len(images), 2, 3, height, width)
+        return -(images[:, None] - references).abs().mean((1, 2, 3, 4))
+
+    policy = family.policy_class(str(family.folder), **family.all_options({"references": 2, "lora_rank": 2}))
+    module = make_module(None, policy=policy, reward=likeness)
+    data = make_data(train=str(tmp_path / "rows.jsonl"), heldout=str(tmp_path / "rows.jsonl"))
+    callbacks = [RewardLogger(), SampleGrid(num_prompts=2, images_per_prompt=1), Report()]
+    trainer = make_trainer(tmp_path, 1, callbacks)
+    trainer.fit(module, datamodule=data)
+    assert 0 < trainer.callback_metrics["edit/similarity_to_reference"] < 1
+    layout = json.loads(Image.open(tmp_path / "samples" / "after.png").info["layout"])
+    assert len(layout["left"]) == 4  # the reference, the image and both pictures
+    (edited, *_) = sorted((tmp_path / "report").glob("*_edited.png"))
+    assert Image.open(edited).size == (2 * width, height)
 
 
 def test_a_group_edits_its_own_picture(editor, tmp_path):

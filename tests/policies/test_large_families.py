@@ -9,10 +9,10 @@ from safetensors.torch import load
 
 from lit_vgrpo import VGRPO, RolloutSpec, VGRPOModule
 from lit_vgrpo.apps.memory.estimate import Pass, peak_of_pass
-from lit_vgrpo.apps.memory.meta import policy_on_meta
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.policies import Conditioning, Flux2Policy
 from lit_vgrpo.policies.embeddings import CRC_BYTES
+from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.rewards import JPEGCompressibility
 from lit_vgrpo.training.settings import module_errors
 

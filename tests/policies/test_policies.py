@@ -12,7 +12,6 @@ from policies.contract import PROMPTS, SAME, encoded, inputs
 from policies.families import FAMILIES, FIRST, REPEATS, SLOW
 from rollouts import sample_chain
 
-from lit_vgrpo.apps.memory.meta import AutocastOnMeta
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.sampling import sample
@@ -20,6 +19,7 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import Conditioning
 from lit_vgrpo.policies.checks import inputs_count
+from lit_vgrpo.policies.meta import AutocastOnMeta
 
 COLOURS, SHAPES = ("red", "blue", "green", "yellow"), ("circle", "square", "triangle")
 

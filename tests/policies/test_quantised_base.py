@@ -7,12 +7,12 @@ from helpers import make_data, make_module, make_trainer, repeating
 from policies.contract import inputs
 
 from lit_vgrpo import VGRPO
-from lit_vgrpo.apps.memory.meta import policy_on_meta
 from lit_vgrpo.apps.memory.shares import bytes_of, saved_by_quantisation, tensors_of
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.policies.acceleration import block_linears
+from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.policies.trained import QuantisedLinear
 from lit_vgrpo.training.settings import _quantisation_errors
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, quantisation_error

@@ -58,6 +58,9 @@ def test_an_own_function_gets_the_pictures_in_its_format(edits, tmp_path, monkey
     assert reward.check() == []
     assert Weighted([reward]).score(before, prompts, rows).total.tolist() == [1.0] * 6
     assert Weighted([reward]).score(after, prompts, rows).total.tolist() == [0.0] * 6
+    given = PythonReward(lambda images, prompts, references: [len(one) for one in references], images="pil")
+    several = [{**row, "image": [row["image"]] * 2} for row in rows]
+    assert Weighted([given]).score(before, prompts, several).total.tolist() == [2.0] * 6
 
 
 def test_recolouring_scores_the_edit_and_a_copy_scores_nothing(edits):
@@ -80,4 +83,7 @@ def test_clip_similarity_of_a_copy_is_1(edits, tmp_path):
     copies, changed = (Weighted([reward]).score(images, prompts, rows).total for images in (before, after))
     torch.testing.assert_close(copies, torch.ones(6))
     assert changed.max() < 1 - 1e-5
+    both = [{**row, "image": [row["image"], other["image"]]} for row, other in zip(rows, rows[1:] + rows, strict=False)]
+    others = Weighted([reward]).score(before, prompts, [{**row, "image": row["image"][1]} for row in both]).total
+    torch.testing.assert_close(Weighted([reward]).score(before, prompts, both).total, (copies + others) / 2)
     assert "has no picture to edit" in reward.prompt_error("red", {"prompt": "red"})

@@ -23,6 +23,17 @@ def test_similarities_to_the_picture_and_within_the_group(tmp_path):
     assert CopyGuard().scores(2) == {}
 
 
+def test_the_nearest_of_several_pictures_counts(tmp_path):
+    for name in ("white", "black"):
+        Image.new("RGB", (32, 32), name).save(tmp_path / f"{name}.png")
+    row = {"prompt": "grey", "image": [str(tmp_path / f"{name}.png") for name in ("white", "black")]}
+    guard = CopyGuard()
+    guard.add(torch.tensor([0.0, 0.25, 1.0]).view(3, 1, 1, 1).expand(3, 3, 32, 32), [row] * 3)
+    found = guard.scores(3)
+    torch.testing.assert_close(found["similarity_to_reference"], torch.tensor([1.0, 0.75, 1.0]))
+    assert found["copies"].tolist() == [1, 0, 1]
+
+
 def test_a_small_edit_is_no_copy():
     before, after, _ = random_edits(8, torch.Generator().manual_seed(0))
     assert similarity(before, after).max() > 0.98

@@ -133,15 +133,22 @@ def test_a_held_out_reward_is_looked_at_and_never_trained_on(tiny_sd3, tmp_path)
 
 
 def test_a_mixed_task(tiny_sd3, tmp_path):
-    lines = [
-        {"prompt": "a red circle on the left", "rewards": "shapes"},
-        {"prompt": "a blue square on the right", "rewards": ["jpeg"]},
+    line = {"prompt": "a red circle on the left", "rewards": "shapes"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "right.txt").write_text("a blue square on the right\n")
+    sources = [
+        str(tmp_path / "rows.jsonl"),
+        {"path": str(tmp_path / "right.txt"), "rewards": ["jpeg"], "name": "other"},
     ]
-    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     reward = Weighted([ShapesReward(), JPEGCompressibility()], [1.0, 1.0])
-    module = make_module(tiny_sd3, reward=reward, advantage_aggregate="advantages")
-    data = make_data(train=str(tmp_path / "mixed.jsonl"))
-    train(module, tmp_path, data)
+    module = make_module(tiny_sd3, reward=reward, advantage_std="source")
+    train(module, tmp_path, make_data(train=sources, heldout=sources))
+    row = [row for row in rows_of(tmp_path) if row.get("reward/mean")][-1]
+    for source, name in (("rows", "shapes"), ("other", "jpeg")):
+        assert float(row[f"source/{source}"]) == pytest.approx(float(row[f"reward/{name}"]))
+        assert float(row[f"source/{source}/std"]) == pytest.approx(float(row[f"reward/{name}/std"]))
+        latest = module.evaluator.latest
+        assert latest[f"heldout/source/{source}"] == pytest.approx(latest[f"heldout/{name}"])
     parts = module.record.parts
     assert parts["shapes"]["failed"] == parts["jpeg"]["failed"] == 0
     assert not module.record.rewards.isnan().any()

@@ -16,14 +16,16 @@ from pathlib import Path
 import lightning as L
 import torch
 from all_methods import METHODS, REPLAYED
-from helpers import Brightness, make_data, make_module, make_trainer
+from helpers import Brightness, make_data, make_module, make_trainer, prompt_file
 from processes import small_strategy
+from teachers import make_student, make_task
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.launch.train import leave_together
+from lit_vgrpo.rewards import JPEGCompressibility, Weighted
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 DATA = {"prompts_per_iteration": 4, "group_size": 4, "micro_batch_size": 4, "heldout_limit": 5, "eval_batch_size": 3}
@@ -58,6 +60,14 @@ class ConstantInOne(Brightness):
         return torch.zeros_like(scores) if self.iteration == 1 else scores
 
 
+TWO_SOURCES = {
+    "train": [
+        {"path": prompt_file("shapes_train.jsonl"), "name": "light", "rewards": "brightness", "weight": 3},
+        {"path": prompt_file("shapes_heldout.jsonl"), "name": "small", "rewards": "jpeg"},
+    ],
+    "heldout": None,
+    "heldout_fraction": 0.2,
+}
 IDLE = {
     "reward": ConstantInOne(),
     "optimizer": partial(torch.optim.AdamW, lr=1e-4, eps=1e-6),
@@ -73,11 +83,17 @@ def options(text):
 def job(folder, out, strategy, text):
     name, _, words = text.partition("|")
     chosen = options(words)
-    own = {"skip": Broken, "stop": Broken, "idle": anchored}
+    own = {"skip": Broken, "stop": Broken, "idle": anchored, "two sources": anchored}
     # A larger eps: Adam makes whole steps of the rounding noise of a gradient that is zero, as that of a key bias is.
     chosen_parts = IDLE if name == "idle" else {"optimizer": OptimizerConfig(lr=1e-4, eps=1e-6)}
-    objective = own[name]() if name in own else (METHODS | REPLAYED)[name][0]()
-    module = make_module(folder, objective, non_finite="skip" if name == "skip" else "stop", **chosen_parts)
+    if name == "two sources":
+        chosen |= TWO_SOURCES
+        chosen_parts |= {"reward": Weighted([Brightness(), JPEGCompressibility()]), "advantage_std": "source"}
+    if name == "OPD":
+        module = make_student(folder, Path(out, f"teachers.{RANK}"))
+    else:
+        objective = own[name]() if name in own else (METHODS | REPLAYED)[name][0]()
+        module = make_module(folder, objective, non_finite="skip" if name == "skip" else "stop", **chosen_parts)
     ema, seen = EMA(0.5), Seen()
     module.evaluator.observers.append(seen)
     callbacks = [ema, seen, SaveInTheMiddle(chosen.pop("middle", -1), Path(out) / f"{name}.middle.ckpt")]
@@ -86,7 +102,7 @@ def job(folder, out, strategy, text):
     trainer = make_trainer(out, chosen.pop("iterations", 3), callbacks, gradient_clip_val=0.5, **ranks)
     error = ""
     try:
-        data = make_data(**{**DATA, **chosen})
+        data = (make_task if name == "OPD" else make_data)(**{**DATA, **chosen})
         trainer.fit(module, datamodule=data, ckpt_path=ckpt if ckpt.exists() else None)
     except FloatingPointError as stopped:
         error = str(stopped)
@@ -95,6 +111,7 @@ def job(folder, out, strategy, text):
         "ema": ema.average.state_dict(),
         "rewards": seen.rewards,
         "images": seen.images,
+        "sources": [torch.tensor([*of.values()]) for _, of in sorted(module.record.sources.items())],
         "ranks": trainer.world_size,
         "groups": module.record.group_ids,
         "updates": module.objective.num_updates,

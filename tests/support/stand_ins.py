@@ -14,6 +14,7 @@ import yaml
 from diffusers import AutoencoderKL
 from fault_server import FaultServer, answering
 from geneval_models import save_segmenter
+from teachers import save_teachers
 from tiny_large_models import (
     build_chroma,
     build_flux2,
@@ -26,6 +27,7 @@ from tiny_pipelines import build_clip, build_flux, build_sd3, build_sdxl, build_
 
 from lit_vgrpo.config.recipe import find_recipe
 from lit_vgrpo.rewards.geneval_rules import CLASSES
+from lit_vgrpo.system.paths import resolve_path
 
 BUILDERS = {"SD3Policy": build_sd3, "UNetPolicy": build_unet, "SDXLPolicy": build_sdxl, "FluxPolicy": build_flux}
 LARGE = {
@@ -107,7 +109,7 @@ class StandIns:
         tree = yaml.safe_load(find_recipe(str(recipe)).read_text())
         model, policy, words = tree["model"], tree["model"]["policy"], []
         for key in ("train", "heldout"):
-            if tree["data"][key].startswith("edits/"):  # the user's own
+            if str(tree["data"][key]).startswith("edits/"):  # the user's own
                 words.append(f"data.{key}=shipped:prompts/edit_{key}.jsonl")
         checkpoint = policy["init_args"]["checkpoint"]
         if checkpoint in STARTS:
@@ -115,6 +117,10 @@ class StandIns:
             words.append(f"model.policy.checkpoint={start}")
         elif not checkpoint.startswith("shipped:"):
             words.append(f"model.policy.checkpoint={self.policy(policy['class_path'])}")
+        if teachers := model["objective"]["init_args"].get("teachers"):
+            folder = words[-1].partition("=")[2] if words else resolve_path(checkpoint)
+            made = save_teachers(folder, self.folder / recipe.stem, teachers)
+            words.append(f"model.objective.init_args.teachers={json.dumps(made)}")
         for key in ("reward", "heldout_reward"):
             if key in model and (filled := self._filled(model[key])) != model[key]:
                 words.append(f"model.{key}={json.dumps(filled)}")

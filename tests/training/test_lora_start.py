@@ -183,6 +183,7 @@ def loras(tmp_path_factory, sd3_folder, unet_folder, sdxl_folder, flux_folder, l
 
 CASES = [(name, naming) for name, known in NAMINGS.items() for naming in known]
 REPEATS = {("sd3", "ai_toolkit"), ("flux", "diffusers"), ("sdxl", "diffusers"), ("qwen_image", "diffusers")}
+REPEATS |= {("sdxl", "kohya"), ("qwen_image", "kohya"), ("flux", "kohya")}
 REPEATS |= {(name, naming) for name in NEWER for naming in NAMINGS[name]}
 
 

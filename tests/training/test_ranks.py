@@ -27,17 +27,25 @@ OTHERS = {
     "AWM": TWO,
     "DanceGRPO": TWO,
     "RAM, pure noise": TWO_UPDATES,
+    "OPD": TWO_UPDATES,
 }
 CONTINUED = {
     **dict.fromkeys([*WHOLE, "DGPO, moving", "V-GRPO, scouts", "FlowBP"], f"{TWO_UPDATES},middle=1"),
     "MixGRPO, window 4": f"{SPLIT},middle=1",
+    "two sources": f"{TWO_UPDATES},middle=1",
 }
 # Two prompts on four ranks: every group is cut in two.
 CUT = dict.fromkeys(
     ["DGPO, no guidance", "V-GRPO, scouts", "DGPO, moving", "CRD", "V-GRPO, replay", "DRaFT-LV"],
     f"{TWO},prompts_per_iteration=2,micro_batch_size=2",
 )
-SHARDED = {"DGPO, moving": TWO_UPDATES, "AWM": TWO_UPDATES, "V-GRPO, replay": TWO_UPDATES, "DRaFT-K": TWO_UPDATES}
+SHARDED = {
+    "DGPO, moving": TWO_UPDATES,
+    "AWM": TWO_UPDATES,
+    "V-GRPO, replay": TWO_UPDATES,
+    "DRaFT-K": TWO_UPDATES,
+    "OPD": TWO_UPDATES,
+}
 
 
 def train(checkpoint, out, ranks, jobs):
@@ -69,7 +77,7 @@ def two_blocks(tmp_path_factory):
 
 
 def assert_same(name, one, other, tolerance):
-    for key in ("rewards", "images"):
+    for key in ("rewards", "images", "sources"):
         for a, b in zip(one[key], other[key], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=tolerance, msg=lambda m, k=key: f"{name}, {k}: {m}")
     for key in ("weights", "ema"):
@@ -84,6 +92,7 @@ def assert_same_work(one, found):
         assert (alone["ranks"], first["ranks"]) == (1, len(ranks))
         assert torch.equal(alone["groups"], first["groups"])
         assert alone["updates"] == first["updates"]
+        assert len(alone["sources"]) == (2 if name == "two sources" else 0)
         # what the start's weights draw is the same in every bit; gradients are summed in another order
         assert torch.equal(alone["rewards"][0], first["rewards"][0]), name
         assert torch.equal(alone["images"][0], first["images"][0]), name

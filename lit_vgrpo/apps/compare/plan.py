@@ -36,7 +36,7 @@ MAY_SET = (
     "trainer.gradient_clip_val",
 )
 """Keys that may differ between methods; all share the recipe's task, images and evaluation."""
-OF_POLICY = ("scale_cap",)
+OF_POLICY = ("scale_cap", "teachers")
 """Options of an objective that depend on the network. The recipe sets them for every method that has them."""
 LEFT_OUT_CALLBACKS = ("SampleGrid", "Export", "SurrogateDiagnostics")
 """Callbacks that cost time or disk space and do not affect a comparison."""

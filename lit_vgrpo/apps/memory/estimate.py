@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_vgrpo.apps.memory.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.apps.memory.shares import bytes_of, copy_in_8_bits, restored_at_once, shares, tensors_of
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.objectives.score_gradient import window
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.clip import AestheticScore
 from lit_vgrpo.rewards.function import PythonReward
@@ -137,7 +137,8 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         batch = min(data.eval_batch_size, -(-images // trainer.world_size))
         sampled = at_most(images, module.rollout_batch_size) or batch
         evaluation = module.evaluation or spec.as_ode()
-        peak = max(peak_of(Pass(sampled, evaluation.guidance, False)), _decoding(policy, batch))
+        with policy.sized(*module.evaluator.sides):
+            peak = max(peak_of_pass(policy, Pass(sampled, evaluation.guidance, False)), _decoding(policy, batch))
         phases[EVALUATION] = peak + bool(averages) * share.trained  # the averages are swapped in
     return Estimate(parts, phases, tuple(unknown))
 

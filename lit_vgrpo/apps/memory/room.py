@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lit_vgrpo.apps.memory.estimate import ADVICE, estimate
-from lit_vgrpo.apps.memory.meta import NotEstimated as NotEstimated
 from lit_vgrpo.errors import UserError, one_line
+from lit_vgrpo.policies.meta import NotEstimated as NotEstimated
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import available_bytes
 from lit_vgrpo.training.micro_batch import shown

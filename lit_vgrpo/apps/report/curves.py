@@ -32,7 +32,8 @@ PANELS: dict[str, dict[str, str]] = {
     },
     "KL": {"policy/kl": "KL", "policy/anchor_distance": "to the anchor"},
     "Variation of the surrogate": {"surrogate/cv": "all images", "surrogate/cv_within": "within groups"},
-    "Images per second": {"cost/images_per_second": "images/s"},
+    "Images per second": {"cost/images_per_second": "images/s", "cost/images_per_second_per_device": "per device"},
+    "Model FLOPs utilisation": {"cost/mfu": "share of the device's peak"},
 }
 """Metrics and their labels by the title of their plot."""
 HIDDEN = ("policy/updates", "policy/surrogate", "policy/skipped_updates")
@@ -105,6 +106,14 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
     rewards = list(dict.fromkeys(name for run in runs for name in run.reward_names))
     parts = {name: name for name in rewards if len(rewards) > 1}
     found = _plots("Held-out reward", runs, {"reward": "sum", **parts, "untrained_reward": "untrained"})
+    columns = {column for run in runs for point in run.iterations for column in point.metrics}
+    sources = sorted(column[7:-4] for column in columns if column.startswith("source/") and column.endswith("/std"))
+    for stage in ("Held-out", "Training"):
+        found += _plots(f"{stage} reward by source", runs, {f"source/{name}": name for name in sources})
+    tasks = list(dict.fromkeys(n for run in runs for point in run.evaluations for n in point.metrics if "/" in n))
+    for benchmark in dict.fromkeys(name.partition("/")[0] for name in tasks if not name.startswith("source/")):
+        own = {name: name.partition("/")[2] for name in tasks if name.startswith(f"{benchmark}/")}
+        found += _plots(f"Held-out prompts of {benchmark}", runs, own)
     for title, metrics in PANELS.items():
         each = {f"reward/{name}": name for name in parts} if title == "Training reward" else {}
         found += _plots(title, runs, metrics | each)

@@ -176,13 +176,15 @@ def sample_call(policy: Policy, model: Mapping[str, Any]) -> str:
     height, width = policy.image_size or (1, 1)
     known = inspect.signature(type(policy.pipeline).__call__).parameters
     options = policy.pipeline_references(torch.zeros(1, 3, height, width)) if policy.edits else {}
-    options |= {"height": height, "width": width}
     options |= {name: getattr(policy, name) for name in ("max_sequence_length",) if name in known}
     plan = model.get("evaluation") or ((model.get("objective") or {}).get("init_args") or {}).get("rollout") or {}
+    options |= {"height": plan.get("height") or height, "width": plan.get("width") or width}
     if {"steps", "guidance"} <= plan.keys():
         options |= {"num_inference_steps": plan["steps"], **policy.pipeline_guidance(plan["guidance"], 1)}
     options |= policy.pipeline_options
-    picture = ["image=picture"] if options.pop("image", None) is not None else []
+    named = [f"picture_{number + 1}" for number in range(policy.references)]
+    shown = "picture" if len(named) == 1 else f"[{', '.join(named)}]"
+    picture = [f"image={shown}"] if options.pop("image", None) is not None else []
     given = [f"{name}={value!r}" for name, value in options.items() if not isinstance(value, torch.Tensor)]
     return f'image = pipe(prompt="a prompt", {", ".join([*picture, *given])}).images[0]'
 

@@ -20,6 +20,7 @@ from lit_vgrpo.apps.report import verdict
 from lit_vgrpo.apps.report.curves import plots
 from lit_vgrpo.apps.report.run_data import (
     AXES,
+    BENCHMARKS,
     IMAGES_NAME,
     KEPT,
     LAYOUT,
@@ -193,6 +194,20 @@ class RunPage:
         whole = sum(found.values())
         return [(title, part, part / whole) for title, part in found.items() if part >= 0.0005 * whole > 0]
 
+    @cached_property
+    def benchmarks(self) -> list[dict[str, Any]]:
+        """Results of ``lightning eval --benchmark``, each with ``title``, ``protocol``, ``table`` and ``papers``."""
+        found = []
+        for file in sorted((self.run.folder / BENCHMARKS).glob("*.json")):
+            try:
+                report = json.loads(file.read_text(encoding="utf-8"))
+                names = ("height", "width", "steps", "guidance", "images_per_prompt")
+                protocol = ", ".join(f"{name.replace('_', ' ')} {report['protocol'][name]}" for name in names)
+                found.append({**{name: report[name] for name in ("title", "table", "papers")}, "protocol": protocol})
+            except UNREADABLE:
+                continue
+        return found
+
     @property
     def most_changed(self) -> list[Pair]:
         """Images shown as evidence."""
@@ -236,12 +251,13 @@ class RunPage:
     def facts(self) -> list[tuple[str, str]]:
         """Device, memory, seed and versions."""
         summary = self.run.summary
-        memory = summary.get("peak_memory_bytes")
+        memory, phases = summary.get("peak_memory_bytes"), summary.get("peak_memory_bytes_by_phase", {})
         found = {
             "Outcome": self.run.outcome,
             "Device": summary.get("device"),
             "Processes": summary.get("world_size"),
             "Peak memory": memory and f"{memory / 1e9:.1f} GB",
+            "Peak memory by phase": ", ".join(f"{phase} {peak / 1e9:.1f} GB" for phase, peak in phases.items()) or None,
             "Training": verdict.duration(self.run.total("seconds")),
             "Optimizer steps": summary.get("optimizer_steps"),
             "Seed": summary.get("seed", self.run.recipe.get("seed_everything")),

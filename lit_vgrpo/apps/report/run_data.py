@@ -23,6 +23,8 @@ from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED
 REPORT_NAME = "report.html"
 KEPT = "report"
 """Folder in the run folder with the scores and images that a run keeps for its report."""
+BENCHMARKS = "benchmarks"
+"""Folder in the run folder with the results of benchmarks."""
 SCORES_NAME, IMAGES_NAME = "scores.jsonl", "images.json"
 LAYOUT, TO_EDIT = "layout", "to edit"
 """In a sample grid's PNG, the text with the places of its images, and the label of the pictures that prompts edit."""

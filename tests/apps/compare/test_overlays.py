@@ -1,8 +1,11 @@
 """Overlays: what a method changes in a recipe, and what it may not change."""
 
+import json
+
 import pytest
 import yaml
 from commands import compare_options
+from teachers import save_teachers
 
 from lit_vgrpo.apps.compare.plan import (
     entrants,
@@ -16,6 +19,7 @@ from lit_vgrpo.apps.compare.plan import (
 )
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.build import part_errors
+from lit_vgrpo.system.paths import resolve_path
 
 BASE = {
     "model": {
@@ -104,6 +108,7 @@ def test_a_race_drops_what_costs_and_keeps_the_average():
 
 
 OF_A_UNET = ["ddpo"]
+OF_TEACHERS = ["opd"]
 BY_GRADIENT = ["draft_k", "draft_lv", "flowbp", "refl"]
 SMOOTH = ("tiny_shapes", "model.reward=SmoothShapesReward", "model.heldout_reward=ShapesReward")
 
@@ -115,13 +120,17 @@ SMOOTH = ("tiny_shapes", "model.reward=SmoothShapesReward", "model.heldout_rewar
         (SMOOTH, BY_GRADIENT),
         pytest.param(
             ["tiny_shapes"],
-            [name for name in shipped_methods() if name not in (*OF_A_UNET, *BY_GRADIENT)],
+            [name for name in shipped_methods() if name not in (*OF_A_UNET, *BY_GRADIENT, *OF_TEACHERS)],
             marks=pytest.mark.slow,
         ),
+        pytest.param(["tiny_opd"], [*OF_TEACHERS, "vgrpo"], marks=pytest.mark.slow),
     ],
 )
 def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if methods[0] in OF_TEACHERS:
+        folders = save_teachers(resolve_path("shipped:assets/tiny_sd3"), tmp_path, ("colour", "shape", "place"))
+        recipe = [*recipe, f"model.objective.init_args.teachers={json.dumps(folders)}"]
     race = entrants(compare_options([*recipe, "--methods", ",".join(methods), "--settings", "published"]))
     assert [entrant.method for entrant in race] == methods
     options = compare_options([*recipe, "--methods", ",".join(methods), "--sweep"])

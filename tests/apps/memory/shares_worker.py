@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory.estimate import Pass, peak_of_pass
-from lit_vgrpo.apps.memory.meta import policy_on_meta
 from lit_vgrpo.apps.memory.shares import shares, tensors_of
+from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.training.memory_passes import LiveMemory
 from lit_vgrpo.training.strategies import FSDP2, ZeRO
 

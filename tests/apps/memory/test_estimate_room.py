@@ -7,11 +7,11 @@ from commands import check
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory import estimate as stages
 from lit_vgrpo.apps.memory.estimate import estimate, scorers
-from lit_vgrpo.apps.memory.meta import policy_on_meta
 from lit_vgrpo.apps.memory.room import memory_report
 from lit_vgrpo.apps.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.rewards import (
     AestheticScore,
     CLIPImageSimilarity,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import INDEX, config_folder
@@ -126,6 +127,23 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
             contexts = partial(_contexts, twin, dtype)
             network.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, context_fn=contexts))
     return twin
+
+
+def flops_per_image(policy: Policy) -> tuple[int, int]:
+    """Return the floating-point operations of a network pass on one image, without and with its backward pass.
+
+    Recomputation by gradient checkpointing is not counted. Raises as in :func:`policy_on_meta`.
+    """
+    twin = policy_on_meta(policy)
+    if twin.gradient_checkpointing:
+        twin.network.disable_gradient_checkpointing()
+    cond = twin.encode(["a"], twin.blank_references(1))
+    z, t = torch.empty(1, *twin.latent_shape, device="meta"), torch.empty(1, device="meta")
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        twin(z, t, cond)
+    with FlopCounterMode(display=False) as both:
+        twin(z, t, cond).sum().backward()
+    return forward.get_total_flops(), both.get_total_flops()
 
 
 def _contexts(policy: Policy, dtype: torch.dtype | None) -> tuple[Any, Any]:

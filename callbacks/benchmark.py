@@ -1,0 +1,105 @@
+"""Scores on a benchmark's prompts while a run trains."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lit_vgrpo.apps.benchmark.preset import read_benchmark
+from lit_vgrpo.apps.benchmark.prompts import TASK, read_rows
+from lit_vgrpo.core.ranges import Count, Seed, checked
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.data.datasets import HeldOutDataset
+from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.training.evaluation import Evaluator
+
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
+
+
+@checked
+class Benchmark(L.Callback):
+    """Logs ``heldout/NAME/overall`` and ``heldout/NAME/TASK`` of a subset of a benchmark at every held-out evaluation.
+
+    The images have the size and sampling settings of the run's evaluation, start from the same noise every time, and
+    are generated with EMA weights if there are any. Compare the values of one run with each other; for values next to a
+    paper's, use ``lightning eval RUN --benchmark NAME``.
+
+    Args:
+        name: A shipped benchmark, or a YAML file of the same form.
+        prompts: Number of prompts, the first ones of every task in turn.
+        images_per_prompt: Images per prompt.
+        seed: Seed of the noise.
+        reward: Scorer instead of the preset's, such as ``JPEGCompressibility``, with its options as in a recipe.
+        prompt_file: Local copy of the prompt file, or the folder of several; null uses the hub's cache.
+        pictures: Folder of the pictures that the benchmark edits.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        prompts: Count = 64,
+        images_per_prompt: Count = 1,
+        seed: Seed = 0,
+        reward: str | dict[str, Any] | None = None,
+        prompt_file: str | None = None,
+        pictures: str | None = None,
+    ) -> None:
+        preset = read_benchmark(name)
+        changes: dict[str, Any] = {"limit": prompts, **({} if reward is None else {"reward": reward})}
+        self.benchmark = preset.model_copy(update=changes)
+        self.images_per_prompt, self.seed = images_per_prompt, seed
+        self.prompt_file, self.pictures = prompt_file, pictures
+        self._evaluator: Evaluator | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        if self in pl_module.evaluator.observers:
+            return
+        benchmark = self.benchmark
+        if benchmark.prompts.picture is not None and pl_module.policy.image_size is not None:
+            height, width = pl_module.policy.image_size
+            benchmark = benchmark.model_copy(update={"height": height, "width": width})
+        places = [None if text is None else resolve_path(text) for text in (self.prompt_file, self.pictures)]
+        self.rows = read_rows(benchmark, *places)
+        self.reward = benchmark.build_reward()
+        for error in self.reward.check():
+            raise ValueError(error)
+        pl_module.evaluator.observers.append(self)
+
+    def update(self, images: Tensor, batch: PromptBatch) -> None:
+        """Do nothing: the benchmark samples other images."""
+
+    def compute(self, module: Any) -> dict[str, float]:
+        """Return the means over all ranks' images, the same on every rank; called in every held-out evaluation."""
+        run, trainer = module.evaluator, module.trainer
+        if self._evaluator is None:
+            self._evaluator = Evaluator(
+                run.policy, self.reward, spec=run.spec, batch_size=run.batch_size, seed=self.seed, ledger=run.ledger
+            )
+            self._evaluator.observers.clear()
+        size = trainer.datamodule.eval_batch_size
+        share = HeldOutDataset(self.rows, self.images_per_prompt, size, trainer.world_size, trainer.global_rank)
+        for index in range(len(share)):
+            self._evaluator.add(share[index])
+        self._evaluator.means(module)
+        tasks = [row[TASK] for row in self.rows for _ in range(self.images_per_prompt)]
+        return self._by_task(tasks)
+
+    def _by_task(self, tasks: list[str]) -> dict[str, float]:
+        """Return the means of the first scorer by task, and the overall mean, without those that have no score."""
+        assert self._evaluator is not None
+        scorer, names = self.reward.part_names[0], list(dict.fromkeys(tasks))
+        values = self._evaluator.of_images(f"heldout/{scorer}")
+        assert values is not None
+        of_tasks = [values[torch.tensor([own == name for own in tasks])].nanmean() for name in names]
+        overall = torch.stack(of_tasks).mean() if self.benchmark.mean_of == "tasks" else values.nanmean()
+        found = dict(zip(("overall", *names), map(float, (overall, *of_tasks)), strict=True))
+        scale, prefix = self.benchmark.scale.get(scorer, 1.0), f"heldout/{self.benchmark.name}"
+        return {f"{prefix}/{task}": scale * value for task, value in found.items() if math.isfinite(value)}

@@ -1,0 +1,1 @@
+"""Benchmarks: prompts and protocols that papers report, scores of several models, and a table with intervals."""

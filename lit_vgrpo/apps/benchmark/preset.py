@@ -1,0 +1,158 @@
+"""Presets of benchmarks: where the prompts come from, the protocol, the scorers, and the papers that report them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from lit_vgrpo.config.parts import built_part
+from lit_vgrpo.config.recipe import SUFFIXES, loaded
+from lit_vgrpo.config.tree import apply_override, expanded
+from lit_vgrpo.errors import UserError, unknown_option
+from lit_vgrpo.rewards import Reward, Weighted, as_weighted
+from lit_vgrpo.rewards.http import validation_message
+from lit_vgrpo.system.paths import shipped_root
+
+REWARD = "reward"
+SAME_SCORES = ("url", "batch_size", "device", "connection")
+"""Options of a reward that do not change its scores."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Prompts(_Strict):
+    """The files with a benchmark's prompts, which are downloaded and never copied.
+
+    Attributes:
+        base: Address of the files' folder, with ``{revision}``.
+        revision: The commit, which fixes the files.
+        files: SHA-256 of each file; null if it is not known, and only the commit fixes the file.
+        prompt: Field of the prompt.
+        task: Field by which scores are grouped; ``file`` groups by file, null does not group.
+        distinct: Use each distinct prompt once.
+        picture: Field with the file of the picture that the prompt edits, relative to ``--pictures``.
+        get_pictures: Command or advice on how to get the pictures, for a message.
+    """
+
+    base: str
+    revision: str
+    files: dict[str, str | None]
+    licence: str
+    prompt: str = "prompt"
+    task: str | None = None
+    distinct: bool = False
+    picture: str | None = None
+    get_pictures: str = ""
+
+    @property
+    def address(self) -> str:
+        """The address of the files' folder."""
+        return self.base.format(revision=self.revision)
+
+
+class Paper(_Strict):
+    """A paper that reports the benchmark, with the parts of the protocol that it or its code states.
+
+    Attributes:
+        never: Why no score of this preset may be put next to it; null if the protocol decides.
+    """
+
+    name: str
+    protocol: dict[str, Any] = {}
+    never: str | None = None
+
+
+class Benchmark(_Strict):
+    """A benchmark with its protocol.
+
+    Attributes:
+        height, width: Size of the images; null is the model's default.
+        solver: ODE solver; null uses the first one of the model's family.
+        limit: Use only this number of prompts, the first ones of every task in turn.
+        reward: The scorers, as in a recipe.
+        scale: Factors of reported scores by the scorer's name, such as 100.
+        mean_of: The overall score is the mean of the tasks' means, or of all images.
+        otherwise: What this preset does differently than the benchmark's code.
+        changed: Overrides that change the scorer.
+    """
+
+    name: str
+    title: str
+    prompts: Prompts
+    images_per_prompt: PositiveInt
+    height: PositiveInt | None
+    width: PositiveInt | None
+    steps: PositiveInt
+    guidance: Annotated[float, Field(ge=1, le=1000)]
+    solver: str | None = None
+    seed: NonNegativeInt = 0
+    limit: PositiveInt | None = None
+    batch_size: PositiveInt = 8
+    reward: Any
+    scale: dict[str, float] = {}
+    mean_of: Literal["tasks", "images"] = "images"
+    papers: list[Paper]
+    otherwise: list[str] = []
+    changed: list[str] = []
+
+    def build_reward(self) -> Weighted:
+        """Build the scorers without loading them; raise UserError for an invalid option."""
+        reward: Reward = built_part({REWARD: expanded(self.reward)}, REWARD, Reward)
+        return as_weighted(reward, REWARD)
+
+    def protocol(self, count: int, solver: str) -> dict[str, Any]:
+        """Return the parts of the protocol that papers may differ in, for a number of prompts and a solver."""
+        names = ("images_per_prompt", "height", "width", "steps", "guidance")
+        return {"prompts": count, **{name: getattr(self, name) for name in names}, "solver": solver}
+
+
+def shipped_benchmarks() -> dict[str, Path]:
+    """Return the presets installed with the package, by name."""
+    return {file.stem: file for file in sorted((shipped_root() / "benchmarks").glob("*.yaml"))}
+
+
+def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
+    """Read a shipped preset or a YAML file, and apply overrides such as ``steps=28`` or ``reward.url=http://...``.
+
+    Raises:
+        UserError: There is no such benchmark, or a setting is invalid.
+    """
+    known = shipped_benchmarks()
+    file = Path(name).expanduser() if name.endswith(SUFFIXES) else known.get(name)
+    if file is None or not file.is_file():
+        raise UserError(f"{name} is not a benchmark. Use one of: {', '.join(known)}; or a YAML file of the same form.")
+    tree: dict[Any, Any] = {"name": file.stem, **loaded(file), "changed": []}
+    for word in overrides:
+        key, _, text = word.partition("=")
+        apply_override(tree, key, text)
+        if key.startswith(REWARD) and key.rpartition(".")[2] not in SAME_SCORES:
+            tree["changed"].append(word)
+    try:
+        return Benchmark.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "extra_forbidden":
+            key = ".".join(map(str, first["loc"]))
+            raise UserError(unknown_option(key, f"the benchmark {file.stem}", Benchmark.model_fields)) from error
+        raise UserError(f"{file.stem}: {validation_message(error)}, not {first['input']!r}.") from error
+
+
+def differences(paper: Paper, benchmark: Benchmark, protocols: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return why scores may not be put next to a paper's; empty if they may.
+
+    Args:
+        protocols: That of each model, from :meth:`Benchmark.protocol`.
+    """
+    found = [
+        f"{name} {ours[name]} instead of {theirs}"
+        for ours in protocols
+        for name, theirs in paper.protocol.items()
+        if ours[name] != theirs
+    ]
+    scorers = [f"another scorer: {word}" for word in benchmark.changed]
+    return [paper.never] if paper.never is not None else list(dict.fromkeys([*found, *scorers]))

@@ -1,0 +1,164 @@
+"""The result of a benchmark: means by task with intervals, paired differences, the protocol, and comparable rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lit_vgrpo.apps.benchmark.preset import Benchmark, differences
+from lit_vgrpo.apps.benchmark.prompts import TASK
+from lit_vgrpo.apps.benchmark.scores import Subject
+from lit_vgrpo.data.prompts import Rows
+from lit_vgrpo.system.process import versions
+
+Numbers = npt.NDArray[Any]
+OVERALL, LEVEL, RESAMPLES = "overall", 0.95, 2000
+
+
+def by_task(values: Numbers, prompts: Numbers, tasks: Sequence[str], mean_of: str = "images") -> dict[str, Any]:
+    """Return the overall mean and each task's, with bootstrap intervals that resample prompts within tasks.
+
+    Args:
+        values: Score of each image, ``(N,)``; NaN is left out and counted as failed.
+        prompts: Number of each image's prompt, ``(N,)``.
+        tasks: Each image's task.
+        mean_of: ``tasks`` takes the mean of the tasks' means, ``images`` that of all images.
+
+    Returns:
+        By ``overall`` and task: ``mean``, ``low``, ``high``, ``count`` and ``failed``. The mean is ``None`` without
+        scores, and the interval if a task has a single prompt.
+
+    >>> found = by_task(np.array([1.0, 1.0, 0.0]), np.array([0, 1, 2]), ["a", "a", "b"], "tasks")
+    >>> {name: one["mean"] for name, one in found.items()}
+    {'overall': 0.5, 'a': 1.0, 'b': 0.0}
+    """
+    random, labels, scored = np.random.default_rng(0), np.asarray(tasks), np.isfinite(values)
+    of_tasks: dict[str, Numbers] = {}
+    shares: list[float] = []
+    for task in dict.fromkeys(tasks):
+        chosen = scored & (labels == task)
+        _, clusters = np.unique(prompts[chosen], return_inverse=True)
+        sums, counts = np.bincount(clusters, values[chosen]), np.bincount(clusters)
+        draws = np.full(RESAMPLES + 1, math.nan)  # the first one is the mean
+        if len(sums):
+            draws[0] = sums.sum() / counts.sum()
+        if len(sums) > 1:
+            picks = random.integers(len(sums), size=(RESAMPLES, len(sums)))
+            draws[1:] = sums[picks].sum(1) / counts[picks].sum(1)
+        of_tasks[task] = draws
+        shares.append(float(chosen.sum()) if mean_of == "images" else float(chosen.any()))
+    known = [draws * share for draws, share in zip(of_tasks.values(), shares, strict=True) if share]
+    overall = np.sum(known, axis=0) / sum(shares) if known else np.full(RESAMPLES + 1, math.nan)
+    found = {OVERALL: _interval(overall, values)}
+    each = {task: _interval(draws, values[labels == task]) for task, draws in of_tasks.items()}
+    return found | each if len(each) > 1 else found
+
+
+def _interval(draws: Numbers, values: Numbers) -> dict[str, Any]:
+    numbers = (draws[0], *np.quantile(draws[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+    plain = [float(number) if math.isfinite(number) else None for number in numbers]
+    counts = {"count": int(np.isfinite(values).sum()), "failed": int(np.isnan(values).sum())}
+    return {**dict(zip(("mean", "low", "high"), plain, strict=True)), **counts}
+
+
+def results(benchmark: Benchmark, rows: Rows, subjects: Sequence[Subject]) -> dict[str, Any]:
+    """Return the scores of all models by metric and task, and the differences of each to the first, image by image."""
+    prompts = np.repeat(np.arange(len(rows)), benchmark.images_per_prompt)
+    tasks = [rows[number][TASK] for number in prompts]
+    found: dict[str, Any] = {"scores": {}, "differences": {}}
+    for name in dict.fromkeys(name for subject in subjects for one in subject.scores.values() for name in one):
+        first: Numbers | None = None
+        for subject in subjects:
+            scores = [subject.scores.get(image, {}).get(name, math.nan) for image in range(len(prompts))]
+            values = benchmark.scale.get(name, 1.0) * np.array(scores)
+            of_subject = found["scores"].setdefault(subject.label, {})
+            of_subject[name] = by_task(values, prompts, tasks, benchmark.mean_of)
+            if first is not None:
+                paired = found["differences"].setdefault(subject.label, {})
+                paired[name] = by_task(values - first, prompts, tasks, benchmark.mean_of)
+            first = values if first is None else first
+    return found
+
+
+def report_of(benchmark: Benchmark, rows: Rows, subjects: Sequence[Subject]) -> dict[str, Any]:
+    """Return the whole result as plain values."""
+    protocols = [benchmark.protocol(len(rows), subject.solver) for subject in subjects]
+    found = results(benchmark, rows, subjects)
+    return {
+        "benchmark": benchmark.name,
+        "title": benchmark.title,
+        "protocol": {
+            **protocols[0],
+            "solver": ", ".join(dict.fromkeys(subject.solver for subject in subjects)),
+            "noise": f"seed {benchmark.seed} and the image's number, the same for every model",
+            "files": benchmark.prompts.files,
+            "from": benchmark.prompts.address,
+            "scorer": benchmark.reward,
+            "scale": benchmark.scale or 1,
+            "overall": f"mean of {benchmark.mean_of}",
+            "interval": f"{LEVEL:.0%}, {RESAMPLES} bootstrap samples of the prompts within tasks",
+            "versions": versions(),
+        },
+        "models": {subject.label: subject.identity for subject in subjects},
+        **found,
+        "table": table(found),
+        "errors": {subject.label: subject.errors for subject in subjects if subject.errors},
+        "papers": {paper.name: differences(paper, benchmark, protocols) for paper in benchmark.papers},
+        "otherwise": benchmark.otherwise,
+    }
+
+
+def table(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return the scores and differences of :func:`results` as text, a row for each metric and task, after a header."""
+    labels, compared = list(found["scores"]), list(found["differences"])
+    lines = [["", *labels, *(f"{label} minus {labels[0]}" for label in compared)]]
+    for metric, of_metric in found["scores"][labels[0]].items():
+        for task in of_metric:
+            cells = [with_interval(found["scores"][label][metric][task]) for label in labels]
+            cells += [with_interval(found["differences"][label][metric][task], "+") for label in compared]
+            lines.append([metric if task == OVERALL else f"{metric}: {task}", *cells])
+    return lines
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Return the result as Markdown: scores, where they may be put, what differs, and every part of the protocol."""
+    failed = [
+        f"- {label}: {name} failed for {one[OVERALL]['failed']} images. "
+        f"{report['errors'].get(label, {}).get(name, 'They were not scored.')}"
+        for label, of_label in report["scores"].items()
+        for name, one in of_label.items()
+        if one[OVERALL]["failed"]
+    ]
+    papers = [f"- {name}: {'no: ' + '; '.join(why) if why else 'yes'}." for name, why in report["papers"].items()]
+    protocol = [["part", "value"], *([name, str(x)] for name, x in (report["protocol"] | report["models"]).items())]
+    parts = {
+        f"# {report['title']}": [aligned(report["table"]), "", "In brackets: intervals of the mean.", *failed],
+        "## May it be put next to a paper's row?": papers,
+        "## What this preset does otherwise": [f"- {line}" for line in report["otherwise"] or ["Nothing known."]],
+        "## Protocol": [aligned(protocol)],
+    }
+    return "\n\n".join("\n".join([title, "", *lines]) for title, lines in parts.items()) + "\n"
+
+
+def with_interval(found: Mapping[str, Any], sign: str = "") -> str:
+    """Return a mean and its interval as text.
+
+    >>> with_interval({"mean": 0.5, "low": 0.25, "high": 1.0})
+    '0.500 [0.250, 1.000]'
+    """
+    if found["mean"] is None:
+        return "-"
+    mean, *ends = (format(found[key], f"{sign}.3f") for key in ("mean", "low", "high") if found[key] is not None)
+    return f"{mean} [{', '.join(ends)}]" if ends else mean
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table with aligned columns, except for the last."""
+    widths = [*(max(3, *map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)), 3]
+    cells = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    padded = ([cell.replace("|", "/").ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells)
+    return "\n".join(f"| {' | '.join(row)} |" for row in padded)

@@ -1,0 +1,142 @@
+"""Sampling and scoring of a benchmark's images, appended to a file batch by batch, so that it can continue."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from lit_vgrpo.apps.benchmark.preset import SAME_SCORES, Benchmark
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.data.datasets import HeldOutDataset
+from lit_vgrpo.data.prompts import Rows
+from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.rewards import RewardError, Weighted
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.training.evaluation import Evaluator
+
+KEPT = "Scores so far are kept: run the same command to continue."
+
+
+@dataclass
+class Subject:
+    """A model with a set of weights, one column of the table.
+
+    Args:
+        label: Its name in the table.
+        identity: What determines its images apart from the benchmark: model, weights and options.
+        solver: The ODE solver that samples them.
+        load: Returns the loaded policy.
+        folder: Folder of its scores.
+        scores: By image number, each reward's score, NaN if it failed; image ``i`` is of prompt
+            ``i // images_per_prompt``.
+        errors: Last error of each reward that failed for some image.
+    """
+
+    label: str
+    identity: dict[str, Any]
+    solver: str
+    load: Callable[[], Policy]
+    folder: Path
+    scores: dict[int, dict[str, float]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def stem(self, benchmark: Benchmark, rows: Rows) -> Path:
+        """Return the path of the score files without suffix; other images or scorers have another."""
+        settings = benchmark.model_dump(include={"images_per_prompt", "height", "width", "steps", "guidance", "seed"})
+        parts = [self.identity, self.solver, settings, _without_addresses(benchmark.reward), rows]
+        key = sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+        return self.folder / f"{benchmark.name}-{key[:10]}"
+
+    def read(self, stem: Path) -> None:
+        """Read the scores so far; the line that a killed process left unfinished is ignored."""
+        for file in stem.parent.glob(f"{stem.name}*.jsonl"):
+            for line in file.read_text().splitlines():
+                with suppress(ValueError):
+                    self.add(json.loads(line))
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Add a batch: its ``images``, their ``scores`` by reward, ``None`` if one failed, and ``errors``."""
+        for number, *values in zip(batch["images"], *batch["scores"].values(), strict=True):
+            scores = (math.nan if value is None else value for value in values)
+            self.scores[number] = dict(zip(batch["scores"], scores, strict=True))
+        self.errors |= batch["errors"]
+
+
+def _without_addresses(node: Any) -> Any:
+    """Return a scorer's plain values without the options that do not change its scores."""
+    if isinstance(node, dict):
+        return {key: _without_addresses(value) for key, value in node.items() if key not in SAME_SCORES}
+    return [_without_addresses(value) for value in node] if isinstance(node, list) else node
+
+
+def fill(
+    subjects: Sequence[Subject], benchmark: Benchmark, rows: Rows, reward: Weighted, share: tuple[int, int] = (1, 1)
+) -> None:
+    """Sample and score the images that have no scores yet, and those that a reward failed to score.
+
+    Batches are the same whether or not an evaluation was interrupted, and so are the scores.
+
+    Args:
+        share: ``(2, 8)`` takes the second of eight shares of the images, for as many processes.
+
+    Raises:
+        UserError: A model or a scorer cannot be loaded, or a scorer cannot continue; scores so far are kept.
+    """
+    try:
+        dataset = HeldOutDataset(rows, benchmark.images_per_prompt, benchmark.batch_size, share[1], share[0] - 1)
+        plans = []
+        for subject in subjects:
+            subject.read(subject.stem(benchmark, rows))
+            done = {image for image, scores in subject.scores.items() if all(map(math.isfinite, scores.values()))}
+            plans.append([index for index, part in enumerate(dataset.parts) if not done.issuperset(part)])
+        total = len(subjects) * sum(map(len, dataset.parts))
+        done_before = total - sum(len(dataset.parts[index]) for plan in plans for index in plan)
+        if any(plans):
+            reward.load()
+        quiet = not sys.stderr.isatty()
+        with tqdm(None, benchmark.name, total, initial=done_before, unit="image", disable=quiet) as bar:
+            for subject, plan in zip(subjects, plans, strict=True):
+                if plan:
+                    _fill_one(subject, benchmark, rows, reward, share, [dataset[index] for index in plan], bar)
+    except (LoadError, ModuleNotFoundError, ValueError) as error:
+        raise UserError(str(error)) from error
+    except RewardError as error:
+        raise UserError(f"{error} {KEPT}") from error
+    except KeyboardInterrupt:
+        say(KEPT, error=True)
+        raise
+    finally:
+        reward.close()
+
+
+def _fill_one(
+    subject: Subject, benchmark: Benchmark, rows: Rows, reward: Weighted, share: tuple[int, int], batches: Any, bar: Any
+) -> None:
+    """Score the batches of one model."""
+    policy = subject.load().to("cuda" if torch.cuda.is_available() else "cpu")
+    spec = RolloutSpec(subject.solver, benchmark.steps, benchmark.guidance)
+    evaluator = Evaluator(policy, reward, spec=spec, batch_size=benchmark.batch_size, seed=benchmark.seed)
+    stem = subject.stem(benchmark, rows)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    name = f"{stem.name}.jsonl" if share == (1, 1) else f"{stem.name}-{share[0]}of{share[1]}.jsonl"
+    with (stem.parent / name).open("a") as file:
+        for batch in batches:
+            found = reward.score(evaluator.generate_batch(batch), batch.prompts, batch.rows)
+            parts = {part: scores.tolist() for part, scores in found.parts.items()}
+            plain = {part: [x if math.isfinite(x) else None for x in values] for part, values in parts.items()}
+            line = {"images": batch.slots, "scores": plain, "errors": found.errors}
+            file.write(f"\n{json.dumps(line)}\n")  # what a killed process left unfinished stays a line of its own
+            file.flush()
+            subject.add(line)
+            bar.update(len(batch.slots))

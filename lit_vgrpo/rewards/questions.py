@@ -1,0 +1,130 @@
+"""Questions about an image to a vision-language model, scored by the probability of the expected answers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.ranges import checked
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.rewards.http import CONNECT_TIMEOUT_S, Connection, RemoteReward, RequestError, encode_png, is_loopback
+from lit_vgrpo.system.hub import LoadError
+
+QUESTION = 'Does this image show what "{prompt}" asks for?'
+INSTRUCTION = "Answer in one word."
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+DIGITS = {word: str(number) for number, word in enumerate(NUMBERS)}
+CANDIDATES = 20
+"""Most probable tokens that a server lists; more are refused by OpenAI and by vLLM's default."""
+
+
+def _read(body: bytes) -> dict[str, float]:
+    """Return the log-probabilities of the most probable first tokens in a chat completion."""
+    try:
+        listed = json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        return {str(token["token"]): float(token["logprob"]) for token in listed}
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError("no log-probabilities: does the server support logprobs?") from error
+
+
+@checked
+class QuestionScore(RemoteReward):
+    """Mean probability of the expected answers to questions about an image, in [0, 1], one request per question.
+
+    The model behind an OpenAI-compatible API, such as vLLM's, writes one token. The probability of an answer is that of
+    the tokens that spell it, in any case, a number also as a digit, among the 20 most probable ones; an answer that is
+    not among them gets the probability of the least probable one, which is an upper bound.
+
+    Args:
+        url: Address of the API, such as ``http://127.0.0.1:8000/v1``.
+        model: The server's name of the model.
+        name: Key of the score.
+        field: Field of a row with its questions and answers, ``[[question, answer], ...]``.
+        question: Asked instead if a row has none, with ``{prompt}``; the expected answer is yes. If the row has a
+            picture, the model sees it before the image.
+        instruction: Added to every question.
+        mean: Geometric: an image is as good as all answers together. Arithmetic: each answer counts alone.
+        connection: Timeouts, retries, simultaneous requests, and the token.
+
+    Source:
+        Soft-TIFA, geometric and arithmetic: arXiv 2512.16853; one question about the whole prompt: arXiv 2404.01291.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        name: str = "questions",
+        field: str = "vqa_list",
+        question: str = QUESTION,
+        instruction: str = INSTRUCTION,
+        mean: Literal["geometric", "arithmetic"] = "geometric",
+        connection: Connection | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        super().__init__(f"{self.url}/chat/completions", connection)
+        self.model, self.name, self.field = model, name, field
+        self.question, self.instruction = question, instruction
+        self.mean = mean
+
+    def load(self) -> None:
+        """Ask the server for its models.
+
+        Raises:
+            LoadError: It does not answer.
+        """
+        import httpx
+
+        headers = {"Authorization": f"Bearer {self.connection.token}"} if self.connection.token else {}
+        try:
+            is_local = is_loopback(httpx.URL(self.url).host)
+            page = httpx.get(f"{self.url}/models", timeout=CONNECT_TIMEOUT_S, trust_env=not is_local, headers=headers)
+            page.raise_for_status()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            where = f"{self.option('url')}={self._shown.removesuffix('/chat/completions')}"
+            start = f"Run: pip install vllm && vllm serve {self.model}, or set {self.option('url')} to another server."
+            raise LoadError(f"{where} does not answer ({one_line(error)}). {start}") from error
+
+    def __call__(
+        self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
+    ) -> Tensor:
+        self.failure = None
+        seen = [[encode_png(image)] for image in to_uint8(images).cpu()]
+        if references is not None:
+            seen = [[encode_png(one), *own] for one, own in zip(to_uint8(references).cpu(), seen, strict=True)]
+        default = [[(self.question.replace("{prompt}", prompt), "yes")] for prompt in prompts]
+        asked = [row.get(self.field) or own for row, own in zip(rows, default, strict=True)]
+        calls = [
+            (partial(self._content, pictures, question), _read)
+            for pictures, questions in zip(seen, asked, strict=True)
+            for question, _ in questions
+        ]
+        answers = iter(self._post(calls))
+        scores = []
+        for questions in asked:
+            found = torch.tensor([self._log_probability(next(answers), answer) for _, answer in questions])
+            scores.append(found.mean().exp() if self.mean == "geometric" else found.exp().mean())
+        return torch.stack(scores).float() if scores else torch.zeros(0)
+
+    def _log_probability(self, tokens: dict[str, float] | RequestError, expected: str) -> float:
+        if isinstance(tokens, RequestError):
+            self.failure = tokens.reason
+            return math.nan
+        wanted = {expected.casefold(), DIGITS.get(expected.casefold(), expected.casefold())}
+        found = sum(math.exp(number) for token, number in tokens.items() if token.strip().casefold() in wanted)
+        return min(math.log(found), 0.0) if found else min(tokens.values(), default=math.nan)
+
+    def _content(self, pictures: list[bytes], question: str) -> dict[str, Any]:
+        addresses = ["data:image/png;base64," + base64.b64encode(picture).decode() for picture in pictures]
+        content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
+        content.append({"type": "text", "text": f"{question} {self.instruction}"})
+        messages = [{"role": "user", "content": content}]
+        sampling = {"max_tokens": 1, "temperature": 0.0, "seed": 0, "logprobs": True, "top_logprobs": CANDIDATES}
+        return {"json": {"model": self.model, "messages": messages, **sampling}}

@@ -1,0 +1,52 @@
+"""What a run reports of its machine: operations of the network, their share of the device's peak, memory by phase."""
+
+import sys
+
+import pytest
+import torch
+from helpers import make_module
+from torch.utils.flop_counter import FlopCounterMode
+
+from lit_vgrpo import SD3Policy
+from lit_vgrpo.callbacks import RewardLogger
+from lit_vgrpo.policies.meta import flops_per_image
+from lit_vgrpo.system.memory import PeakMemory
+
+
+def test_operations_are_those_of_a_real_pass_without_recomputation(tiny_sd3):
+    policy = SD3Policy(str(tiny_sd3), lora_rank=2).load()
+    given = torch.randn(1, *policy.latent_shape), torch.rand(1), policy.encode(["a"])
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        policy(*given)
+    with FlopCounterMode(display=False) as both:
+        policy(*given).sum().backward()
+    counted = flops_per_image(SD3Policy(str(tiny_sd3), lora_rank=2, gradient_checkpointing=True))
+    assert counted == (forward.get_total_flops(), both.get_total_flops())
+    assert 2 < counted[1] / counted[0] < 3  # frozen weights get no gradient
+
+
+def test_utilisation_is_of_this_iterations_passes(tiny_sd3):
+    module, logger = make_module(tiny_sd3), RewardLogger()
+    module.ledger.counts = {
+        "rollout": {"with_grad": 0, "without_grad": 40},
+        "update": {"with_grad": 20, "without_grad": 0},
+        "evaluation": {"with_grad": 0, "without_grad": 1000},
+    }
+    module.ledger.ranks = 2
+    assert logger._utilisation(module, 2.0) == {}
+    logger._flops, logger._peak_flops, logger._passes = (100, 300), 1000, (10, 10)
+    assert logger._utilisation(module, 2.0) == {"cost/mfu": (30 * 100 + 10 * 300) / 2 / (2.0 * 1000)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is measured on Linux")
+def test_each_phase_has_its_peak():
+    memory = PeakMemory()
+    memory.enter("update")
+    with memory.during("large"):
+        torch.ones(50_000_000)
+    with memory.during("small"):
+        pass
+    memory.enter("")
+    assert memory.of_phase["large"] - memory.of_phase["small"] > 150e6
+    assert memory.most >= memory.of_phase["large"]
+    assert set(memory.of_phase) == {"update", "large", "small"}

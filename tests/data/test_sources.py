@@ -1,0 +1,101 @@
+"""Sources by name: in batches on any number of ranks, in metrics, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import prompt_file
+
+from lit_vgrpo.apps.report.curves import plots
+from lit_vgrpo.apps.report.run_data import Point, RunData
+from lit_vgrpo.data import PromptDataModule
+from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset
+from lit_vgrpo.data.source import as_sources
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.rewards import Scores
+from lit_vgrpo.rollout.scores import of_sources, statistics
+
+
+@pytest.fixture
+def sources(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number}\n" for number in range(40)))
+    return [str(tmp_path / "a.txt"), {"path": str(tmp_path / "b.txt"), "name": "last", "weight": 2}]
+
+
+def test_every_prompt_has_its_sources_name_on_any_number_of_ranks(sources):
+    data = PromptDataModule(sources, 8, 4, heldout_fraction=0.2, heldout_images_per_prompt=2)
+    data.setup()
+    assert data.describe() == ["Prompts: 30 (a) + 30 (last) to train on, 20 held out."]
+    sets = data._sets
+
+    def trained(world, rank):
+        dataset = IterationDataset(sets.training, data.sizes, world, rank)
+        return [dataset[iteration * len(dataset)] for iteration in range(3)]
+
+    def held_out(world, rank):
+        dataset = HeldOutDataset(sets.heldout, 2, 3, world, rank, sets.heldout_sources)
+        return [dataset[number] for number in range(len(dataset))]
+
+    for batches in (trained, held_out):
+        one, two = (
+            {
+                (batch.iteration, slot): (row["prompt"], source)
+                for rank in range(world)
+                for batch in batches(world, rank)
+                for slot, row, source in zip(batch.slots, batch.rows, batch.sources, strict=True)
+            }
+            for world in (1, 2)
+        )
+        assert one == two
+        assert {(prompt[0], source) for prompt, source in one.values()} == {("a", "a"), ("b", "last")}
+
+
+def test_names_are_the_files_unless_given(sources, tmp_path):
+    assert [one.name for one in as_sources([*sources, str(tmp_path / "other" / "a.txt")])] == ["a", "last", "a_2"]
+    assert as_sources(sources[0])[0].name is None
+
+
+def test_statistics_by_source():
+    total = torch.tensor([1.0, 3.0, float("nan"), 5.0])
+    scores = of_sources(Scores(total, {}, total.isfinite()), ["a", "a", "b", "b"])
+    assert statistics(scores, torch.tensor([0, 0, 1, 1])) == {
+        "a": {"mean": 2, "std": 1, "no_spread": 0, "failed": 0},
+        "b": {"mean": 5, "std": 0, "no_spread": 1, "failed": 1},
+    }
+
+
+def test_the_report_plots_each_source():
+    metrics = {"source/a": 1.0, "source/b": 2.0}
+    trained, held_out = (
+        [Point({"iterations": n}, {**{name: n * x for name, x in metrics.items()}, **more}) for n in range(1, 5)]
+        for more in ({"source/a/std": 1.0, "source/b/std": 1.0}, {})
+    )
+    found = {
+        plot.title: [one.label for one in plot.series] for plot in plots([RunData(Path(), {}, {}, trained, held_out)])
+    }
+    assert found == {"Held-out reward by source": ["a", "b"], "Training reward by source": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({"name": "shapes"}, "name=shapes occurs in 2 sources. Give each another name."),
+        ({"weight": -1}, "weight=-1: Input should be greater than 0"),
+        ({"rewards": []}, "no reward applies. Name one, or leave it out."),
+        ({"rewards": "shape"}, "names the reward shape in its field rewards, which the recipe does not have."),
+        ({"name": "cats"}, 'Reward "shapes" cannot score 2 of 2 prompts of the source cats '),
+    ],
+)
+def test_bad_sources_are_one_line(tiny_recipe, second, said):
+    (tiny_recipe.parent / "cats.txt").write_text("a cat\ntwo cats\n")
+    given = [{"path": prompt_file("shapes_train.jsonl"), "name": "shapes"}, {"path": "cats.txt", **second}]
+    words = [str(tiny_recipe), "model.reward=ShapesReward", f"data.train={json.dumps(given)}"]
+    try:
+        found = build(words, make_folder=False).errors()
+    except UserError as error:
+        found = error.errors
+    assert said in found[0]
+    assert "\n" not in found[0]

@@ -1,0 +1,84 @@
+import base64
+import io
+import json
+import math
+
+import pytest
+import torch
+from fault_server import FaultServer, answering
+from PIL import Image
+
+from lit_vgrpo.rewards import Connection, QuestionScore
+from lit_vgrpo.rewards.base import called
+from lit_vgrpo.system.hub import LoadError
+
+IMAGES = torch.arange(2).view(-1, 1, 1, 1).expand(-1, 3, 4, 4) / 1.0
+
+
+def choosing(**tokens):
+    """An answer whose first token has these probabilities."""
+    listed = [{"token": token.replace("_", " "), "logprob": math.log(p)} for token, p in tokens.items()]
+    return answering({"choices": [{"logprobs": {"content": [{"top_logprobs": listed}]}}]})
+
+
+def reward(server, **options):
+    connection = Connection(retries=0, backoff_s=0.0, max_connections=1)
+    return QuestionScore(f"{server.address}/v1", "judge", connection=connection, **options)
+
+
+def asked(server):
+    bodies = [json.loads(body) for _, body in server.requests if body]
+    return [body["messages"][0]["content"] for body in bodies], bodies[0]
+
+
+def test_the_probability_is_that_of_all_spellings():
+    rows = [{"vqa_list": [["How many?", "two"], ["A cat?", "Yes"]]}, {"vqa_list": [["A dog?", "Yes"]]}]
+    plan = [choosing(two=0.2, _2=0.1, Two=0.2, no=0.5), choosing(yes=0.5, No=0.5), choosing(No=0.75, maybe=0.25)]
+    for mean, expected in (("geometric", [0.5, 0.25]), ("arithmetic", [0.5, 0.25])):
+        with FaultServer(list(plan)) as server:
+            found = reward(server, mean=mean)(IMAGES, ["p", "q"], rows)
+            contents, body = asked(server)
+        # an answer that is not listed has at most the probability of the last one
+        assert found.tolist() == pytest.approx(expected)
+    assert [content[-1]["text"] for content in contents] == [
+        f"{q} Answer in one word." for q in ("How many?", "A cat?", "A dog?")
+    ]
+    assert (body["max_tokens"], body["logprobs"], body["top_logprobs"]) == (1, True, 20)
+
+
+def test_the_geometric_mean_is_low_if_one_answer_is():
+    rows = [{"vqa_list": [["A?", "Yes"], ["B?", "Yes"]]}]
+    for mean, expected in (("geometric", 0.4), ("arithmetic", 0.5)):
+        with FaultServer([choosing(Yes=0.8, No=0.2), choosing(Yes=0.2, No=0.8)]) as server:
+            assert reward(server, mean=mean)(IMAGES[:1], ["p"], rows).item() == pytest.approx(expected)
+
+
+def test_a_prompt_without_questions_is_asked_as_a_whole_after_its_picture(tmp_path):
+    Image.new("RGB", (4, 4), (0, 0, 255)).save(tmp_path / "a.png")
+    rows = [{"prompt": "x", "image": str(tmp_path / "a.png")}]
+    with FaultServer(then=choosing(Yes=0.9, No=0.1)) as server:
+        found = called(reward(server, question="From {prompt}?"), IMAGES[:1], ["x"], rows)
+        ((picture, image, text),), _ = asked(server)
+    assert found.item() == pytest.approx(0.9)
+    assert text["text"] == "From x? Answer in one word."
+    colours = [
+        Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2]))).getpixel((0, 0))
+        for part in (picture, image)
+    ]
+    assert colours == [(0, 0, 255), (0, 0, 0)]
+
+
+def test_a_failed_question_fails_its_image_only():
+    with FaultServer([answering({}, 400), choosing(Yes=0.5, No=0.5)]) as server:
+        one = reward(server)
+        found = one(IMAGES, ["x", "y"], [{}, {}])
+    assert math.isnan(found[0])
+    assert found[1].item() == pytest.approx(0.5)
+    assert "status 400" in one.failure
+
+
+def test_a_server_that_does_not_answer_is_found_before_sampling():
+    with FaultServer(pages={"/v1/models": (200, b"{}")}) as server:
+        reward(server).load()
+    with pytest.raises(LoadError, match="does not answer .* Run: pip install vllm && vllm serve judge, or set "):
+        reward(server).load()
