@@ -33,6 +33,7 @@ def build(tmp_path_factory):
         special = {
             "HTTPReward": lambda: rewards.HTTPReward(scorer.url),
             "PythonReward": lambda: rewards.PythonReward(f"{__name__}:brightness"),
+            "QuestionScore": lambda: rewards.QuestionScore(f"{server.address}/v1", "judge", "Is it {prompt}?"),
             "VLMJudge": lambda: rewards.VLMJudge(f"{server.address}/v1", "judge"),
             "Weighted": lambda: Weighted([rewards.ShapesReward(), rewards.JPEGCompressibility()]),
         }

@@ -150,6 +150,7 @@ def judge():
     def answer(handler):
         text = f"Final Score: {1 + crc32(handler.body) % 5}"
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        choice["logprobs"] = {"content": [{"top_logprobs": [{"token": "Yes", "logprob": -0.5}]}]}
         return answering({"id": "1", "object": "chat.completion", "choices": [choice]})(handler)
 
     return FaultServer(then=answer)
