@@ -153,4 +153,4 @@ def judge():
         choice["logprobs"] = {"content": [{"top_logprobs": [{"token": "Yes", "logprob": -0.5}]}]}
         return answering({"id": "1", "object": "chat.completion", "choices": [choice]})(handler)
 
-    return FaultServer(then=answer)
+    return FaultServer(pages={"/v1/models": (200, b"{}")}, then=answer)
