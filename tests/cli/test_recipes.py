@@ -96,6 +96,7 @@ REPEATS = (
     *(f"{model}_pickscore" for model in NEWER),
     *("sd3_pickscore_nft", "kontext_edit", "sd15_aesthetic", "flux_multireward", "sdxl_preference"),
     *("sd3_pickscore_fast", "sd3_pickscore_flowbp", "flux_hps_flowbp", "tiny_hacked"),
+    *("tiny_ocr", "tiny_edit", "tiny_opd"),
     *("sd3_pickscore_flowgrpo", "sd3_pickscore_ram", "sd35m_stage5", "sd35m_opd", "tiny_ocr_pretrain"),
 )
 """The stages are sd3_pickscore with other rewards; pre-trainings differ in their pictures, other methods in their loss,
@@ -160,7 +161,11 @@ def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
     ("words", "line"),
     [
         ([], "Evidence: measured here (lightning run tiny_shapes)."),
-        (["data.group_size=8"], "Evidence (before your changes): measured here (lightning run tiny_shapes)."),
+        pytest.param(
+            ["data.group_size=8"],
+            "Evidence (before your changes): measured here (lightning run tiny_shapes).",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_check_says_the_evidence(words, line, tmp_path, monkeypatch, capsys):

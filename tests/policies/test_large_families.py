@@ -54,7 +54,7 @@ def test_prompts_without_a_mask_are_not_padded(families):
         cond.joined_with(Conditioning({"tokens": cond.tensors["tokens"][:, :5]}))
 
 
-@pytest.mark.parametrize("name", repeating(LARGE, slow=LARGE[3:]))
+@pytest.mark.parametrize("name", repeating(LARGE, slow=LARGE[1:]))
 def test_the_memory_estimate_follows_the_network(families, name):
     policy = policy_on_meta(families(name).policy_class(str(families(name).folder), height=64, width=64, lora_rank=2))
     plain, trained = (peak_of_pass(policy, Pass(2, 1.0, with_grad)) for with_grad in (False, True))

@@ -24,6 +24,8 @@ from lit_vgrpo.policies.meta import AutocastOnMeta
 COLOURS, SHAPES = ("red", "blue", "green", "yellow"), ("circle", "square", "triangle")
 
 SOLVERS = [*itertools.product([*FAMILIES, "sdxl_v"], [0, 1, 2])]
+VARIANTS = ("sd3_t5", "unet_v", "sdxl_v", "flux_cfg", "flux2_dev", *SLOW)
+"""Another checkpoint of a family that has a case."""
 of_each_network = pytest.mark.parametrize("family", repeating(FAMILIES, slow=REPEATS), indirect=True)
 
 
@@ -31,7 +33,7 @@ of_each_network = pytest.mark.parametrize("family", repeating(FAMILIES, slow=REP
     ("family", "position"),
     repeating(
         SOLVERS,
-        slow=[(name, place) for name, place in SOLVERS if (place or name in ("sdxl_v", *SLOW)) and name not in FIRST],
+        slow=[(name, place) for name, place in SOLVERS if (place or name in VARIANTS) and name not in FIRST],
     ),
     indirect=["family"],
 )

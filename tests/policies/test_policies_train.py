@@ -29,13 +29,12 @@ RUNS = [
     *((name, "Flow-GRPO, guidance, KL", *ON_FLOW["Flow-GRPO, guidance, KL"]) for name in LARGE),
 ]
 FIRST = {
-    "flux": ("Flow-GRPO, guidance, KL", "DiffusionNFT"),
-    "sdxl": ("DDPO", "DGPO"),
+    "flux": ("Flow-GRPO, guidance, KL",),
+    "sdxl": ("DDPO",),
     "flux_cfg": ("V-GRPO, guidance",),
-    "unet_v": ("V-GRPO",),
     "z_image": ("V-GRPO, guidance",),
 }
-"""Each kind of network and guidance, and of method on it; the other pairs are slow."""
+"""Each kind of network and guidance; the other pairs are slow."""
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ THREE_UPDATES, TWO_UPDATES, SPLIT = (
     f"{TWO},updates_per_iteration={words}" for words in ("3", "2", "2,split_updates=true")
 )
 IDLE = "iterations=3,updates_per_iteration=2"  # the second iteration has nothing to learn
-WHOLE = {"V-GRPO, three steps": THREE_UPDATES, "V-GRPO, replay": TWO_UPDATES}
+WHOLE = {"V-GRPO, replay": TWO_UPDATES}
 OTHERS = {
+    "V-GRPO, three steps": THREE_UPDATES,
     "MixGRPO, window 4": SPLIT,
     "idle": IDLE,
     "DiffusionNFT": TWO,
