@@ -128,7 +128,9 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
         rows = data.heldout_rows()
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(with_full_key(str(error), cli.recipe.values)) from error
-    if errors := picture_errors(cli.model.policy, rows, "held-out prompts"):
+    with cli.model.policy.sized(*cli.model.evaluator.sides):
+        errors = picture_errors(cli.model.policy, rows, "held-out prompts")
+    if errors:
         raise UserError(*(f"data.heldout: {error}" for error in errors))
     images = len(rows) * data.heldout_images_per_prompt
     if message := held_out_error(images, data.eval_batch_size, cli.trainer.world_size):

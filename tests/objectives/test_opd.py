@@ -41,7 +41,7 @@ def mean_and_std(path_kind, solver, v, z, t, t_next):
     return c * (z - b * v) / a + d * v, 1.0
 
 
-@pytest.mark.parametrize("name", repeating(CASES, slow=["some steps, unweighted", "vp"]))
+@pytest.mark.parametrize("name", repeating(CASES, slow=("some steps, unweighted", "vp")))
 def test_loss_and_gradient_are_those_of_the_kl_in_float64(tiny_sd3, unet_folder, tmp_path, name):
     family, solver, options = CASES[name]
     folder, extra = (tiny_sd3, LORA) if family is SD3Policy else (unet_folder("epsilon"), {"lora_rank": 2})
