@@ -33,7 +33,7 @@ TEACHER, STUDENT, SUM = 24, 30, 60
 
 
 def only(task: str) -> str:
-    """Return the override with which one check is trained on; the others stay in the evaluation."""
+    """Return the override that trains on one check; the others stay in the evaluation."""
     return f"model.reward.init_args.weights={[1.0 if task == other else 1e-9 for other in TASKS]}"
 
 

@@ -26,16 +26,16 @@ class Benchmark(L.Callback):
     """Logs ``heldout/NAME/overall`` and ``heldout/NAME/TASK`` of a subset of a benchmark at every held-out evaluation.
 
     The images have the size and sampling settings of the run's evaluation, start from the same noise every time, and
-    are generated with EMA weights if there are any. Compare the values of one run with each other; for values next to a
+    are generated with EMA weights if there are any. Compare the values only within a run; for values comparable to a
     paper's, use ``lightning eval RUN --benchmark NAME``.
 
     Args:
-        name: A shipped benchmark, or a YAML file of the same form.
-        prompts: Number of prompts, the first ones of every task in turn.
+        name: A shipped benchmark, or a YAML file in the same format.
+        prompts: Number of prompts, taken from the tasks in turn.
         images_per_prompt: Images per prompt.
         seed: Seed of the noise.
         reward: Scorer instead of the preset's, such as ``JPEGCompressibility``, with its options as in a recipe.
-        prompt_file: Local copy of the prompt file, or the folder of several; null uses the hub's cache.
+        prompt_file: Local copy of the prompt file, or a folder of several; null uses the hub's cache.
         pictures: Folder of the pictures that the benchmark edits.
 
     Raises:

@@ -30,7 +30,7 @@ def _passes(module: VGRPOModule) -> tuple[int, int]:
 
 
 class RewardLogger(L.Callback):
-    """Logs one row of metrics per iteration: rewards, also by ``source``, ``policy``, ``cost``, ``time`` and others.
+    """Logs one row of metrics per iteration: rewards (also by ``source``), ``policy``, ``cost``, ``time`` etc.
 
     It warns when every group's rewards are equal, so that no step is taken, and when a reward failed. It fails if an
     iteration ended before its last update.
@@ -40,7 +40,7 @@ class RewardLogger(L.Callback):
         self._norms: list[torch.Tensor] = []
         self._started = 0.0
         self._warned_of_copies = False
-        self._flops: tuple[int, int] | None = None  # per image, of a pass without and with its backward
+        self._flops: tuple[int, int] | None = None  # per image: a forward pass without and with backward
         self._peak_flops = 0  # of a device, per second
         self._passes = (0, 0)  # before the iteration, likewise
 
@@ -113,7 +113,7 @@ class RewardLogger(L.Callback):
         return metrics
 
     def _utilisation(self, module: VGRPOModule, seconds: float) -> dict[str, float]:
-        """Return the share of the device's peak that the network's passes of this iteration took."""
+        """Return this iteration's model FLOPs utilisation: its network passes' share of the device's peak."""
         if self._flops is None:
             return {}
         passes = [now - before for now, before in zip(_passes(module), self._passes, strict=True)]

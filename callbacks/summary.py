@@ -154,7 +154,7 @@ def _stopped(trainer: L.Trainer) -> list[StopsRun]:
 
 
 def peak_memory_bytes(device: torch.device, memory: PeakMemory) -> int:
-    """Return this rank's peak memory, also during earlier phases: reserved by torch on a GPU, else resident."""
+    """Return this rank's peak memory, including earlier phases: reserved by torch on a GPU, else resident."""
     now = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
     return max(now, memory.most)
 

@@ -53,7 +53,7 @@ class VGRPOModule(L.LightningModule):
         heldout_reward: Scores held-out images in addition to the reward; never trained on.
         advantage_std: The std that divides advantages: the iteration's, source's, group's or none; null: the paper's.
         advantage_aggregate: Normalise the sum of the rewards, or sum each one's advantages; null follows the paper.
-        evaluation: Sampling of held-out images, by an ODE, also of another size; null uses the objective's rollout
+        evaluation: Sampling of held-out images by an ODE, optionally at another size; null uses the objective's rollout
             without noise.
         rollout_batch_size: Images per forward pass while sampling, the last batch padded; null takes all at once.
         rollout_device: Device of an iteration's latents, pairs and embeddings; cpu saves device memory.

@@ -113,12 +113,12 @@ def files() -> dict[str, str]:
 
 
 def with_tasks(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the rows with the attribute that matters as the name of reward and teacher."""
+    """Return the rows with the name of their task as reward and teacher."""
     return [row | dict.fromkeys(("rewards", "teacher"), task_of(row)) for row in rows]
 
 
 def task_of(row: dict[str, str]) -> str:
-    """Return the attribute of a shape that matters for a prompt: the same for two colours of six."""
+    """Return the attribute that a prompt is for: every two of the six colours share one."""
     return list(shapes.CHOICES)[shapes.COLOURS.index(row["colour"]) // 2]
 
 

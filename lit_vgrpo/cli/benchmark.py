@@ -1,4 +1,4 @@
-"""``lightning eval RUN_OR_MODEL ... --benchmark NAME``: scores of runs and models by a published protocol."""
+"""``lightning eval RUN_OR_MODEL ... --benchmark NAME``: scores of runs and models under a published protocol."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BenchmarkOptions:
         subjects: The runs and models.
         overrides: Overrides of the policy.
         benchmark: The preset with its overrides.
-        share: Share of the images to score, and number of shares.
+        share: Index of the share of images to score, and number of shares.
     """
 
     words: list[str]
@@ -92,7 +92,7 @@ def evaluate_benchmark(options: BenchmarkOptions) -> int:
     )
     fill(subjects, benchmark, rows, reward, options.share)
     if options.share[1] > 1:
-        say(f"Share {options.shares} is scored. When all are, run the same command without --share.")
+        say(f"Scored share {options.shares}. After all of them, run the same command without --share.")
         return 0
     report = report_of(benchmark, rows, subjects)
     names = [subject.stem(benchmark, rows).name for subject in subjects]
@@ -103,13 +103,13 @@ def evaluate_benchmark(options: BenchmarkOptions) -> int:
     write_atomically(path, json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n")
     write_atomically(path.with_suffix(".md"), text)
     say(text.partition("\n## Protocol")[0])
-    say(f"Written, with the whole protocol: {path.with_suffix('.md')} and {path}")
+    say(f"Result and full protocol: {path.with_suffix('.md')} and {path}")
     overall = [one[OVERALL] for of_model in report["scores"].values() for one in of_model.values()]
     return int(any(one["mean"] is None for one in overall))
 
 
 def _subjects(word: str, options: BenchmarkOptions) -> list[Subject]:
-    """Return the columns of a run or a model in the table; raise UserError if it does not fit the benchmark."""
+    """Return a run's or model's columns of the table; raise UserError if it does not fit the benchmark."""
     benchmark = options.benchmark
     edits = benchmark.prompts.picture is not None
     sizes = {"height": benchmark.height, "width": benchmark.width}
@@ -130,8 +130,8 @@ def _subjects(word: str, options: BenchmarkOptions) -> list[Subject]:
         label, folder = run.run.resolve().name, run.run / BENCHMARKS
     policy = build_policy(tree)
     if policy.edits != edits:
-        what = "edits pictures" if edits else "draws from prompts alone"
-        kind = "edits pictures" if policy.edits else "draws from prompts alone"
+        what = "edits pictures" if edits else "generates from prompts alone"
+        kind = "edits pictures" if policy.edits else "generates from prompts alone"
         raise UserError(f"{benchmark.name} {what}, but {word} is of {type(policy).__name__}, which {kind}.")
     solver = benchmark.solver or policy.solvers[0]
     if solver not in policy.solvers:
@@ -140,7 +140,7 @@ def _subjects(word: str, options: BenchmarkOptions) -> list[Subject]:
     if benchmark.guidance != 1 and (error := policy.guidance_error()) is not None:
         errors.append(error)
     try:
-        with suppress(NotEstimated):  # finds a size that the family cannot make without its weights
+        with suppress(NotEstimated):  # finds, without weights, a size that the family cannot sample
             policy_on_meta(policy)
     except LoadError as error:
         errors.append(str(error))
@@ -163,7 +163,7 @@ def _load(tree: dict[str, Any], saved: SavedWeights | None, variant: str) -> Pol
 
 
 def _is_model(word: str) -> bool:
-    """Return True for a pipeline's folder or a hub name, False for what can only be a run."""
+    """Return True for a pipeline's folder or a hub name, False for anything that can only be a run."""
     try:
         folder = local_folder(word)
     except ValueError as error:
@@ -174,7 +174,7 @@ def _is_model(word: str) -> bool:
 
 
 def _class_of_model(checkpoint: str, edits: bool) -> dict[str, Any]:
-    """Return a model's policy as in a recipe, by the class of its pipeline."""
+    """Return a model's policy as in a recipe, from the class of its pipeline."""
     try:
         name = find_pipeline_class(checkpoint, what_to_set="MODEL")
     except LoadError as error:
@@ -182,13 +182,13 @@ def _class_of_model(checkpoint: str, edits: bool) -> dict[str, Any]:
     kinds = [getattr(policies, known) for known in policies.__all__]
     fitting = [kind for kind in kinds if getattr(kind, "pipeline_class", None) == name]
     if not fitting:
-        raise UserError(f"{checkpoint} is of the pipeline {name}, which no family has: docs/models.md lists them.")
+        raise UserError(f"{checkpoint} is a {name}, which no family supports. See docs/models.md.")
     kind = next((kind for kind in fitting if kind.edits == edits), fitting[0])
     return {"class_path": kind.__name__, "init_args": {"checkpoint": checkpoint}}
 
 
 def _version(checkpoint: str) -> Any:
-    """Return a hub model's commit, or the files of a local one with sizes and dates, to notice that they changed."""
+    """Return a hub model's commit, or the files of a local one with sizes and dates, to detect changes."""
     folder = local_folder(checkpoint)
     if folder is None:
         return str(config_folder(checkpoint)).rpartition("/")[2]

@@ -215,9 +215,9 @@ def report_runs(
 
 @app.command("eval", rich_help_panel=LOOK)
 def evaluate(
-    run: Annotated[str, Argument(help="Run folder; for a benchmark also a pipeline's folder or hub name.")],
+    run: Annotated[str, Argument(help="Run folder; with --benchmark also a pipeline folder or hub name.")],
     words: Annotated[
-        list[str] | None, Argument(metavar="[RUN|MODEL|key=value]", help="More of them; overrides.")
+        list[str] | None, Argument(metavar="[RUN|MODEL|key=value]", help="More runs or models; overrides.")
     ] = None,
     benchmark: Annotated[str | None, Option(metavar="NAME", help="Use a published protocol, such as geneval.")] = None,
     prompts: Annotated[str | None, Option(metavar="PATH", help="Local copy of the benchmark's prompts.")] = None,
@@ -230,7 +230,7 @@ def evaluate(
     features: Annotated[str | None, Option(help="Feature network of FID and diversity.")] = None,
     out: Out = None,
 ) -> int:
-    """Score a run's weights on its held-out prompts, or runs and models by a benchmark."""
+    """Score a run's weights on its held-out prompts, or runs and models on a benchmark."""
     of_benchmark = {"--prompts": prompts, "--pictures": pictures, "--share": share}
     unused = of_benchmark if benchmark is None else {"--fid-reference": fid_reference, "--features": features}
     for option in (option for option, value in unused.items() if value is not None):

@@ -82,7 +82,7 @@ def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
     A row's picture is ``(3, H, W)``; several are ``(N, 3, H, W)``.
 
     Raises:
-        ValueError: Some rows have a picture and some have none, one cannot be read, or a row's have different sizes.
+        ValueError: Some rows have a picture and some have none, one cannot be read, or one row's differ in size.
     """
     files = [picture_files(row) for row in rows]
     if not any(files):
@@ -121,7 +121,7 @@ def _stacked(pictures: Sequence[Tensor]) -> Tensor:
     shapes = {tuple(picture.shape) for picture in pictures}
     if len(shapes) > 1:
         listed = " and ".join(" x ".join(map(str, shape)) for shape in sorted(shapes))
-        raise ValueError(f"The rows' pictures differ in number or size, {listed}. Give each row the same.")
+        raise ValueError(f"The rows' pictures differ in number or size, {listed}. Give every row the same.")
     return torch.stack(list(pictures))
 
 

@@ -40,7 +40,7 @@ class PromptSets:
     Attributes:
         training: The training prompts.
         heldout: The held-out prompts; None without any.
-        heldout_sources: Names of their sources, as long as ``heldout``; empty if they are all of one.
+        heldout_sources: Names of their sources, as long as ``heldout``; empty if there is only one.
         shared: Number of training prompts that are also held-out prompts, and were kept.
 
     Raises:
@@ -232,5 +232,5 @@ class PromptMixture:
         ]
 
     def names_at(self, positions: Sequence[int]) -> list[str]:
-        """Return the names of these rows' sources; none without names."""
+        """Return the names of these rows' sources; empty without names."""
         return [self.names[place_in_mixture(position, self.weights)[0]] for position in positions if self.names]

@@ -39,7 +39,7 @@ class PromptSource:
         teacher: Name of the teacher of these prompts in :class:`~lit_vgrpo.objectives.OPD`, for rows without a field of
             that name.
         limit: Use only the first N rows.
-        name: Name in metrics; with several sources the path's stem by default.
+        name: Name in metrics; with several sources, the path's stem by default.
 
     Raises:
         TypeError: A weight or limit has the wrong type.
@@ -90,7 +90,7 @@ def as_sources(value: Sources) -> list[PromptSource]:
     taken = [source.name for source in sources if source.name is not None]
     for name in taken:
         if taken.count(name) > 1:
-            raise ValueError(f"name={name} occurs in {taken.count(name)} sources. Give each another name.")
+            raise ValueError(f"name={name} occurs in {taken.count(name)} sources. Give each a different name.")
     for number, source in enumerate(sources if len(sources) > 1 else ()):
         if source.name is None:
             stem = Path(source.path).stem

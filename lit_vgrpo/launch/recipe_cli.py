@@ -227,7 +227,7 @@ class RecipeCLI(LightningCLI):
         """Return the training and held-out prompts that the rewards cannot score."""
         found = []
         for name, rows in self.datamodule.rows_by_source() if self.model.objective.needs_reward else ():
-            source = f" of the source {name} (its option rewards names those that apply)" if name else ""
+            source = f" of the source {name} (its option rewards names the rewards that apply)" if name else ""
             found.append(UnscorablePrompts.of(self.model.reward, rows, f"prompts{source}"))
         if self.datamodule.has_heldout:
             held_out = self.datamodule.heldout_rows()

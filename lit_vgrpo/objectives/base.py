@@ -41,7 +41,7 @@ class PrepareContext:
         later: ``(K,)``, int64: the images that the first update does not train on, if every update takes a
             separate share; ``None`` if all updates train on all images.
         is_trial: The images are dummies for measuring memory.
-        reward: The reward, for a method that uses no advantages, see
+        reward: The reward, for a method without advantages, see
             :func:`~lit_vgrpo.objectives.score_gradient.score_gradient`.
         prompts: Each image's prompt, for such a method.
         data_rows: Each image's data row, likewise.

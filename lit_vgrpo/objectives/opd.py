@@ -29,10 +29,10 @@ def kl_factor(spec: RolloutSpec, path: ProbabilityPath, t: Tensor, t_next: Tenso
     """Return the weights ``(K,)`` of ``m((v - v_teacher)^2)`` in the KL between two sampling steps, per dimension.
 
     A step's mean is linear in the network's prediction, with a factor ``c``: the KL is ``c^2 / (2 std^2)`` times the
-    squared distance of the predictions. A step of the ODE counts as one with ``std = 1``.
+    squared distance of the predictions. An ODE step is treated as if ``std = 1``.
 
     Args:
-        spec: Sampling settings; any ODE counts as the path's first-order solver.
+        spec: Sampling settings; any ODE solver is treated as the path's first-order one.
         t: The steps' times ``(K,)``, and ``t_next`` those of the steps after them.
         second_time: The schedule's second time.
     """
@@ -65,7 +65,7 @@ class OPD(Objective):
         DiffusionOPD: the abstract and project page, and third-party code: X-GenGroup/Flow-Factory
         trainers/diffusion_opd/trainer.py, Tencent-Hunyuan/UniRL algorithms/diffusionopd.py. The authors' code was not
         available. Flow-OPD: github.com/CostaliyA/Flow-OPD (MIT), scripts/train_sd3_opd_mix.py; this is its mode
-        ``gkd``, the KL's own gradient. DanceOPD: arXiv 2606.27377 and github.com/worldbench/DanceOPD, danceopd/core.
+        ``gkd``, the KL's direct gradient. DanceOPD: arXiv 2606.27377 and github.com/worldbench/DanceOPD, danceopd/core.
     """
 
     uses_advantages: ClassVar[bool] = False
@@ -153,7 +153,7 @@ class OPD(Objective):
         for number, name in enumerate(self.teachers):
             copy = self.copies[self.copy_of(name)]
             own = (teacher == number).nonzero().flatten().to(target.device)
-            # Sharded weights are gathered in a pass, so all ranks make as many; the first image fills them up.
+            # Sharded weights are gathered in each pass, so all ranks need equally many; the first image is the padding.
             padded = F.pad(own, (0, int(counts[:, number].max()) - len(own)))
             if len(padded):
                 copy.to(policy.device)
@@ -164,7 +164,7 @@ class OPD(Objective):
         return target
 
     def _teacher_numbers(self, context: PrepareContext) -> Tensor:
-        """Return the position of each image's teacher, ``(B,)``, int64."""
+        """Return the index of each image's teacher, ``(B,)``, int64."""
         images, names = len(context.rollout), list(self.teachers)
         if context.is_trial:
             return torch.arange(images) % len(names)

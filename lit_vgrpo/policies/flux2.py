@@ -135,7 +135,7 @@ class Flux2EditPolicy(Flux2Policy):
 
     Args:
         checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
-        references: Pictures per prompt: up to four.
+        references: Pictures per prompt, up to four.
         **options: See :class:`~lit_vgrpo.policies.flow.FlowPolicy`.
     """
 

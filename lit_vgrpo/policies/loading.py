@@ -43,7 +43,7 @@ def pipeline_errors(policy: PipelinePolicy) -> list[str]:
 
 
 def find_pipeline_class(checkpoint: str, revision: str | None = None, what_to_set: str = KEY) -> str | None:
-    """Return the class that a pipeline's index names, downloaded if necessary; ``None`` if it cannot be had.
+    """Return the class that a pipeline's index names, downloaded if necessary; ``None`` if unavailable.
 
     Raises:
         LoadError: The checkpoint cannot be found, or the index is damaged.

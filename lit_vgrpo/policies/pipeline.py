@@ -208,7 +208,7 @@ class PipelinePolicy(nn.Module):
 
     @contextmanager
     def sized(self, height: int | None, width: int | None) -> Iterator[None]:
-        """Sample the evaluation's size inside the block, ``None`` keeps a side; LoadError if loaded and impossible."""
+        """Use the evaluation's size inside the block; ``None`` keeps a side. LoadError if loaded and impossible."""
         before = self.height, self.width, self.size_in, self.latent_shape if self.loaded else (0, 0, 0)
         self.height, self.width, self.size_in = height or self.height, width or self.width, "model.evaluation"
         try:
@@ -253,7 +253,7 @@ class PipelinePolicy(nn.Module):
         return config.scaling_factor, (config.shift_factor or 0.0) if self.uses_latent_shift else 0.0
 
     def vae_latents(self, latents: Tensor) -> Tensor:
-        """Return the VAE's latents of the network's, ``(B, C, h, w)``."""
+        """Return the VAE's latents for the network's latents ``(B, C, h, w)``."""
         scale, shift = self._latent_affine()
         return latents / scale + shift
 
@@ -277,7 +277,7 @@ class PipelinePolicy(nn.Module):
         Latents may be a crop. The clamp to [0, 1] passes no gradient outside this range.
 
         Args:
-            halved: Return images of half the resolution, decoded from the means of 2 x 2 of the VAE's latents.
+            halved: Return images at half the resolution, decoded from the VAE's latents averaged over 2 x 2.
         """
         if not self.pipeline.vae.is_gradient_checkpointing:
             with suppress(ValueError):  # this VAE does not support it

@@ -92,9 +92,9 @@ class QwenImagePolicy(QwenVAEPolicy):
 class QwenImageEditPolicy(QwenImagePolicy):
     """``QwenImageEditPlusPipeline`` as a policy on a rectified flow, with one or several pictures per prompt.
 
-    The text encoder reads the pictures with the prompt, and with the negative prompt too, whose embedding therefore
-    belongs to them. The pictures' latents follow the image's in the network's sequence, and the prediction for
-    them is cut off. As in the pipeline, the encoder sees each picture at about 384 x 384 pixels and the VAE at about
+    The text encoder reads the pictures with the prompt and also with the negative prompt, whose embedding therefore
+    depends on them. The pictures' latents follow the image's in the network's sequence, and the prediction for
+    them is discarded. As in the pipeline, the encoder sees each picture at about 384 x 384 pixels and the VAE at about
     1024 x 1024, regardless of the images' size. A picture takes about 200 of the ``max_sequence_length`` tokens.
 
     Args:

@@ -22,7 +22,7 @@ INSTRUCTION = "Answer in one word."
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 DIGITS = {word: str(number) for number, word in enumerate(NUMBERS)}
 CANDIDATES = 20
-"""Most probable tokens that a server lists; more are refused by OpenAI and by vLLM's default."""
+"""Most probable tokens that a server lists; OpenAI, and vLLM by default, refuse more."""
 
 
 def _read(body: bytes) -> dict[str, float]:
@@ -39,18 +39,18 @@ class QuestionScore(RemoteReward):
     """Mean probability of the expected answers to questions about an image, in [0, 1], one request per question.
 
     The model behind an OpenAI-compatible API, such as vLLM's, writes one token. The probability of an answer is that of
-    the tokens that spell it, in any case, a number also as a digit, among the 20 most probable ones; an answer that is
-    not among them gets the probability of the least probable one, which is an upper bound.
+    the tokens that spell it (ignoring case, and numbers also as digits) among the 20 most probable ones. An answer that
+    is not among them gets the probability of the least probable one, which is an upper bound.
 
     Args:
         url: Address of the API, such as ``http://127.0.0.1:8000/v1``.
-        model: The server's name of the model.
+        model: Name of the model on the server.
         name: Key of the score.
         field: Field of a row with its questions and answers, ``[[question, answer], ...]``.
-        question: Asked instead if a row has none, with ``{prompt}``; the expected answer is yes. If the row has a
+        question: Asked if a row has no questions, with ``{prompt}``; the expected answer is yes. If the row has a
             picture, the model sees it before the image.
         instruction: Added to every question.
-        mean: Geometric: an image is as good as all answers together. Arithmetic: each answer counts alone.
+        mean: Geometric: all answers must be as expected. Arithmetic: each answer counts separately.
         connection: Timeouts, retries, simultaneous requests, and the token.
 
     Source:
@@ -78,7 +78,7 @@ class QuestionScore(RemoteReward):
         """Ask the server for its models.
 
         Raises:
-            LoadError: It does not answer.
+            LoadError: The server does not answer.
         """
         import httpx
 

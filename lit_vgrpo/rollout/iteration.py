@@ -68,7 +68,7 @@ class Iteration:
         Args:
             advantages: Advantages of this rank's images, ``(B,)``, in rollout order.
             replay: The previous iteration's images, for an objective that trains on them as well.
-            reward: The reward, for a method that uses no advantages.
+            reward: The reward, for a method without advantages.
         """
         replayed = replay.exchange(rollout, advantages, batch) if objective.replay else None
         size, later = batch.micro_batch_size, batch.later

@@ -194,7 +194,7 @@ def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]
 
 
 def of_sources(scores: Scores, sources: Sequence[str]) -> Scores:
-    """Return the total as one part for each source, which applies to the source's images.
+    """Return the total as one part per source, which applies to the source's images.
 
     Args:
         sources: Source of each image's prompt; empty if there is only one.
@@ -219,7 +219,7 @@ class CopyGuard:
         given = stacked_references(rows)
         if given is not None:
             small, references = reduced(images.cpu()), reduced(given.flatten(0, -4))
-            each = small.repeat_interleave(len(references) // len(small), 0)  # an image for each of its pictures
+            each = small.repeat_interleave(len(references) // len(small), 0)  # once per picture
             self._images.append(small)
             self._to_reference.append(similarity(each, references).unflatten(0, (len(small), -1)).amax(1))
             self._copies.append((largest_change(each, references) < COPY).unflatten(0, (len(small), -1)).any(1))

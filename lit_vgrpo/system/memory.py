@@ -73,7 +73,7 @@ class PeakMemory:
             self.enter(before)
 
     def enter(self, phase: str) -> str:
-        """Start a phase, an empty name for none, and return the one that ends."""
+        """Start a phase (an empty name for none), and return the previous one."""
         left, self._phase = self._phase, phase
         if torch.cuda.is_initialized():
             peak, whole = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -32,7 +32,7 @@ from lit_vgrpo.rewards.function import RewardLike
 @checked
 @dataclass
 class EvaluationSpec(RolloutSpec):
-    """A :class:`~lit_vgrpo.core.types.RolloutSpec` of held-out images, with its defaults, not the rollout's values.
+    """A :class:`~lit_vgrpo.core.types.RolloutSpec` for held-out images; it does not inherit the rollout's values.
 
     Args:
         height: Height in pixels; null uses the policy's.
@@ -159,7 +159,7 @@ class Evaluator:
         self._of_images: dict[str, Tensor] = {}
 
     def describe(self) -> list[str]:
-        """Return a line on images of another size than the policy's."""
+        """Return a line about held-out images whose size differs from the policy's."""
         with self.policy.sized(*self.sides):
             height, width = (side or "default" for side in (self.policy.height, self.policy.width))
         plan = f"{height} x {width} pixels, {self.spec.steps} steps, guidance {self.spec.guidance:g}"

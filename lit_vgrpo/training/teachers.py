@@ -43,7 +43,7 @@ def load_teachers(objective: Objective, policy: Policy) -> None:
         teacher = objective.copies[OPD.copy_of(name)]
         with teacher.swapped_into(policy):
             for weight_name, weight in trainable_parameters(policy).items():
-                if ".lora_B." in weight_name:  # of ranks and layers that the file does not have
+                if ".lora_B." in weight_name:  # for ranks and layers that the file lacks
                     weight.zero_()
             try:
                 put_lora(view, _place(view).fetch())

@@ -176,7 +176,7 @@ def test_pictures_get_the_size_of_the_images(cache):
         (["--benchmark=geneval", "--share=3/2"], "--share 3/2 is not a share. Write --share 2/8 "),
         (["--benchmark=geneval", "--features=x"], "--features has no effect with --benchmark NAME."),
         (["--share=1/2"], "--share has no effect without --benchmark NAME."),
-        (["--benchmark=imgedit"], "imgedit edits pictures, but shipped:assets/tiny_sd3 is of SD3Policy, which draws "),
+        (["--benchmark=imgedit"], "imgedit edits pictures, but shipped:assets/tiny_sd3 is of SD3Policy, which "),
         (["--benchmark=geneval", "solver=ddim"], "solver=ddim is not one of SD3Policy. Use one of: euler, dpm++, "),
         pytest.param(
             *(

@@ -82,7 +82,7 @@ def test_the_report_plots_each_source():
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        ({"name": "shapes"}, "name=shapes occurs in 2 sources. Give each another name."),
+        ({"name": "shapes"}, "name=shapes occurs in 2 sources. Give each a different name."),
         ({"weight": -1}, "weight=-1: Input should be greater than 0"),
         ({"rewards": []}, "no reward applies. Name one, or leave it out."),
         ({"rewards": "shape"}, "names the reward shape in its field rewards, which the recipe does not have."),

@@ -1,4 +1,4 @@
-"""Presets of benchmarks: where the prompts come from, the protocol, the scorers, and the papers that report them."""
+"""Benchmark presets: where the prompts come from, the protocol, the scorers, and the papers that report them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class _Strict(BaseModel):
 
 
 class Prompts(_Strict):
-    """The files with a benchmark's prompts, which are downloaded and never copied.
+    """A benchmark's prompt files, which are downloaded and never shipped.
 
     Attributes:
-        base: Address of the files' folder, with ``{revision}``.
-        revision: The commit, which fixes the files.
-        files: SHA-256 of each file; null if it is not known, and only the commit fixes the file.
+        base: URL of the files' folder, with ``{revision}``.
+        revision: Commit that pins the files.
+        files: SHA-256 of each file; null if unknown, so that only the commit pins the file.
         prompt: Field of the prompt.
         task: Field by which scores are grouped; ``file`` groups by file, null does not group.
         distinct: Use each distinct prompt once.
         picture: Field with the file of the picture that the prompt edits, relative to ``--pictures``.
-        get_pictures: Command or advice on how to get the pictures, for a message.
+        get_pictures: Command or advice for getting the pictures, for error messages.
     """
 
     base: str
@@ -51,7 +51,7 @@ class Prompts(_Strict):
 
     @property
     def address(self) -> str:
-        """The address of the files' folder."""
+        """The URL of the files' folder."""
         return self.base.format(revision=self.revision)
 
 
@@ -59,7 +59,7 @@ class Paper(_Strict):
     """A paper that reports the benchmark, with the parts of the protocol that it or its code states.
 
     Attributes:
-        never: Why no score of this preset may be put next to it; null if the protocol decides.
+        never: Why no score of this preset is comparable to it; null if the protocol decides.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Benchmark(_Strict):
     Attributes:
         height, width: Size of the images; null is the model's default.
         solver: ODE solver; null uses the first one of the model's family.
-        limit: Use only this number of prompts, the first ones of every task in turn.
+        limit: Maximum number of prompts, taken from the tasks in turn.
         reward: The scorers, as in a recipe.
-        scale: Factors of reported scores by the scorer's name, such as 100.
+        scale: Factor on the reported scores by the scorer's name, such as 100.
         mean_of: The overall score is the mean of the tasks' means, or of all images.
-        otherwise: What this preset does differently than the benchmark's code.
+        otherwise: How this preset differs from the benchmark's code.
         changed: Overrides that change the scorer.
     """
 
@@ -106,7 +106,7 @@ class Benchmark(_Strict):
         return as_weighted(reward, REWARD)
 
     def protocol(self, count: int, solver: str) -> dict[str, Any]:
-        """Return the parts of the protocol that papers may differ in, for a number of prompts and a solver."""
+        """Return the parts of the protocol that may differ between papers, for a number of prompts and a solver."""
         names = ("images_per_prompt", "height", "width", "steps", "guidance")
         return {"prompts": count, **{name: getattr(self, name) for name in names}, "solver": solver}
 
@@ -125,7 +125,7 @@ def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
     known = shipped_benchmarks()
     file = Path(name).expanduser() if name.endswith(SUFFIXES) else known.get(name)
     if file is None or not file.is_file():
-        raise UserError(f"{name} is not a benchmark. Use one of: {', '.join(known)}; or a YAML file of the same form.")
+        raise UserError(f"{name} is not a benchmark. Use one of: {', '.join(known)}; or a YAML file in that format.")
     tree: dict[Any, Any] = {"name": file.stem, **loaded(file), "changed": []}
     for word in overrides:
         key, _, text = word.partition("=")
@@ -143,10 +143,10 @@ def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
 
 
 def differences(paper: Paper, benchmark: Benchmark, protocols: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return why scores may not be put next to a paper's; empty if they may.
+    """Return why scores are not comparable to a paper's; empty if they are.
 
     Args:
-        protocols: That of each model, from :meth:`Benchmark.protocol`.
+        protocols: Each model's protocol, from :meth:`Benchmark.protocol`.
     """
     found = [
         f"{name} {ours[name] or 'by default'} instead of {theirs or 'the default'}"

@@ -36,11 +36,11 @@ def read_rows(benchmark: Benchmark, given: Path | None = None, pictures: Path | 
     """Return a benchmark's rows, each with its task, at most ``limit`` of them.
 
     Args:
-        given: A local copy of the prompt file, or the folder of several, instead of the cache.
+        given: A local copy of the prompt file, or a folder of several, instead of the cache.
         pictures: Folder of the pictures that prompts edit.
 
     Raises:
-        UserError: A file is missing, is another one, or cannot be downloaded; or pictures are missing.
+        UserError: A file is missing, has the wrong hash, or cannot be downloaded; or pictures are missing.
     """
     prompts, rows = benchmark.prompts, []
     for name, file in _files(benchmark, given).items():
@@ -68,7 +68,7 @@ def in_turn(rows: Rows) -> Rows:
 
 
 def _files(benchmark: Benchmark, given: Path | None) -> dict[str, Path]:
-    """Return the benchmark's files by name, verified; downloads those that are missing in the cache."""
+    """Return the benchmark's verified files by name, after downloading those missing from the cache."""
     prompts, found = benchmark.prompts, {}
     for name, wanted in prompts.files.items():
         file = cache_folder(benchmark) / name if given is None else given / name if given.is_dir() else given
@@ -116,7 +116,7 @@ def _advice(benchmark: Benchmark) -> str:
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each row of a .txt, .jsonl, .tsv or .json file; plain texts get the field ``prompt``."""
+    """Yield the fields of each row of a .txt, .jsonl, .tsv or .json file; lines of text become the field ``prompt``."""
     try:
         text = file.read_text(encoding="utf-8-sig")
         if file.suffix == ".tsv":

@@ -1,4 +1,4 @@
-"""The result of a benchmark: means by task with intervals, paired differences, the protocol, and comparable rows."""
+"""The result of a benchmark: means by task with intervals, paired differences, the protocol, and comparable papers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def by_task(values: Numbers, prompts: Numbers, tasks: Sequence[str], mean_of: st
 
     Args:
         values: Score of each image, ``(N,)``; NaN is left out and counted as failed.
-        prompts: Number of each image's prompt, ``(N,)``.
+        prompts: Index of each image's prompt, ``(N,)``.
         tasks: Each image's task.
         mean_of: ``tasks`` takes the mean of the tasks' means, ``images`` that of all images.
 
@@ -125,7 +125,7 @@ def table(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return the result as Markdown: scores, where they may be put, what differs, and every part of the protocol."""
+    """Return the result as Markdown: scores, comparable papers, what differs, and the whole protocol."""
     failed = [
         f"- {label}: {name} failed for {one[OVERALL]['failed']} images. "
         f"{report['errors'].get(label, {}).get(name, 'They were not scored.')}"
@@ -136,9 +136,9 @@ def markdown(report: Mapping[str, Any]) -> str:
     papers = [f"- {name}: {'no: ' + '; '.join(why) if why else 'yes'}." for name, why in report["papers"].items()]
     protocol = [["part", "value"], *([name, str(x)] for name, x in (report["protocol"] | report["models"]).items())]
     parts = {
-        f"# {report['title']}": [aligned(report["table"]), "", "In brackets: intervals of the mean.", *failed],
-        "## May it be put next to a paper's row?": papers,
-        "## What this preset does otherwise": [f"- {line}" for line in report["otherwise"] or ["Nothing known."]],
+        f"# {report['title']}": [aligned(report["table"]), "", "In brackets: confidence intervals.", *failed],
+        "## Is it comparable to a paper's result?": papers,
+        "## How this preset differs": [f"- {line}" for line in report["otherwise"] or ["No known differences."]],
         "## Protocol": [aligned(protocol)],
     }
     return "\n\n".join("\n".join([title, "", *lines]) for title, lines in parts.items()) + "\n"

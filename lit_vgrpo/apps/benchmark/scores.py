@@ -1,4 +1,4 @@
-"""Sampling and scoring of a benchmark's images, appended to a file batch by batch, so that it can continue."""
+"""Sampling and scoring of a benchmark's images; scores are appended batch by batch, so that a run can continue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Subject:
         solver: The ODE solver that samples them.
         load: Returns the loaded policy.
         folder: Folder of its scores.
-        scores: By image number, each reward's score, NaN if it failed; image ``i`` is of prompt
+        scores: Each reward's score by image index, NaN if it failed; image ``i`` belongs to prompt
             ``i // images_per_prompt``.
         errors: Last error of each reward that failed for some image.
     """
@@ -52,14 +52,14 @@ class Subject:
     errors: dict[str, str] = field(default_factory=dict)
 
     def stem(self, benchmark: Benchmark, rows: Rows) -> Path:
-        """Return the path of the score files without suffix; other images or scorers have another."""
+        """Return the path of the score files without suffix; it differs for other images or scorers."""
         settings = benchmark.model_dump(include={"images_per_prompt", "height", "width", "steps", "guidance", "seed"})
         parts = [self.identity, self.solver, settings, _without_addresses(benchmark.reward), rows]
         key = sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
         return self.folder / f"{benchmark.name}-{key[:10]}"
 
     def read(self, stem: Path) -> None:
-        """Read the scores so far; the line that a killed process left unfinished is ignored."""
+        """Read the scores so far; an unfinished line of a killed process is ignored."""
         for file in stem.parent.glob(f"{stem.name}*.jsonl"):
             for line in file.read_text().splitlines():
                 with suppress(ValueError):
@@ -88,7 +88,7 @@ def fill(
     Batches are the same whether or not an evaluation was interrupted, and so are the scores.
 
     Args:
-        share: ``(2, 8)`` takes the second of eight shares of the images, for as many processes.
+        share: ``(2, 8)`` takes the second of eight shares of the images, for eight processes.
 
     Raises:
         UserError: A model or a scorer cannot be loaded, or a scorer cannot continue; scores so far are kept.
