@@ -5,7 +5,7 @@
 Trains, per seed: three teachers, each on one check of all prompts; the student of ``tiny_opd``, where each prompt has
 one teacher; a student where each prompt has all teachers in turn; V-GRPO on both sets of prompts; and the cascade:
 colour, then shape, then place. All train the same LoRA from the same start. Writes ``benchmarks/results/opd.csv``: each
-check on the held-out prompts that it belongs to, their mean (``own``), and all checks on all prompts (``all``).
+check on the held-out prompts that it belongs to, and their mean (``own``).
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def row_of(method: str, seed: int, folder: Path, before: list[Path]) -> dict[str
     """Return a method's row: its last evaluation, and its costs with those of the runs before it."""
     last, *others = (json.loads((path / "summary.json").read_text()) for path in (folder, *before))
     parts, ends = last["reward_parts_end"], [run["evaluations"][-1] for run in (last, *others)]
-    scores = {"own": sum(parts[task] for task in TASKS) / len(TASKS), "all": parts["shapes"]}
-    scores |= {task: parts[task] for task in TASKS}
+    scores = {"own": sum(parts[task] for task in TASKS) / len(TASKS), **{task: parts[task] for task in TASKS}}
     costs = {
         "kequivalents": sum(end["forward_equivalents"] for end in ends) / 1000,
         "cpu_s": sum(end["cpu_seconds"] for end in ends),
