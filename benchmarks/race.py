@@ -36,7 +36,7 @@ NAMES = {
     "awm_anchor_no_replay": "AWM, anchor,\nno replay",
     "awm": "AWM",
     "dgpo_shared": "DGPO, shared pass",
-    "dgpo_shared_anchor": "DGPO, shared pass,\nanchor",
+    "dgpo_anchor": "DGPO, shared pass,\nanchor",
     "dgpo_shared_noisiest_3": "DGPO, shared pass,\nnoisiest 3",
     "dgpo": "DGPO",
     "epg": "EPG",
