@@ -41,7 +41,7 @@ SMALL = [
 ]
 STARTED = "Run folder:"
 PHASES = ("starting", "loading", "training", "training")
-TIMED = ("time/", "cost/images_per_second", "cost/train_s", "cost/cpu_s")
+TIMED = ("time/", "memory/", "cost/images_per_second", "cost/mfu", "cost/train_s", "cost/cpu_s")
 TIMED_ENDING = "/seconds_per_image"
 
 
@@ -194,7 +194,7 @@ def _unequal(name: str, first: Any, second: Any) -> list[str]:
 
 
 def _logged(path: Path) -> list[dict[str, str]]:
-    """The table without what a clock measures."""
+    """The table without what differs between two equal runs: times and memory."""
     with path.open() as file:
         rows = list(csv.DictReader(file))
     return [{k: v for k, v in row.items() if not k.startswith(TIMED) and not k.endswith(TIMED_ENDING)} for row in rows]
