@@ -107,7 +107,8 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
     parts = {name: name for name in rewards if len(rewards) > 1}
     found = _plots("Held-out reward", runs, {"reward": "sum", **parts, "untrained_reward": "untrained"})
     columns = {column for run in runs for point in run.iterations for column in point.metrics}
-    sources = sorted(column[7:-4] for column in columns if column.startswith("source/") and column.endswith("/std"))
+    with_std = (name for name in columns if name.startswith("source/") and name.endswith("/std"))
+    sources = sorted(name.removeprefix("source/").removesuffix("/std") for name in with_std)
     for stage in ("Held-out", "Training"):
         found += _plots(f"{stage} reward by source", runs, {f"source/{name}": name for name in sources})
     tasks = list(dict.fromkeys(n for run in runs for point in run.evaluations for n in point.metrics if "/" in n))
