@@ -43,7 +43,7 @@ TINY = "model.objective.rollout.steps=4", "trainer.callbacks=[]"
 LORA, BF16 = "model.policy.lora_rank=4", "model.policy.dtype=bfloat16"
 METHODS = {
     "tiny_shapes": {
-        **dict.fromkeys(("VGRPO", "DiffusionNFT", "DGPO", "AWM"), "euler"),
+        **dict.fromkeys(("VGRPO", "DiffusionNFT", "DGPO", "AWM", "EPG", "RAM", "CRD", "RewardGradient"), "euler"),
         **{"FlowGRPO": "flow_sde", "MixGRPO": "flow_sde", "DanceGRPO": "dance_sde"},
     },
     "tiny_unet": {**dict.fromkeys(("VGRPO", "DiffusionNFT", "DGPO"), "ddim"), "DDPO": "ddim_sde"},
@@ -68,10 +68,12 @@ class Place:
     Attributes:
         device: ``cuda`` or ``cpu``; on a CPU all sizes are tiny.
         folder: for what is written on the way.
+        prompts: of the real iteration.
     """
 
     device: str
     folder: Path
+    prompts: int = 48
 
     @property
     def is_gpu(self) -> bool:
@@ -110,7 +112,8 @@ def runs(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
     cases: list[tuple[str, tuple[str, ...]]] = []
     for recipe, methods in METHODS.items():
         for method, solver in methods.items():
-            chosen = (f"model.objective={method}", f"model.objective.rollout.solver={solver}")
+            chosen = [f"model.objective={method}", f"model.objective.rollout.solver={solver}"]
+            chosen += ["model.reward=SmoothShapesReward"] if method == "RewardGradient" else []
             cases += [(recipe, (*chosen, *extra)) for extra in ((), (LORA, BF16))]
         cases += [(recipe, words) for words in (*OPTIONS, *(COMPILED if place.is_gpu else ()))]
     if not place.is_gpu:
@@ -159,6 +162,8 @@ def answers(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
     yield "float32, largest difference to the CPU", lambda: _differences(place)
     for precision in ("float32", "bfloat16"):
         yield f"{precision}, |ratio - 1| before an update", lambda p=precision: _ratio(place, p)
+    if place.is_gpu:  # a CPU's compiler takes minutes
+        yield "bfloat16, compiled, |ratio - 1| before an update", lambda: _ratio(place, "bfloat16", *COMPILED[0])
     yield "two runs of one recipe", lambda: _repeated(place)
     yield "two runs, deterministic", lambda: _repeated(place, "trainer.deterministic=true")
 
@@ -187,12 +192,12 @@ def _iteration_on(device: str) -> dict[str, torch.Tensor]:
     return {name: value.detach().float().cpu() for name, value in found.items()}
 
 
-def _ratio(place: Place, precision: str) -> Row:
+def _ratio(place: Place, precision: str, *more: str) -> Row:
     chain = ("model.objective=FlowGRPO", "model.objective.rollout.solver=flow_sde", f"model.policy.dtype={precision}")
     found = {}
     for recompute in (False, True):
-        words = (*place.small, *chain, LORA, f"model.objective.recompute_old={str(recompute).lower()}")
-        run = place.train(f"ratio-{precision}-{recompute}", "tiny_shapes", *words)
+        words = (*place.small, *chain, LORA, *more, f"model.objective.recompute_old={str(recompute).lower()}")
+        run = place.train(f"ratio-{precision}-{len(more)}-{recompute}", "tiny_shapes", *words)
         with (run / "metrics.csv").open() as file:
             values = [row["policy/ratio_deviation_before_update"] for row in csv.DictReader(file)]
         found["recomputed" if recompute else "of the rollout"] = max(float(value) for value in values if value)
@@ -244,6 +249,8 @@ def memory(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
     """The estimate of ``lightning check --memory`` against the allocator's peak."""
     for checkpointing in ("true", "false") if place.is_gpu else ("true",):
         words = (f"model.policy.gradient_checkpointing={checkpointing}", *_fewer(place))
+        if checkpointing == "false":
+            words += ("data.micro_batch_size=4",)  # 8 images do not fit into 80 GB
         yield f"sd3_pickscore, gradient_checkpointing={checkpointing}", lambda w=words: _peak(place, *w)
     yield "micro_batch_size: auto", lambda: _peak(place, "data.micro_batch_size=auto", *_fewer(place))
 
@@ -256,34 +263,36 @@ def _fewer(place: Place) -> tuple[str, ...]:
 
 
 def _peak(place: Place, *words: str) -> Row:
-    from lit_vgrpo.apps.memory.estimate import estimate
-    from lit_vgrpo.launch.build import build
-
-    given = [*real_recipe(place), *words]
-    cli = build([*given, f"run_dir={place.folder / 'estimated'}"], make_folder=False)
-    expected = estimate(cli, torch.device(place.device)).peak if "auto" not in " ".join(words) else None
-    found = _iteration(*given)["peak_memory_bytes"]
-    row = {"measured GiB": found / 2**30}  # on a CPU that of the whole process
-    return row if expected is None else {"estimated GiB": expected / 2**30, **row}
+    return _iteration(place, *words)[1]
 
 
 def iteration(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """Where the seconds of ``sd3_pickscore`` go at its full size: 48 x 24 images, 40 steps, PickScore's ViT-H."""
-    yield "sd3_pickscore", lambda: _phases(place)
+    """Where the seconds of ``sd3_pickscore`` go: 48 x 24 images, 40 steps, PickScore's ViT-H."""
+    yield f"sd3_pickscore, {place.prompts} prompts", lambda: _phases(place)
 
 
 def _phases(place: Place) -> Row:
-    found = _iteration(*real_recipe(place))
+    found, peak = _iteration(place, *([f"data.prompts_per_iteration={place.prompts}"] if place.is_gpu else []))
     seconds = {f"{name}: s": value for name, value in found["seconds"].items()}
-    return {**seconds, "iteration: s": found["iteration"], "outside the network's passes": found["outside"]}
+    return {**seconds, "iteration: s": found["iteration"], "outside the network's passes": found["outside"], **peak}
 
 
-def _iteration(recipe: str, *words: str) -> dict[str, Any]:
+def _iteration(place: Place, *words: str) -> tuple[dict[str, Any], Row]:
+    """What ``overhead.py`` finds of one iteration of the real recipe, and the peak of memory with its estimate."""
     import overhead
 
+    from lit_vgrpo.apps.memory.estimate import estimate
+    from lit_vgrpo.launch.build import build
+
+    given = [*real_recipe(place), *words, "data.heldout=null"]
+    cli = build([*given, f"run_dir={place.folder / 'estimated'}"], make_folder=False)
+    device, is_given = torch.device(place.device), "data.micro_batch_size=auto" not in words
+    row = {"estimated GiB": estimate(cli, device).peak / 2**30} if is_given else {}
+    del cli
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    return overhead.measure(recipe, 1, [*words, "data.heldout=null"])
+    found = overhead.measure(given[0], 1, given[1:])
+    return found, {**row, "measured GiB": found["peak_memory_bytes"] / 2**30}  # on a CPU that of the whole process
 
 
 def real_recipe(place: Place) -> list[str]:
@@ -312,12 +321,12 @@ def real_recipe(place: Place) -> list[str]:
 def _write_real_sizes(policy: Path, reward: Path, device: str) -> None:
     import diffusers
     import transformers
-    from policy_speed import SD35_MEDIUM
+    from policy_speed import SD35M
     from reward_speed import clip, clip_processor
 
     vae = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "norm_num_groups": 32}
     kinds = {
-        "transformer": (diffusers.SD3Transformer2DModel, SD35_MEDIUM),
+        "transformer": (diffusers.SD3Transformer2DModel, SD35M),
         "vae": (diffusers.AutoencoderKL, {**vae, "latent_channels": 16, "mid_block_add_attention": True}),
         "text_encoder": (transformers.CLIPTextModelWithProjection, {"hidden_size": 768, "projection_dim": 768}),
         "text_encoder_2": (transformers.CLIPTextModelWithProjection, {"hidden_size": 1280, "projection_dim": 1280}),
@@ -335,7 +344,7 @@ def _write_real_sizes(policy: Path, reward: Path, device: str) -> None:
         del model
     with torch.device(device):
         model = clip("ViT-H/14")
-    model.save_pretrained(reward)
+    model.to(torch.bfloat16).save_pretrained(reward)
     clip_processor().save_pretrained(reward)
 
 
@@ -373,18 +382,17 @@ def _compared(place: Place, methods: str, words: list[str]) -> Row:
 PARTS = {"runs": runs, "answers": answers, "speed": speed, "memory": memory, "iteration": iteration, "race": race}
 
 
-def measured(part: str, device: str) -> list[Row]:
+def measured(part: str, device: str, folder: str, prompts: int = 48) -> list[Row]:
     """A row for every step of a part; what fails is a row with its error, and the next step goes on."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for what, step in PARTS[part](Place(device, Path(folder))):
-            row: Row = {"part": part, "what": what}
-            try:
-                row["found"] = step()
-            except (Exception, SystemExit) as error:
-                traceback.print_exception(error)
-                row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-            rows.append(row)
+    for what, step in PARTS[part](Place(device, Path(folder), prompts)):
+        row: Row = {"part": part, "what": what}
+        try:
+            row["found"] = step()
+        except (Exception, SystemExit) as error:
+            traceback.print_exception(error)
+            row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        rows.append(row)
     return rows
 
 
@@ -418,6 +426,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--prompts", type=int, default=48, help="of the real iteration, each with 24 images")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     args = parser.parse_args(words)
     parts = args.parts.split(",")
@@ -428,19 +437,22 @@ def main(words: list[str] | None = None) -> int:
         parser.error("torch finds no GPU. Try the script itself with --device cpu")
     old = json.loads(args.out.read_text())["rows"] if args.out.is_file() else []
     rows = [row for row in old if row["part"] not in parts]
-    for part in parts:
-        rows += _in_its_own_process(part, args.device)
-        args.out.write_text(json.dumps({**about(args.device), "rows": rows}, indent=2) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts:
+            rows += _in_its_own_process(part, args.device, folder, str(args.prompts))
+            args.out.write_text(json.dumps({**about(args.device), "rows": rows}, indent=2) + "\n")
     print(table(rows))
     return 1 if any("error" in row for row in rows) else 0
 
 
-def _in_its_own_process(part: str, device: str) -> list[Row]:
+def _in_its_own_process(part: str, *words: str) -> list[Row]:
     """The rows of a part; a process that dies, as after an illegal access on the GPU, is one row."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        code = "import sys, json, gpu; json.dump(gpu.measured(*sys.argv[1:3]), open(sys.argv[3], 'w'))"
+        code = "import sys, json, gpu; _, out, *words, n = sys.argv; "
+        code += "json.dump(gpu.measured(*words, int(n)), open(out, 'w'))"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
-        done = subprocess.run([sys.executable, "-c", code, part, device, file.name], env=environment, stdout=sys.stderr)
+        command = [sys.executable, "-c", code, file.name, part, *words]
+        done = subprocess.run(command, env=environment, stdout=sys.stderr)
         if done.returncode != 0:
             return [{"part": part, "what": "the part", "error": f"its process ended with status {done.returncode}"}]
         return json.loads(Path(file.name).read_text())

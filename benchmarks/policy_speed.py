@@ -3,6 +3,7 @@
     python benchmarks/policy_speed.py                               # SD 3.5 medium's architecture, on a GPU
     python benchmarks/policy_speed.py --model flux --batch 2        # FLUX.1-dev's: 24 GB of weights
     python benchmarks/policy_speed.py --model tiny --device cpu     # to see that it works, in seconds
+    python benchmarks/policy_speed.py --profile --steps 4 --no-compile   # idle gaps, synchronisations, copies, kernels
 
 LoRA, bfloat16, V-GRPO's loss; prompts are random embeddings, and the VAE has no part. Each phase is measured as it is,
 compiled, and in float32 with the adapter folded into the weights (rollouts only). Floating-point operations are
@@ -138,11 +139,16 @@ class Bench:
         self.objective.setup(self.policy)
         weights = trainable_parameters(self.policy).values()
         self.optimizer = torch.optim.AdamW(weights, lr=OptimizerConfig().lr)
-        self.images = args.batch
         self.cond = model.conditioning(1, args.device)
-        self.rows = torch.zeros(self.images, dtype=torch.int64, device=args.device)
-        self.noise = self.policy.prior(image_generators(STREAM_ROLLOUT, 0, 0, range(self.images)))
-        self.rollout = self._rollout(self.noise, torch.linspace(1, 1 / args.steps, args.steps, device=args.device))
+        self.take(args.batch, args.micro_batch)
+
+    def take(self, images: int, micro_batch: int) -> None:
+        """Set the number of images of a phase, and of a training pass."""
+        self.images, self.micro_batch = images, micro_batch
+        self.rows = torch.zeros(images, dtype=torch.int64, device=self.args.device)
+        self.noise = self.policy.prior(image_generators(STREAM_ROLLOUT, 0, 0, range(images)))
+        times = torch.linspace(1, 1 / self.args.steps, self.args.steps, device=self.args.device)
+        self.rollout = self._rollout(self.noise, times)
 
     def _rollout(self, latents: torch.Tensor, schedule: torch.Tensor) -> Rollout:
         ids = torch.arange(self.images)
@@ -154,7 +160,7 @@ class Bench:
     def train(self) -> None:
         """Prepare, and one update over all images, in micro-batches."""
         advantages = torch.linspace(-1, 1, self.images)
-        size = self.args.micro_batch
+        size = self.micro_batch
         experience = self.objective.prepare(
             PrepareContext(self.policy, self.rollout, advantages, micro_batch_size=size, updates=1)
         )
@@ -168,10 +174,15 @@ class Bench:
         (loss * len(micro) / self.images).backward()
 
     def flops(self, phase: Callable[[], None]) -> float:
-        """Floating-point operations of a phase an image, in units of 10^12."""
+        """Floating-point operations of a phase an image, in units of 10^12.
+
+        Counted on one image: the counter keeps what gradient checkpointing would drop.
+        """
+        self.take(1, 1)
         with FlopCounterMode(display=False) as counter:
             phase()
-        return counter.get_total_flops() / self.images / 1e12
+        self.take(self.args.batch, self.args.micro_batch)
+        return counter.get_total_flops() / 1e12
 
     def measure(self, phase: Callable[[], None]) -> dict[str, float]:
         """Seconds an image (median), of the first call, which compiles, and the peak of memory in GiB."""
@@ -196,6 +207,34 @@ class Bench:
     def _wait(self) -> None:
         if self.args.device.startswith("cuda"):
             torch.cuda.synchronize()
+
+
+def profile(phase: Callable[[], None]) -> dict[str, Any]:
+    """Return the share of time in which the GPU works, and how often the host waits for it or copies, in one phase."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as found:
+        phase()
+        torch.cuda.synchronize()
+    events = found.events()
+    kernels = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA)
+    busy, gaps, end = 0.0, [0.0], kernels[0][0]
+    for start, stop in kernels:
+        gaps.append(max(start - end, 0.0))
+        busy += max(stop - max(start, end), 0.0)
+        end = max(stop, end)
+    names = [event.name for event in events]
+    table = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+    return {
+        "gpu_busy": busy / (end - kernels[0][0]),
+        "longest_gap_ms": max(gaps) / 1e3,
+        "kernels": len(kernels),
+        "synchronisations": sum("Synchronize" in name for name in names) - 1,
+        "copies": {kind: sum(name.startswith(f"Memcpy {kind}") for name in names) for kind in ("HtoD", "DtoH", "DtoD")},
+        "most_ms": {row.key[:100]: row.self_device_time_total / 1e3 for row in table[:12]},
+    }
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
@@ -245,8 +284,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             if folded and args.dtype != "float32":
                 continue  # refused
             policy.fold_lora = folded
-            found = bench.measure(phases[phase])
+            found: dict[str, Any] = bench.measure(phases[phase])
             rate = counted[phase] / found["seconds_per_image"]
+            found |= {"profile": profile(phases[phase])} if args.profile else {}
             variant = " + ".join(["compiled"] * compiled + ["folded"] * folded) or "plain"
             result = {"phase": phase, "variant": variant, "tflop_per_image": counted[phase], "tflops": rate}
             rows.append({**about, **result, **found})
@@ -255,6 +295,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 f"{found['peak_gib']:>9.2f} {found['first_call_s']:>8.1f}",
                 flush=True,
             )
+            for name, value in found.get("profile", {}).items():
+                print(f"    {name:<18} {value}")
     return rows
 
 
@@ -278,6 +320,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="the median counts")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave the compiled variants out")
+    parser.add_argument("--profile", action="store_true", help="also profile each phase once, on a GPU")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(words)
     if args.device == "cpu":

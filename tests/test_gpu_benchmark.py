@@ -26,7 +26,7 @@ def gpu():
 @pytest.mark.parametrize("part", ["speed", "iteration", "runs", "memory", "answers"])
 def test_every_step_has_figures(gpu, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = gpu.measured(part, "cpu")
+    rows = gpu.measured(part, "cpu", str(tmp_path))
     assert [row for row in rows if "error" in row or not row["found"]] == []
     text = gpu.table(rows)
     for row in rows:

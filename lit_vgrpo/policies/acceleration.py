@@ -47,9 +47,12 @@ def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor"
 
 
 def compile_options(backend: str | Callable[..., Any] = "inductor") -> dict[str, Any]:
-    """Return the arguments of ``torch.compile`` for a block; see :func:`compile_network`."""
+    """Return the arguments of ``torch.compile`` for a block, and raise its recompile limit; see `compile_network`."""
+    from torch._dynamo import config  # torch.compile has an argument for the limit from 2.12 on
+
+    config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
     options = {"emulate_precision_casts": True} if backend == "inductor" else None
-    return {"backend": backend, "recompile_limit": MOST_GRAPHS, "options": options}
+    return {"backend": backend, "options": options}
 
 
 def repeated_blocks(network: Any) -> list[nn.Module]:

@@ -150,7 +150,8 @@ def recognise(images: Tensor) -> dict[str, Tensor]:
         ``{"colour", "shape", "place"}``, each of shape ``(B,)``, long: the index in `CHOICES`, or -2 for none.
     """
     images = at_task_size(images.detach().float())
-    background = border(images).median(dim=-1).values[:, :, None, None]
+    colours = border(images).sort(dim=-1).values  # median() is not deterministic on a GPU
+    background = colours[..., (colours.shape[-1] - 1) // 2, None, None]
     contrast = (images - background).square().sum(1).sqrt()  # (B, 32, 32)
     peak = contrast.flatten(1).topk(16, dim=1).values.mean(1)
     alpha = (contrast / peak.clamp_min(1e-6)[:, None, None]).clamp(0, 1)

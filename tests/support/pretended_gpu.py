@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
+IS_REAL = torch.cuda.is_available()
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CREATES = _device._device_constructors()
 """The functions that ``with torch.device(...):`` is about."""
@@ -277,12 +278,16 @@ def _restore(storage: Any, location: str) -> Any:
     return storage
 
 
-torch.serialization.register_package(5, _tag, _restore)
+if not IS_REAL:
+    torch.serialization.register_package(5, _tag, _restore)
 
 
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """Inside, this machine has one GPU."""
+    """Inside, this machine has one GPU: its own, if it has one."""
+    if IS_REAL:
+        yield
+        return
     mode = PretendedGPU()
 
     def answer(value: Any) -> Any:  # a new function each: dynamo wants no two names for one
