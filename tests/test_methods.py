@@ -65,7 +65,9 @@ ALIKE = (
 TRAINED = [(name, "full") for name in METHODS if name not in VARIANTS]
 ADAPTED = [(name, "lora") for name in METHODS if name not in ALIKE]
 BY_GRADIENT = ("FlowBP", "ReFL", "DRaFT-K", "DRaFT-LV")
-if os.environ.get("PRETEND_GPU") and not torch.cuda.is_available():  # it loses the device of what the VAE's backward pass computes again
+if (
+    os.environ.get("PRETEND_GPU") and not torch.cuda.is_available()
+):  # it loses the device of what the VAE's backward pass computes again
     TRAINED, ADAPTED = ([case for case in cases if case[0] not in BY_GRADIENT] for cases in (TRAINED, ADAPTED))
 FIRST = [
     ("V-GRPO, one step", "lora"),
@@ -88,12 +90,11 @@ def test_costs_what_the_table_says_and_moves_the_weights(tiny_sd3, tmp_path, nam
     assert sum(moved) >= len(moved) / 2 - 1
 
 
+VP = [("V-GRPO", "epsilon"), ("DDPO", "epsilon"), ("DiffusionNFT", "v_prediction"), ("DGPO", "epsilon")]
+
+
 @pytest.mark.parametrize(
-    ("name", "prediction"),
-    [
-        *(("V-GRPO", prediction) for prediction in ("epsilon", "v_prediction")),
-        *(("DDPO", "epsilon"), ("DiffusionNFT", "v_prediction"), ("DGPO", "epsilon")),
-    ],
+    ("name", "prediction"), repeating([*VP, ("V-GRPO", "v_prediction")], slow=[*VP[2:], ("V-GRPO", "v_prediction")])
 )
 def test_the_same_on_the_variance_preserving_path(unet_folder, tmp_path, name, prediction):
     folder = unet_folder(prediction)

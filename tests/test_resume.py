@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from all_methods import METHODS, REPLAYED, VARIANTS
+from all_methods import METHODS, REPLAYED
 from helpers import SaveAt, make_data, make_module, make_trainer, repeating, weights
 
 from lit_vgrpo import VGRPO, RolloutSpec
@@ -45,17 +45,12 @@ WHOLE_UPDATE = {"micro_batch_size": 4}
 MIDDLE = {"micro_batch_size": 2}
 
 
-ALIKE = (
-    *("MixGRPO, window 4", "DiffusionNFT", "DGPO, no guidance", "AWM, anchor", "Flow-GRPO, fast"),
-    *("EPG", "DanceGRPO", "AWM", "MixGRPO, anchor", "V-GRPO, shared passes", "RAM", "RAM, pure noise", "CRD"),
-)
-"""Methods that remember what another does too: an anchor, old weights, moving copies, a chain's noise."""
+WITHIN = ("V-GRPO, replay", "DGPO, moving", "Flow-GRPO, guidance, KL")
+"""Methods that remember an anchor and the last groups, moving copies, and a chain's noise."""
 
 
 # Flow-GRPO has DanceGRPO's chain too, and test_after_any_step stops between three steps.
-@pytest.mark.parametrize(
-    "name", repeating(METHODS | REPLAYED, slow=(*VARIANTS, *ALIKE, "DanceGRPO", "V-GRPO, three steps"))
-)
+@pytest.mark.parametrize("name", repeating(METHODS | REPLAYED, slow={*METHODS} - {*WITHIN}))
 def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
     make, _, _ = (METHODS | REPLAYED)[name]
     split = "V-GRPO" not in name

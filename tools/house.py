@@ -40,7 +40,7 @@ SETTABLE = {
     # of a Trainer and its strategy, that Lightning's own callbacks set, or that have a setter
     *("should_stop", "accumulate_grad_batches", "callbacks", "loggers", "checkpoint_io"),
     # of tensors, autograd contexts, backends, pipelines, schedulers, modules and the interpreter
-    *("data", "grad", "layer", "allow_tf32", "scheduler", "set_timesteps", "base_lrs"),
+    *("data", "grad", "layer", "allow_tf32", "recompile_limit", "scheduler", "set_timesteps", "base_lrs"),
     *("excepthook", "dont_write_bytecode", "completer"),
 }
 

@@ -18,6 +18,7 @@ from lit_vgrpo.callbacks.report import choose
 RUN = Path("runs/tiny")
 
 
+@pytest.mark.slow
 def test_a_run_refreshes_its_page_and_ends_with_that_of_the_command(tiny_recipe, monkeypatch):
     monkeypatch.setattr("lit_vgrpo.callbacks.report.MOST_SHARE", 1e6)  # however long a page takes
     seen = []

@@ -124,6 +124,7 @@ def test_the_end_names_what_was_written(recipe, capsys):
     assert {path.name for path in Path("runs/tiny").iterdir()} == written
 
 
+@pytest.mark.slow
 def test_a_second_run_and_another_method_say_where_they_go(recipe, capsys):
     words = [recipe, "trainer.max_epochs=1"]
     for more, folder, said in (

@@ -114,6 +114,7 @@ def test_another_progress_bar_replaces_ours(tiny_recipe):
     cli.give_back()
 
 
+@pytest.mark.slow
 def test_what_is_behind_a_checkpoint_is_not_done_again(tiny_recipe, capfd):
     timed = "trainer.callbacks=[{class_path: Timer, init_args: {duration: '00:01:00:00'}}]"
     assert run([str(tiny_recipe), "data.heldout=null", timed]) == 0
@@ -126,6 +127,7 @@ def test_what_is_behind_a_checkpoint_is_not_done_again(tiny_recipe, capfd):
         assert not Path("runs/tiny-2").exists()
 
 
+@pytest.mark.slow
 def test_continuing_without_held_out_prompts(tiny_recipe, capsys):
     assert run([str(tiny_recipe), "trainer.max_epochs=1"]) == 0
     checkpoint = "ckpt_path=runs/tiny/checkpoints/last.ckpt"

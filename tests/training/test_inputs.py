@@ -105,6 +105,7 @@ def test_what_changed_is_said_and_refused(inside, capfd, change, what):
     assert f"Changed: {what} changed since the checkpoint was written" in cli.opening()
 
 
+@pytest.mark.slow
 def test_with_allow_changes_it_goes_on_and_the_next_checkpoint_knows_the_new_ones(inside, capfd):
     CHANGES["prompts"][0]()
     words = ["run/config.yaml", "--resume", "trainer.enable_progress_bar=false"]

@@ -83,6 +83,7 @@ def test_the_reference_is_the_start(inside, tiny_sd3):
     assert same(module.reference.tensors, saved(LAST))
 
 
+@pytest.mark.slow
 def test_a_run_that_started_so_goes_on_and_is_exported_whole(inside, capsys):
     words = ["tiny.yaml", "model.policy.start_from=runs/first"]
     assert run([*words, "name=whole", "trainer.max_epochs=2"]) == 0
