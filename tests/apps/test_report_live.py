@@ -15,10 +15,11 @@ from lit_vgrpo.apps.report.command import make_app
 from lit_vgrpo.callbacks import Report
 from lit_vgrpo.callbacks.report import choose
 
+pytestmark = pytest.mark.slow
+
 RUN = Path("runs/tiny")
 
 
-@pytest.mark.slow
 def test_a_run_refreshes_its_page_and_ends_with_that_of_the_command(tiny_recipe, monkeypatch):
     monkeypatch.setattr("lit_vgrpo.callbacks.report.MOST_SHARE", 1e6)  # however long a page takes
     seen = []
@@ -56,7 +57,6 @@ def test_a_run_refreshes_its_page_and_ends_with_that_of_the_command(tiny_recipe,
     assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
 
 
-@pytest.mark.slow
 def test_it_is_served_on_loopback_until_it_is_stopped(tiny_recipe):
     assert run(["tiny.yaml", "trainer.max_epochs=1"]) == 0
     with started("report", str(RUN), "--serve", "--port=0", stderr=subprocess.PIPE) as server:

@@ -23,6 +23,8 @@ from lit_vgrpo.cli.eval_scores import ImageScores
 from lit_vgrpo.metrics.looks import LOOKS
 from lit_vgrpo.training.folder import CONFIG_NAME
 
+pytestmark = pytest.mark.slow
+
 VARIANTS = ["EMA", "reference"]
 SAME = 4 * grey_level()  # a grey level in one of the quarters whose means are the features
 IMAGES = 9  # an odd number, so that two ranks have unequal shares
@@ -176,7 +178,6 @@ def test_the_csv_has_a_line_for_every_image(evaluated):
     assert report["difference_to_reference"]["EMA"]["reward"]["mean"] == pytest.approx(np.mean(pairs), abs=SAME)
 
 
-@pytest.mark.slow
 def test_two_ranks_find_the_same(inside, evaluated):
     """Under ZeRO-3, which shards the weights too."""
     report, scores = evaluated

@@ -18,6 +18,8 @@ from lit_vgrpo.policies import KontextPolicy, SD3Policy
 from lit_vgrpo.system.paths import resolve_path
 from lit_vgrpo.training.saved_weights import SavedWeights
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["a red circle on the left", "a blue square at the top"]
 RECIPE = """
 seed_everything: 7

@@ -11,6 +11,8 @@ from helpers import make_data, make_module, make_trainer
 from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.training.checkpoint import BestEvaluation, RunCheckpoint
 
+pytestmark = pytest.mark.slow
+
 
 class Says:
     """Looks at held-out images and finds what a list says."""

@@ -18,6 +18,8 @@ from lit_vgrpo.training.loggers import read_table
 from lit_vgrpo.training.optimizer import CustomOptimizer
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, optimizer_error
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = [torch.nn.Parameter(torch.zeros(2, 2))]
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 COSINE = partial(CosineAnnealingLR, T_max=8)

@@ -14,6 +14,8 @@ from lit_vgrpo import VGRPOModule
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, write
 from lit_vgrpo.training.saved_weights import SavedWeights
 
+pytestmark = pytest.mark.slow
+
 NAME = "policy.network.transformer_blocks.0.attn.to_q.weight"
 CHECKPOINTS = Path("run/checkpoints")
 
@@ -81,7 +83,7 @@ def every_reader(path, capfd):
     ("damage", "what"),
     [
         (flip_a_bit_of, "is damaged: archive/data/"),
-        pytest.param(put_nan_into, f"has values that are not finite, in {NAME}", marks=pytest.mark.slow),
+        pytest.param(put_nan_into, f"has values that are not finite, in {NAME}"),
     ],
 )
 def test_a_damaged_weight_is_refused_by_name_wherever_a_checkpoint_is_read(inside, capfd, damage, what):

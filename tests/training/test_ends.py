@@ -11,6 +11,8 @@ from lightning.pytorch import Callback
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.train import train
 
+pytestmark = pytest.mark.slow
+
 HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"]
 
 
@@ -53,7 +55,6 @@ def test_an_error_that_looks_like_an_end_fails_the_run(tiny_recipe, capfd, hook,
         assert json.loads((cli.folder / "summary.json").read_text())["outcome"] == "failed"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer
 def test_a_folder_that_is_renamed_leaves_one_that_can_be_continued(tiny_recipe, capfd):
     cli, status = run_with(tiny_recipe, "on_train_batch_start", lambda trainer: Path("runs/tiny").rename("elsewhere"))

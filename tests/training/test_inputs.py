@@ -13,6 +13,8 @@ from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.launch.build import build_recipe
 from lit_vgrpo.training.resume_guard import changes
 
+pytestmark = pytest.mark.slow
+
 LAST = Path("run/checkpoints/last.ckpt")
 REWARD = """
 from lit_vgrpo.rewards import Reward
@@ -81,14 +83,9 @@ CHANGES = {
         "model.policy.checkpoint: scheduler/scheduler_config.json",
     ),
 }
-REPEATS = ("function", "scheduler")
-"""Found as the class and the prompts are."""
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [pytest.param(*CHANGES[name], id=name, marks=[pytest.mark.slow] * (name in REPEATS)) for name in CHANGES],
-)
+@pytest.mark.parametrize(("change", "what"), CHANGES.values(), ids=CHANGES)
 def test_what_changed_is_said_and_refused(inside, capfd, change, what):
     change()
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
@@ -105,7 +102,6 @@ def test_what_changed_is_said_and_refused(inside, capfd, change, what):
     assert f"Changed: {what} changed since the checkpoint was written" in cli.opening()
 
 
-@pytest.mark.slow
 def test_with_allow_changes_it_goes_on_and_the_next_checkpoint_knows_the_new_ones(inside, capfd):
     CHANGES["prompts"][0]()
     words = ["run/config.yaml", "--resume", "trainer.enable_progress_bar=false"]

@@ -15,6 +15,8 @@ from lit_vgrpo.launch.build import build
 from lit_vgrpo.training.folder import FolderLock
 from lit_vgrpo.training.resume import last_good_checkpoint
 
+pytestmark = pytest.mark.slow
+
 CALLBACKS = "trainer.callbacks=[EMA,{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
 
 
@@ -53,7 +55,6 @@ def cut_short(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_in_its_folder_past_a_torn_checkpoint_and_ends_like_one_undisturbed(tiny_recipe, capsys):
     assert start(tiny_recipe, "whole", 4) == 0
     assert start(tiny_recipe, "half", 3) == 0
@@ -230,7 +231,6 @@ FROM_ENVIRONMENT = (
 )
 
 
-@pytest.mark.slow
 def test_what_comes_from_the_environment_is_not_saved_and_is_read_anew(tiny_recipe, capfd, monkeypatch):
     for name in ("hunter2.txt", "other.txt"):
         Path(name).write_text(f"a red circle\na blue square\n{name}\n")

@@ -23,6 +23,8 @@ from lit_vgrpo.rewards import (
 )
 from lit_vgrpo.training.sharded import ZeRO
 
+pytestmark = pytest.mark.slow
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
