@@ -68,7 +68,7 @@ class Place:
     Attributes:
         device: ``cuda`` or ``cpu``; on a CPU all sizes are tiny.
         folder: for what is written on the way.
-        prompts: of the real iteration.
+        prompts: prompts per iteration of the real recipe.
     """
 
     device: str
@@ -162,7 +162,7 @@ def answers(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
     yield "float32, largest difference to the CPU", lambda: _differences(place)
     for precision in ("float32", "bfloat16"):
         yield f"{precision}, |ratio - 1| before an update", lambda p=precision: _ratio(place, p)
-    if place.is_gpu:  # a CPU's compiler takes minutes
+    if place.is_gpu:  # compilation takes minutes on a CPU
         yield "bfloat16, compiled, |ratio - 1| before an update", lambda: _ratio(place, "bfloat16", *COMPILED[0])
     yield "two runs of one recipe", lambda: _repeated(place)
     yield "two runs, deterministic", lambda: _repeated(place, "trainer.deterministic=true")
@@ -250,7 +250,7 @@ def memory(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
     for checkpointing in ("true", "false") if place.is_gpu else ("true",):
         words = (f"model.policy.gradient_checkpointing={checkpointing}", *_fewer(place))
         if checkpointing == "false":
-            words += ("data.micro_batch_size=4",)  # 8 images do not fit into 80 GB
+            words += ("data.micro_batch_size=4",)  # 8 images do not fit in 80 GB
         yield f"sd3_pickscore, gradient_checkpointing={checkpointing}", lambda w=words: _peak(place, *w)
     yield "micro_batch_size: auto", lambda: _peak(place, "data.micro_batch_size=auto", *_fewer(place))
 
@@ -267,7 +267,7 @@ def _peak(place: Place, *words: str) -> Row:
 
 
 def iteration(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """Where the seconds of ``sd3_pickscore`` go: 48 x 24 images, 40 steps, PickScore's ViT-H."""
+    """Time each phase of an ``sd3_pickscore`` iteration: 48 x 24 images, 40 steps, PickScore's ViT-H."""
     yield f"sd3_pickscore, {place.prompts} prompts", lambda: _phases(place)
 
 
@@ -278,7 +278,7 @@ def _phases(place: Place) -> Row:
 
 
 def _iteration(place: Place, *words: str) -> tuple[dict[str, Any], Row]:
-    """What ``overhead.py`` finds of one iteration of the real recipe, and the peak of memory with its estimate."""
+    """Return ``overhead.py``'s result for one real iteration, and the estimated and measured peak memory."""
     import overhead
 
     from lit_vgrpo.apps.memory.estimate import estimate
@@ -292,7 +292,7 @@ def _iteration(place: Place, *words: str) -> tuple[dict[str, Any], Row]:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     found = overhead.measure(given[0], 1, given[1:])
-    return found, {**row, "measured GiB": found["peak_memory_bytes"] / 2**30}  # on a CPU that of the whole process
+    return found, {**row, "measured GiB": found["peak_memory_bytes"] / 2**30}  # on a CPU, of the whole process
 
 
 def real_recipe(place: Place) -> list[str]:
@@ -426,7 +426,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
-    parser.add_argument("--prompts", type=int, default=48, help="of the real iteration, each with 24 images")
+    parser.add_argument("--prompts", type=int, default=48, help="prompts per real iteration, with 24 images each")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     args = parser.parse_args(words)
     parts = args.parts.split(",")

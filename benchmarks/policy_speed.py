@@ -143,7 +143,7 @@ class Bench:
         self.take(args.batch, args.micro_batch)
 
     def take(self, images: int, micro_batch: int) -> None:
-        """Set the number of images of a phase, and of a training pass."""
+        """Set the number of images per phase and per training pass."""
         self.images, self.micro_batch = images, micro_batch
         self.rows = torch.zeros(images, dtype=torch.int64, device=self.args.device)
         self.noise = self.policy.prior(image_generators(STREAM_ROLLOUT, 0, 0, range(images)))
@@ -174,9 +174,9 @@ class Bench:
         (loss * len(micro) / self.images).backward()
 
     def flops(self, phase: Callable[[], None]) -> float:
-        """Floating-point operations of a phase an image, in units of 10^12.
+        """Return a phase's floating-point operations per image, in units of 10^12.
 
-        Counted on one image: the counter keeps what gradient checkpointing would drop.
+        Counts on one image, because the counter keeps the tensors that gradient checkpointing would drop.
         """
         self.take(1, 1)
         with FlopCounterMode(display=False) as counter:
@@ -210,7 +210,7 @@ class Bench:
 
 
 def profile(phase: Callable[[], None]) -> dict[str, Any]:
-    """Return the share of time in which the GPU works, and how often the host waits for it or copies, in one phase."""
+    """Profile one phase, and return the GPU's share of busy time and the number of synchronisations and copies."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -320,7 +320,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="the median counts")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave the compiled variants out")
-    parser.add_argument("--profile", action="store_true", help="also profile each phase once, on a GPU")
+    parser.add_argument("--profile", action="store_true", help="also profile each phase once (GPU only)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(words)
     if args.device == "cpu":

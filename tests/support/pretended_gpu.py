@@ -284,7 +284,7 @@ if not IS_REAL:
 
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """Inside, this machine has one GPU: its own, if it has one."""
+    """Provide one GPU inside the context: the real one if available, otherwise a pretended one."""
     if IS_REAL:
         yield
         return
