@@ -217,6 +217,12 @@ class RemoteReward(Reward):
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(task.cancel)
 
+    def _client_options(self) -> dict[str, Any]:
+        return {
+            "headers": {"Authorization": f"Bearer {self.connection.token}"} if self.connection.token else {},
+            "trust_env": not is_loopback(urlsplit(self._url).hostname or ""),  # a proxy cannot reach this machine
+        }
+
     @property
     def _is_down(self) -> bool:
         return self._failed_in_a_row >= self.connection.give_up_after
@@ -251,10 +257,9 @@ class RemoteReward(Reward):
         self._running = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())
         slots = asyncio.Semaphore(connection.max_connections)
         client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {connection.token}"} if connection.token else {},
             timeout=httpx.Timeout(connection.timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
             limits=httpx.Limits(max_connections=connection.max_connections),
-            trust_env=not is_loopback(urlsplit(self._url).hostname or ""),  # a proxy cannot reach this machine
+            **self._client_options(),
         )
         try:
             async with client:

@@ -43,7 +43,7 @@ class VoteReward(Reward):
         The scores: Bradley and Terry, Biometrika 39 (1952).
     """
 
-    asks_people = True
+    compares = True
 
     def __init__(
         self,
