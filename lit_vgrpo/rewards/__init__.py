@@ -9,6 +9,7 @@ from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.http import Connection, HTTPReward
 from lit_vgrpo.rewards.image_reward import ImageReward
 from lit_vgrpo.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
+from lit_vgrpo.rewards.judges import DeQA, EditReward, HPSv3, RationalRewards, UnifiedReward2, VQAScore
 from lit_vgrpo.rewards.ocr import OCRReward
 from lit_vgrpo.rewards.questions import QuestionScore
 from lit_vgrpo.rewards.score_queue import ScoreQueue
@@ -21,8 +22,11 @@ __all__ = [
     "CLIPImageSimilarity",
     "CLIPScore",
     "Connection",
+    "DeQA",
+    "EditReward",
     "GenEval",
     "HPSv2",
+    "HPSv3",
     "HTTPReward",
     "ImageReward",
     "JPEGCompressibility",
@@ -31,6 +35,7 @@ __all__ = [
     "PickScore",
     "PythonReward",
     "QuestionScore",
+    "RationalRewards",
     "RecolourReward",
     "Reward",
     "RewardError",
@@ -39,7 +44,9 @@ __all__ = [
     "Scores",
     "ShapesReward",
     "SmoothShapesReward",
+    "UnifiedReward2",
     "VLMJudge",
+    "VQAScore",
     "VoteReward",
     "Weighted",
     "as_weighted",

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.chat import ChatReward
-from lit_vgrpo.rewards.http import Connection, RequestError, encode_png
+from lit_vgrpo.rewards.http import Connection, RequestError
 
 QUESTION = 'Does this image show what "{prompt}" asks for?'
 INSTRUCTION = "Answer in one word."

@@ -18,6 +18,7 @@ ALL = sorted(
     if isinstance(getattr(rewards, name), type)
     and issubclass(getattr(rewards, name), Reward)
     and name not in ("Reward", "VoteReward")  # people score outside of any mode
+    and getattr(rewards, name).__module__ != "lit_vgrpo.rewards.judges"  # presets, and other packages
 )
 
 

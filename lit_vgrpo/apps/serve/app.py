@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from lit_vgrpo.apps.serve.page import bounded_app
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards import Scores, Weighted
 from lit_vgrpo.rewards.http import ScoreAnswer, ScoreRequest
@@ -104,6 +105,9 @@ def make_app(
         if len(sent.images) > max_images:
             raise HTTPException(413, f"{len(sent.images)} images exceed the limit of {max_images} per request")
         images = await asyncio.to_thread(decoded, sent.images, max_pixels)
+        if sent.pictures:
+            pictures = await asyncio.to_thread(decoded, sent.pictures, max_pixels)
+            sent.rows = [{**row, PICTURE: picture} for row, picture in zip(sent.rows, pictures, strict=True)]
         try:
             scores = await worker.score(images, sent.prompts, sent.rows)
         except RuntimeError as error:  # a reward that broke its contract, or ran out of memory

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.apps.serve.options import ServeOptions
 from lit_vgrpo.errors import UserError, counted, say
+from lit_vgrpo.system.paths import shipped_root
+
+if TYPE_CHECKING:
+    from lit_vgrpo.rewards import Weighted
 
 MEGABYTE = 1_000_000
 KEEP_ALIVE_S = 75
@@ -38,11 +45,12 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
 
     from lit_vgrpo.apps.serve.app import Worker, make_app
     from lit_vgrpo.apps.serve.page import serve_page
-    from lit_vgrpo.launch.build import build_reward
     from lit_vgrpo.rewards.http import is_loopback
 
-    reward = build_reward(options.words)
+    reward = build_served(options.words)
     errors = reward.check()
+    if reward.compares:
+        errors = ["A reward that compares needs whole groups, which requests split. Use it as model.reward."]
     if errors:
         raise UserError(*errors)
     try:
@@ -63,6 +71,39 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     finally:
         worker.close()
     say(f"Stopped after {counted(worker.scored_images, 'image')}.")
+    return 0
+
+
+def build_served(words: Sequence[str]) -> Weighted:
+    """Build a reward; a judge's preset needs only the packages that its environment has."""
+    from lit_vgrpo.rewards import Reward, as_weighted
+
+    if words[0] in judge_setups():
+        from lit_vgrpo.config.parts import part_of_words
+        from lit_vgrpo.system.paths import import_from_here
+
+        import_from_here()
+        return as_weighted(part_of_words(words, "reward", Reward), "")
+    from lit_vgrpo.launch.build import build_reward
+
+    return build_reward(words)
+
+
+def judge_setups() -> dict[str, Path]:
+    """Return the shell commands that install and start each judge, by name."""
+    return {file.stem: file for file in sorted((shipped_root() / "judges").glob("*.sh"))}
+
+
+def print_setup(name: str) -> int:
+    """Print a judge's commands.
+
+    Raises:
+        UserError: It is not the name of a judge.
+    """
+    known = judge_setups()
+    if name not in known:
+        raise UserError(f"{name} is not a judge with a setup. Use one of: {', '.join(known)}.")
+    say(known[name].read_text(encoding="utf-8").rstrip())
     return 0
 
 
