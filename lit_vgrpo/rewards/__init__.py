@@ -9,7 +9,7 @@ from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.http import Connection, HTTPReward
 from lit_vgrpo.rewards.image_reward import ImageReward
 from lit_vgrpo.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
-from lit_vgrpo.rewards.judges import DeQA, EditReward, HPSv3, RationalRewards, UnifiedReward2, VQAScore
+from lit_vgrpo.rewards.judges import PackagedJudge
 from lit_vgrpo.rewards.ocr import OCRReward
 from lit_vgrpo.rewards.questions import QuestionScore
 from lit_vgrpo.rewards.score_queue import ScoreQueue
@@ -22,20 +22,17 @@ __all__ = [
     "CLIPImageSimilarity",
     "CLIPScore",
     "Connection",
-    "DeQA",
-    "EditReward",
     "GenEval",
     "HPSv2",
-    "HPSv3",
     "HTTPReward",
     "ImageReward",
     "JPEGCompressibility",
     "JPEGIncompressibility",
     "OCRReward",
+    "PackagedJudge",
     "PickScore",
     "PythonReward",
     "QuestionScore",
-    "RationalRewards",
     "RecolourReward",
     "Reward",
     "RewardError",
@@ -44,9 +41,7 @@ __all__ = [
     "Scores",
     "ShapesReward",
     "SmoothShapesReward",
-    "UnifiedReward2",
     "VLMJudge",
-    "VQAScore",
     "VoteReward",
     "Weighted",
     "as_weighted",

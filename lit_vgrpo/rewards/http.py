@@ -357,7 +357,7 @@ class HTTPReward(RemoteReward):
         self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
     ) -> Tensor:
         self.failure = None
-        pixels, sources = to_uint8(images).cpu(), [] if references is None else to_uint8(references).cpu()
+        pixels, sources = (to_uint8(of).cpu() for of in (images, images[:0] if references is None else references))
         slices = [slice(start, start + self.batch_size) for start in range(0, len(prompts), self.batch_size)]
         parts = [(pixels[part], prompts[part], rows[part], sources[part]) for part in slices]
         answers = self._post([(partial(_content, *part), partial(_read, count=len(part[1]))) for part in parts])

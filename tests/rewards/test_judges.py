@@ -10,17 +10,18 @@ import types
 
 import pytest
 import torch
+import yaml
 from fastapi.testclient import TestClient
 from fault_server import FaultServer, choosing, saying
 from processes import started
 
-from lit_vgrpo import rewards
 from lit_vgrpo.apps.serve.app import Worker, make_app
-from lit_vgrpo.apps.serve.command import judge_setups
 from lit_vgrpo.cli.main import main
-from lit_vgrpo.rewards import Connection, DeQA, EditReward, HPSv3, HTTPReward, Weighted
+from lit_vgrpo.config.parts import built_part
+from lit_vgrpo.config.tree import expanded, judge_names
+from lit_vgrpo.rewards import HTTPReward, Reward, Weighted
 from lit_vgrpo.rewards.http import score_request
-from lit_vgrpo.rewards.judges import PackagedJudge
+from lit_vgrpo.rewards.judges import PACKAGES as PACKAGES_OF
 
 ASPECTS = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}\n"
 RATIONALE = """# User Request Analysis
@@ -43,9 +44,13 @@ def batch(count=1):
     return shades.expand(-1, 3, 4, 4), ["a red cube"] * count, [{"prompt": "a red cube"}] * count
 
 
-def scored(name, answer, **options):
+def built(name, **options):
+    return built_part({"reward": expanded({"judge": name, **options})}, "reward", Reward)
+
+
+def scored(name, answer):
     with FaultServer(then=answer) as server:
-        reward = getattr(rewards, name)(f"{server.address}/v1", connection=Connection(retries=0), **options)
+        reward = built(name, url=f"{server.address}/v1", connection={"retries": 0})
         found = reward(*batch()).item()
         asked = json.loads(server.requests[0][1])
     return found, reward, asked
@@ -133,20 +138,25 @@ def packages(tmp_path):
     return tmp_path
 
 
-def test_a_judge_without_its_packages_names_the_command():
-    for cls in PackagedJudge.__subclasses__():
-        (error,) = cls().check()
-        assert error.endswith(f"Run: lightning serve-reward {cls.__name__} --print-setup")
+def test_a_judge_without_its_packages_names_the_command(capsys):
+    for name in PACKAGES_OF:
+        assert main(["serve-reward", name, "--port", "0"]) == 2
+        assert capsys.readouterr().err.endswith(f"Run: lightning serve-reward {name} --print-setup\n")
+    assert main(["serve-reward", "HPSv4", "--port", "0"]) == 2
+    assert "Did you mean HPSv3? Judges: DeQA, EditReward, HPSv3, Rat" in capsys.readouterr().err
+    assert main(["serve-reward", "VLMJudge", "url=http://x/v1", "model=m", "compare=pairs", "--port", "0"]) == 2
+    assert "needs whole groups, which requests split" in capsys.readouterr().err
 
 
 def test_judges_score_with_their_packages(packages, monkeypatch):
     monkeypatch.syspath_prepend(str(packages))
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoModelForCausalLM=AutoModelForCausalLM))
-    assert [cls().check() for cls in PackagedJudge.__subclasses__()] == [[], [], []]
+    judges = {name: built(name, device="cpu") for name in PACKAGES_OF}
+    assert [judge.check() for judge in judges.values()] == [[], [], []]
     images, prompts, rows = batch(3)
-    assert HPSv3()(images, prompts, rows).tolist() == [0.0, 1.0, 2.0]
-    assert DeQA()(images, prompts, rows).tolist() == [0.0, 10.0, 20.0]
-    worker = Worker(Weighted([EditReward(checkpoint=str(packages))]), 2, torch.device("cpu"))
+    assert judges["HPSv3"](images, prompts, rows).tolist() == [0.0, 1.0, 2.0]
+    assert judges["DeQA"](images, prompts, rows).tolist() == [0.0, 10.0, 20.0]
+    worker = Worker(Weighted([built("EditReward", checkpoint=str(packages))]), 2, torch.device("cpu"))
     app = make_app(worker, "edit_reward", None, 10_000, 8, 64, False)
     client = TestClient(app, headers={"Content-Type": "application/json"})
     pixels = (images * 255).round().byte()
@@ -185,13 +195,19 @@ def test_a_judge_is_served_without_our_large_packages(packages):
 
 @pytest.mark.slow
 def test_the_printed_setup_is_a_script_of_each_judge(capsys):
-    for name in judge_setups():
+    for name in judge_names():
         assert main(["serve-reward", name, "--print-setup"]) == 0
         script = capsys.readouterr().out
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-        is_own = issubclass(getattr(rewards, name), PackagedJudge)
-        assert (f"lightning serve-reward {name}" if is_own else getattr(rewards, name)().model) in script
-        assert "class_path: " + ("HTTPReward" if is_own else name) in script
-    assert len(judge_setups()) == 6
+        if name in PACKAGES_OF:
+            assert f"lightning serve-reward {name} --port 8001\n" in script
+            recipe = {"class_path": "HTTPReward"}
+        else:
+            recipe = {"judge": name, "url": "http://127.0.0.1:8000/v1"}
+            assert f"vllm serve {built(name, url=recipe['url']).model} " in script
+        (shown, *_) = re.findall("#   reward: (.+)", script)
+        assert recipe.items() <= yaml.safe_load(shown).items()
+        assert built_part({"reward": expanded(yaml.safe_load(shown))}, "reward", Reward).name
+    assert len(judge_names()) == 6
     assert main(["serve-reward", "PickScore", "--print-setup"]) == 2
-    assert "Use one of: DeQA, EditReward, HPSv3" in capsys.readouterr().err
+    assert "PickScore is not a judge with a preset. Use one of: DeQA, EditReward, HPSv3" in capsys.readouterr().err

@@ -5,13 +5,11 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.apps.serve.options import ServeOptions
-from lit_vgrpo.errors import UserError, counted, say
-from lit_vgrpo.system.paths import shipped_root
+from lit_vgrpo.errors import UserError, counted, nearest, say
 
 if TYPE_CHECKING:
     from lit_vgrpo.rewards import Weighted
@@ -76,34 +74,27 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
 
 def build_served(words: Sequence[str]) -> Weighted:
     """Build a reward; a judge's preset needs only the packages that its environment has."""
-    from lit_vgrpo.rewards import Reward, as_weighted
+    from lit_vgrpo import rewards
+    from lit_vgrpo.config.parts import part_of_words
+    from lit_vgrpo.config.tree import JUDGE, judge_names
+    from lit_vgrpo.system.paths import import_from_here
 
-    if words[0] in judge_setups():
-        from lit_vgrpo.config.parts import part_of_words
-        from lit_vgrpo.system.paths import import_from_here
-
+    if words[0] in judge_names():
         import_from_here()
-        return as_weighted(part_of_words(words, "reward", Reward), "")
+        reward = part_of_words([f"{JUDGE}:{words[0]}", *words[1:]], "reward", rewards.Reward)
+        return rewards.as_weighted(reward, "")
+    if words[0] not in rewards.__all__ and (near := nearest(words[0], judge_names())):
+        raise UserError(f"{words[0]} is not a reward. Did you mean {near}? Judges: {', '.join(judge_names())}.")
     from lit_vgrpo.launch.build import build_reward
 
     return build_reward(words)
 
 
-def judge_setups() -> dict[str, Path]:
-    """Return the shell commands that install and start each judge, by name."""
-    return {file.stem: file for file in sorted((shipped_root() / "judges").glob("*.sh"))}
-
-
 def print_setup(name: str) -> int:
-    """Print a judge's commands.
+    """Print the commands that install and start a judge; raise UserError if there is none of this name."""
+    from lit_vgrpo.config.tree import judge_preset
 
-    Raises:
-        UserError: It is not the name of a judge.
-    """
-    known = judge_setups()
-    if name not in known:
-        raise UserError(f"{name} is not a judge with a setup. Use one of: {', '.join(known)}.")
-    say(known[name].read_text(encoding="utf-8").rstrip())
+    say(judge_preset(name)["setup"].rstrip())
     return 0
 
 
