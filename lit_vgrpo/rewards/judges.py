@@ -43,7 +43,7 @@ class PackagedJudge(Reward):
         checkpoint: str = "",
     ) -> None:
         self.model, self.name, self.device, self.checkpoint = model, name, device, checkpoint
-        self._score: Callable[..., Any] | None = None
+        self._score: Any = None
 
     @property
     def takes_references(self) -> bool:
@@ -68,7 +68,6 @@ class PackagedJudge(Reward):
         if self.takes_references and references is None:
             raise RewardError("EditReward needs the pictures that the prompts edit. Set send_pictures of HTTPReward.")
         self.load()
-        assert self._score is not None
         given = {} if references is None else {"image_src": to_pil(references)}
         return torch.tensor([float(score) for score in self._score(to_pil(images), prompts, **given)])
 

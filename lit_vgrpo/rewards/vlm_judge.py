@@ -65,8 +65,8 @@ class VLMJudge(ChatReward):
 
     An answer without a valid score or choice is counted as ``unparsable``, and its image fails. With ``compare``, all
     images of a prompt in a call are compared, and only the invalid comparison is left out. The scores are the strengths
-    that best explain the choices, as of :class:`VoteReward`; with all pairs, their order is that of the win rates. An
-    image without a valid comparison fails.
+    that best explain the choices, as of :class:`VoteReward`; if all pairs are valid, they rank the images as win rates
+    do. An image without a valid comparison fails.
 
     Args:
         url: Address of the API, such as ``http://127.0.0.1:8000/v1``.
