@@ -1,4 +1,4 @@
-"""Judges whose packages need an environment of their own: ``lightning serve-reward NAME --print-setup``."""
+"""Judges whose packages need a separate environment: ``lightning serve-reward NAME --print-setup``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PackagedJudge(Reward):
             quality, whatever the prompt) is from 1 to 5.
         name: Key of the score.
         device: Device of the model.
-        checkpoint: Hub name or local folder; HPSv3's package has its own.
+        checkpoint: Hub name or local folder; HPSv3's package names one.
 
     Source:
         The calls: MizzenAI/HPSv3 (package hpsv3 1.0.0), zhiyuanyou/DeQA-Score, TIGER-AI-Lab/EditReward.
@@ -56,7 +56,7 @@ class PackagedJudge(Reward):
             is_here = find_spec(package) is not None and version("transformers").startswith("4.")
         except PackageNotFoundError:
             is_here = False
-        needs = f"{self.model} needs {package} and transformers 4, in an environment of its own"
+        needs = f"{self.model} needs {package} and transformers 4, in a separate environment"
         return [] if is_here else [f"{needs}. Run: lightning serve-reward {self.model} --print-setup"]
 
     def load(self) -> None:
@@ -82,7 +82,7 @@ def _deqa(judge: PackagedJudge) -> Callable[..., Any]:
     from transformers import AutoModelForCausalLM
 
     options = {"attn_implementation": "eager", "torch_dtype": torch.float16, "device_map": judge.device}
-    model = AutoModelForCausalLM.from_pretrained(judge.checkpoint, trust_remote_code=True, **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(judge.checkpoint, trust_remote_code=True, **options)
     return lambda images, prompts: model.score(images)
 
 
