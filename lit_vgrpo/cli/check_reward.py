@@ -152,9 +152,9 @@ def trials(
         images: Each ``(1, 3, H, W)``.
         rows: The prompt's row of each image.
         groups: ``(N,)``, index of each image's prompt.
-        batch_size: Images per call of a reward, at most.
+        batch_size: Images per call of a reward, at most; one that compares gets all.
     """
-    batches = list(batches_of(images, rows, batch_size))
+    batches = list(batches_of(images, rows, len(rows) if reward.compares else batch_size))
     reward.score(*batches[0])  # the first call of a model takes longer
     found = Scores.joined([reward.score(*batch) for batch in batches])
     parts = []

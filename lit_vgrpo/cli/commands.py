@@ -359,12 +359,14 @@ def serve_reward(
     max_request_mb: Annotated[int, Option(min=1, help="Maximum size of a request in MB.")] = 64,
     max_images: Annotated[int, Option(min=1, help="Maximum images per request.")] = 256,
     max_megapixels: Annotated[int, Option(min=1, max=85, help="Maximum size of an image in megapixels.")] = 4,
+    print_setup: Annotated[bool, Option("--print-setup", help="Print the commands that install a judge.")] = False,
 ) -> int:
     """Score images over HTTP for other machines."""
     with _loading():
-        from lit_vgrpo.apps.serve.command import serve
-        from lit_vgrpo.apps.serve.options import ServeOptions
-    options = ServeOptions(
+        from lit_vgrpo.apps.serve import command
+    if print_setup:
+        return command.print_setup(reward)
+    options = command.ServeOptions(
         words=[reward, *(words or [])],
         host=host,
         port=port,
@@ -375,7 +377,7 @@ def serve_reward(
         max_images=max_images,
         max_megapixels=max_megapixels,
     )
-    return serve(options)
+    return command.serve(options)
 
 
 @contextmanager

@@ -100,7 +100,8 @@ def score(options: ScoreOptions) -> int:
         raise UserError(*errors)
     scores: list[dict[str, Any]] = []
     with loaded(reward), tqdm(total=len(files), leave=False, disable=not sys.stderr.isatty()) as bar:
-        for batch in batches_of(map(read_image, files), rows, options.batch_size):
+        size = len(files) if reward.compares else options.batch_size
+        for batch in batches_of(map(read_image, files), rows, size):
             found = reward.score(*batch)
             for index, prompt in enumerate(batch[1]):
                 scores.append(image_scores(found, index, files[len(scores)], prompt))

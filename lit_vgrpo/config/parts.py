@@ -8,13 +8,13 @@ import re
 import sys
 import typing
 from argparse import ArgumentError
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lit_vgrpo.config.tree import Place, leaves, typed_key
+from lit_vgrpo.config.tree import Place, apply_override, expanded, leaves, typed_key
 from lit_vgrpo.errors import UserError, error_in_user_code, nearest, one_line, unknown_option
 
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
@@ -55,6 +55,18 @@ def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
         return parser.instantiate_classes(parser.parse_object({key: copy.deepcopy(node)}))[key]
     except (ArgumentError, *CONSTRUCTOR_ERRORS) as error:
         raise UserError(recipe_error(error, tree, hint)) from error
+
+
+def part_of_words(words: Sequence[str], key: str, hint: Any) -> Any:
+    """Build the part that words name: ``PickScore checkpoint=/a/folder``; raise UserError with the first error."""
+    node = expanded(words[0])
+    tree: dict[Any, Any] = {key: {"class_path": node} if isinstance(node, str) else node}
+    for word in words[1:]:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not equals:
+            raise UserError(f"{word} is not an option of a {key}. Write options as key=value.")
+        apply_override(tree, f"{key}.{name}", text)
+    return built_part(tree, key, hint)
 
 
 def recipe_error(error: BaseException, tree: Mapping[str, Any], root: Any = None) -> str:

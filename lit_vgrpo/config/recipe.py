@@ -32,7 +32,7 @@ from lit_vgrpo.system.paths import CONFIG_NAME, import_from_here, shipped_root
 RESUME = "--resume"
 STAGES = "stages"
 """Key that makes a file a curriculum, see :mod:`lit_vgrpo.apps.curriculum.curriculum`."""
-NO_OVERLAYS = ("compare", "assets", "prompts", "starter", "benchmarks")
+NO_OVERLAYS = ("compare", "assets", "prompts", "starter", "benchmarks", "judges")
 """Shipped folders without overlays: a comparison's have a different format, and the starter is copied."""
 FOUND_IN = "found_in"
 """Key of a run's ``config.yaml``: folders, relative to it, in which the run found paths and modules."""

@@ -11,7 +11,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, suggestion
+from lit_vgrpo.system.paths import shipped_root
 
 Place = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""
@@ -20,7 +21,7 @@ REWARD_KEYS = ("reward", "heldout_reward")
 TEXT_KEYS = ("name", "run_dir", "ckpt_path")
 """Keys whose value is text even if it looks like a number."""
 ENTRY = re.compile(r"\[(\d+)\]")
-PYTHON = "python"
+PYTHON, JUDGE = "python", "judge"
 
 
 def leaves(tree: Any, opens: Callable[[Place, list[Any]], bool] | None = None) -> Iterator[tuple[Place, Any]]:
@@ -113,15 +114,16 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expanded(node: Any) -> Any:
-    """Expand the short form ``python: my_module:my_function`` of a reward, also inside lists and mappings.
+    """Expand the short forms of rewards, ``python: my_module:my_function`` and ``judge: HPSv3``, wherever they are.
 
     >>> expanded({"python": "my_module:score", "images": "pil"})
     {'class_path': 'PythonReward', 'init_args': {'function': 'my_module:score', 'images': 'pil'}}
     >>> expanded(["python:my_module:score", "JPEGCompressibility"])
     [{'class_path': 'PythonReward', 'init_args': {'function': 'my_module:score'}}, 'JPEGCompressibility']
     """
-    if isinstance(node, str) and node.startswith(f"{PYTHON}:"):
-        node = {PYTHON: node.removeprefix(f"{PYTHON}:").strip()}
+    if isinstance(node, str) and node.startswith((f"{PYTHON}:", f"{JUDGE}:")):
+        form, _, name = node.partition(":")
+        node = {form: name.strip()}
     if isinstance(node, list):
         return [expanded(item) for item in node]
     if not isinstance(node, Mapping):
@@ -129,7 +131,27 @@ def expanded(node: Any) -> Any:
     if isinstance(node.get(PYTHON), str) and "class_path" not in node:
         options = {key: value for key, value in node.items() if key != PYTHON}
         return {"class_path": "PythonReward", "init_args": {"function": node[PYTHON], **options}}
+    if isinstance(node.get(JUDGE), str) and "class_path" not in node:
+        reward = judge_preset(node[JUDGE])["reward"]
+        options = {**reward["init_args"], **{key: value for key, value in node.items() if key != JUDGE}}
+        return {"class_path": reward["class_path"], "init_args": options}
     return {key: expanded(value) for key, value in node.items()}
+
+
+def judge_names() -> list[str]:
+    """Return the names of the judges' presets."""
+    return sorted(file.stem for file in (shipped_root() / "judges").glob("*.yaml"))
+
+
+def judge_preset(name: str) -> dict[str, Any]:
+    """Return a judge's preset: ``setup``, shell commands that install and start it, and ``reward``, as in a recipe.
+
+    Raises:
+        UserError: There is no such judge.
+    """
+    if name not in (known := judge_names()):
+        raise UserError(f"{name} is not a judge with a preset. {suggestion(name, known)}")
+    return dict(yaml.safe_load((shipped_root() / "judges" / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def expanded_recipe(recipe: Mapping[Any, Any]) -> dict[Any, Any]:

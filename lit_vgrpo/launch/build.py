@@ -15,10 +15,10 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, built_part, recipe_error
+from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, built_part, part_of_words, recipe_error
 from lit_vgrpo.config.recipe import Command, Recipe, read_recipe, shipped_recipes
 from lit_vgrpo.config.trainer_options import trainer_errors
-from lit_vgrpo.config.tree import REWARD_KEYS, apply_override, expanded
+from lit_vgrpo.config.tree import REWARD_KEYS
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, error_in_user_code, say
 from lit_vgrpo.launch.recipe_cli import LARGEST_SEED, LINKED, RecipeCLI
@@ -154,16 +154,7 @@ def build_reward(words: Sequence[str]) -> Weighted:
     first = words[0]
     if first.endswith((".yaml", ".yml")) or first in shipped_recipes() or Path(first).expanduser().exists():
         return reward_of_recipe(read_recipe(Command.parse(words)).values)
-    tree: dict[str, Any] = {"reward": expanded(first)}
-    if isinstance(tree["reward"], str):
-        tree["reward"] = {"class_path": tree["reward"]}
-    for word in words[1:]:
-        key, equals, text = word.removeprefix("--").partition("=")
-        if not equals:
-            raise UserError(f"{word} is not an option of a reward. Write options as key=value.")
-        apply_override(tree, f"reward.{key}", text)
-    reward: Reward = built_part(tree, "reward", Reward)
-    return as_weighted(reward, "")
+    return as_weighted(part_of_words(words, "reward", Reward), "")
 
 
 def reward_of_recipe(recipe: dict[str, Any]) -> Weighted:

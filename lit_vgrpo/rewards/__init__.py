@@ -9,6 +9,7 @@ from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.http import Connection, HTTPReward
 from lit_vgrpo.rewards.image_reward import ImageReward
 from lit_vgrpo.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
+from lit_vgrpo.rewards.judges import PackagedJudge
 from lit_vgrpo.rewards.ocr import OCRReward
 from lit_vgrpo.rewards.questions import QuestionScore
 from lit_vgrpo.rewards.score_queue import ScoreQueue
@@ -28,6 +29,7 @@ __all__ = [
     "JPEGCompressibility",
     "JPEGIncompressibility",
     "OCRReward",
+    "PackagedJudge",
     "PickScore",
     "PythonReward",
     "QuestionScore",

@@ -32,8 +32,8 @@ class Reward(ABC):
         concurrent: Call it in a thread while the next images are sampled, for rewards that wait for a server or compute
             on the CPU. It is then only called from that thread, batch after batch.
         differentiable: :meth:`with_gradient` gives scores with a gradient, for methods that train on it.
-        asks_people: People compare images of a group, and a call may take hours. It is called once per rollout with
-            all of a rank's images, and never with held-out images.
+        compares: It compares the images of a group, so that scores of different groups are not comparable. It is
+            called once per rollout with all of a rank's images, and never with held-out images.
         failure: One line on why images of the last call got NaN, if the reward knows.
         key: The reward's key in a recipe, such as ``model.reward``; empty if options are typed without a prefix.
     """
@@ -41,7 +41,7 @@ class Reward(ABC):
     name: str
     concurrent: bool = False
     differentiable: bool = False
-    asks_people: bool = False
+    compares: bool = False
     failure: str | None = None
     key: str | None = None
 
@@ -88,7 +88,7 @@ class Reward(ABC):
     @property
     def loads_nothing(self) -> bool:
         """True if a call needs neither weights nor a server, so that ``lightning check`` can try it."""
-        return type(self).load is Reward.load and not self.asks_people
+        return type(self).load is Reward.load and not self.compares
 
     @property
     def takes_references(self) -> bool:

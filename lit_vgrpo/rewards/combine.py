@@ -101,12 +101,12 @@ class Weighted(Reward):
     def observing(self, other: Weighted | None) -> Weighted:
         """Return the sum for held-out images: this one, extended by another's rewards with weight 0.
 
-        Rewards that ask people are left out. If no weighted one remains, the other sum's weights count.
+        Rewards that compare are left out. If no weighted one remains, the other sum's weights count.
 
         Raises:
             ValueError: Both have a reward of the same name.
         """
-        kept = [part for part in self.parts if not part.reward.asks_people]
+        kept = [part for part in self.parts if not part.reward.compares]
         added = [] if other is None else other.parts
         for part in added:
             if part.name in self.part_names:
@@ -153,9 +153,9 @@ class Weighted(Reward):
         return total
 
     @property
-    def asks_people(self) -> bool:  # type: ignore[override]
+    def compares(self) -> bool:  # type: ignore[override]
         """True if any of the rewards does."""
-        return any(part.reward.asks_people for part in self.parts)
+        return any(part.reward.compares for part in self.parts)
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         return self.score(images, prompts, rows).total
@@ -306,7 +306,7 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
     except (MemoryError, torch.cuda.OutOfMemoryError, RewardOutage):
         raise
     except (Exception, SystemExit) as error:  # sys.exit() would end the run silently
-        if len(images) == 1 or reward.asks_people:
+        if len(images) == 1 or reward.compares:
             return torch.full((len(images),), math.nan), reason_of(error)
         singles = [_score(reward, images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(len(images))]
         messages = [message for _, message in singles if message is not None]

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import math
 import os
 import random
-import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,12 +22,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 import torch
-from PIL import Image
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from lit_vgrpo.core.pictures import PICTURE
-from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import BatchSize, PositiveInt, Range, checked
 from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, one_line, printable
 from lit_vgrpo.rewards.base import Reward, RewardOutage
@@ -59,6 +56,7 @@ class ScoreRequest(BaseModel):
         prompts: One per image.
         rows: One per image; by default they hold only the prompt. Paths of pictures are removed: they name files of the
             client, and a server that read them would open any of its files that a stranger names.
+        pictures: PNG files in base64 of the pictures that the prompts edit, one per image, or none.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -67,6 +65,7 @@ class ScoreRequest(BaseModel):
     images: list[Annotated[Base64Bytes, Field(strict=False)]]
     prompts: list[str]
     rows: list[dict[str, Any]] = []
+    pictures: list[Annotated[Base64Bytes, Field(strict=False)]] = []
 
     @model_validator(mode="after")
     def _check_lengths(self) -> ScoreRequest:
@@ -75,6 +74,10 @@ class ScoreRequest(BaseModel):
         if not 0 < len(self.images) == len(self.prompts) == len(self.rows):
             numbers = f"{len(self.images)} images, {len(self.prompts)} prompts and {len(self.rows)} rows"
             raise ValueError(f"{numbers}: send one prompt and one row per image, and at least one")
+        if len(self.pictures) not in (0, len(self.images)):
+            raise ValueError(
+                f"{len(self.pictures)} pictures for {len(self.images)} images: send one per image, or none"
+            )
         return self
 
 
@@ -99,32 +102,23 @@ def validation_message(error: ValidationError) -> str:
     return one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": "))[:SHOWN]
 
 
-def score_request(images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
+def score_request(
+    images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], pictures: Iterable[Tensor] = ()
+) -> bytes:
     """Return a request as JSON.
 
     Args:
         images: uint8, shape ``(B, 3, H, W)``.
         prompts: The B prompts.
         rows: The B rows.
+        pictures: The B pictures that the prompts edit, uint8, or none.
 
     Raises:
         ValueError: A row holds a value that JSON cannot represent.
     """
-    files = [base64.b64encode(encode_png(image)) for image in images]
-    return ScoreRequest(images=files, prompts=list(prompts), rows=[*map(dict, rows)]).model_dump_json().encode()
-
-
-def encode_png(image: Tensor) -> bytes:
-    """Return an image as a PNG file.
-
-    Args:
-        image: uint8, shape ``(3, H, W)``.
-    """
-    buffer = io.BytesIO()
-    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().cpu().numpy())
-    # half the time of the default strategy, and no larger
-    picture.save(buffer, format="PNG", compress_level=1, compress_type=zlib.Z_RLE)
-    return buffer.getvalue()
+    files, sources = ([base64.b64encode(encode_png(image)) for image in of] for of in (images, pictures))
+    request = ScoreRequest(images=files, prompts=list(prompts), rows=[*map(dict, rows)], pictures=sources)
+    return request.model_dump_json(exclude=None if sources else {"pictures"}).encode()
 
 
 @checked
@@ -217,6 +211,12 @@ class RemoteReward(Reward):
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(task.cancel)
 
+    def _client_options(self) -> dict[str, Any]:
+        return {
+            "headers": {"Authorization": f"Bearer {self.connection.token}"} if self.connection.token else {},
+            "trust_env": not is_loopback(urlsplit(self._url).hostname or ""),  # a proxy cannot reach this machine
+        }
+
     @property
     def _is_down(self) -> bool:
         return self._failed_in_a_row >= self.connection.give_up_after
@@ -251,10 +251,9 @@ class RemoteReward(Reward):
         self._running = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())
         slots = asyncio.Semaphore(connection.max_connections)
         client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {connection.token}"} if connection.token else {},
             timeout=httpx.Timeout(connection.timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
             limits=httpx.Limits(max_connections=connection.max_connections),
-            trust_env=not is_loopback(urlsplit(self._url).hostname or ""),  # a proxy cannot reach this machine
+            **self._client_options(),
         )
         try:
             async with client:
@@ -333,21 +332,34 @@ class HTTPReward(RemoteReward):
         name: Key of the score.
         batch_size: Images per request.
         connection: Timeouts, retries, simultaneous requests, and the token.
+        send_pictures: Send the picture that each prompt edits, for a reward that needs it.
     """
 
     def __init__(
-        self, url: str, name: str = "http", batch_size: BatchSize = 8, connection: Connection | None = None
+        self,
+        url: str,
+        name: str = "http",
+        batch_size: BatchSize = 8,
+        connection: Connection | None = None,
+        send_pictures: bool = False,
     ) -> None:
         super().__init__(url, connection)
         self.url = url
         self.name = name
         self.batch_size = batch_size
+        self.send_pictures = send_pictures
 
-    def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+    @property
+    def takes_references(self) -> bool:
+        return self.send_pictures
+
+    def __call__(
+        self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
+    ) -> Tensor:
         self.failure = None
-        pixels = to_uint8(images).cpu()
+        pixels, sources = (to_uint8(of).cpu() for of in (images, images[:0] if references is None else references))
         slices = [slice(start, start + self.batch_size) for start in range(0, len(prompts), self.batch_size)]
-        parts = [(pixels[part], prompts[part], rows[part]) for part in slices]
+        parts = [(pixels[part], prompts[part], rows[part], sources[part]) for part in slices]
         answers = self._post([(partial(_content, *part), partial(_read, count=len(part[1]))) for part in parts])
         scores: list[float] = []
         for part, answer in zip(parts, answers, strict=True):
@@ -362,8 +374,8 @@ class HTTPReward(RemoteReward):
         return torch.tensor(scores, dtype=torch.float32)
 
 
-def _content(pixels: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"content": score_request(pixels, prompts, rows), "headers": {"Content-Type": "application/json"}}
+def _content(*of_request: Any) -> dict[str, Any]:
+    return {"content": score_request(*of_request), "headers": {"Content-Type": "application/json"}}
 
 
 def _read(body: bytes, count: int) -> ScoreAnswer:

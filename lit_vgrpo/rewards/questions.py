@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from functools import partial
@@ -11,11 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.http import CONNECT_TIMEOUT_S, Connection, RemoteReward, RequestError, encode_png, is_loopback
-from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.rewards.chat import ChatReward
+from lit_vgrpo.rewards.http import Connection, RequestError
 
 QUESTION = 'Does this image show what "{prompt}" asks for?'
 INSTRUCTION = "Answer in one word."
@@ -23,6 +21,7 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 DIGITS = {word: str(number) for number, word in enumerate(NUMBERS)}
 CANDIDATES = 20
 """Most probable tokens that a server lists; OpenAI, and vLLM by default, refuse more."""
+SAMPLING = {"max_tokens": 1, "logprobs": True, "top_logprobs": CANDIDATES}
 
 
 def _read(body: bytes) -> dict[str, float]:
@@ -35,7 +34,7 @@ def _read(body: bytes) -> dict[str, float]:
 
 
 @checked
-class QuestionScore(RemoteReward):
+class QuestionScore(ChatReward):
     """Mean probability of the expected answers to questions about an image, in [0, 1], one request per question.
 
     The model behind an OpenAI-compatible API, such as vLLM's, writes one token. The probability of an answer is that of
@@ -68,29 +67,10 @@ class QuestionScore(RemoteReward):
         mean: Literal["geometric", "arithmetic"] = "geometric",
         connection: Connection | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
-        super().__init__(f"{self.url}/chat/completions", connection)
-        self.model, self.name, self.field = model, name, field
+        super().__init__(url, model, connection)
+        self.name, self.field = name, field
         self.question, self.instruction = question, instruction
         self.mean = mean
-
-    def load(self) -> None:
-        """Ask the server for its models.
-
-        Raises:
-            LoadError: The server does not answer.
-        """
-        import httpx
-
-        headers = {"Authorization": f"Bearer {self.connection.token}"} if self.connection.token else {}
-        try:
-            is_local = is_loopback(httpx.URL(self.url).host)
-            page = httpx.get(f"{self.url}/models", timeout=CONNECT_TIMEOUT_S, trust_env=not is_local, headers=headers)
-            page.raise_for_status()
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            where = f"{self.option('url')}={self._shown.removesuffix('/chat/completions')}"
-            start = f"Run: pip install vllm && vllm serve {self.model}, or set {self.option('url')} to another server."
-            raise LoadError(f"{where} does not answer ({one_line(error)}). {start}") from error
 
     def __call__(
         self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
@@ -102,7 +82,7 @@ class QuestionScore(RemoteReward):
         default = [[(self.question.replace("{prompt}", prompt), "yes")] for prompt in prompts]
         asked = [row.get(self.field) or own for row, own in zip(rows, default, strict=True)]
         calls = [
-            (partial(self._content, pictures, question), _read)
+            (partial(self._request, pictures, f"{question} {self.instruction}", **SAMPLING), _read)
             for pictures, questions in zip(seen, asked, strict=True)
             for question, _ in questions
         ]
@@ -120,11 +100,3 @@ class QuestionScore(RemoteReward):
         wanted = {expected.casefold(), DIGITS.get(expected.casefold(), expected.casefold())}
         found = sum(math.exp(number) for token, number in tokens.items() if token.strip().casefold() in wanted)
         return min(math.log(found), 0.0) if found else min(tokens.values(), default=math.nan)
-
-    def _content(self, pictures: list[bytes], question: str) -> dict[str, Any]:
-        addresses = ["data:image/png;base64," + base64.b64encode(picture).decode() for picture in pictures]
-        content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
-        content.append({"type": "text", "text": f"{question} {self.instruction}"})
-        messages = [{"role": "user", "content": content}]
-        sampling = {"max_tokens": 1, "temperature": 0.0, "seed": 0, "logprobs": True, "top_logprobs": CANDIDATES}
-        return {"json": {"model": self.model, "messages": messages, **sampling}}

@@ -19,8 +19,8 @@ class ScoreQueue:
     """A queue that scores batches of images in order.
 
     Each ``concurrent`` reward scores in its thread while the caller continues; the others score immediately. Each
-    reward sees the same batches in the same order as without threads. A reward that asks people gets all images at
-    once, when the scores are taken.
+    reward sees the same batches in the same order as without threads. A reward that compares gets all images at once,
+    when the scores are taken.
 
     Args:
         reward: The rewards; with ``overlap=False`` all of them score immediately.
@@ -44,7 +44,7 @@ class ScoreQueue:
             self._is_loaded = True
         batch = ImageBatch.rounded(images, prompts, rows)
         threaded = [part for part in self.reward.parts if self.reward.overlap and part.reward.concurrent]
-        is_kept = self.reward.asks_people
+        is_kept = self.reward.compares
         on_cpu = replace(batch, images=batch.images.cpu()) if threaded or is_kept else batch
         scores: dict[str, Future[Scores]] = {}
         for part in threaded:
@@ -52,7 +52,7 @@ class ScoreQueue:
                 self._threads[part.name] = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{part.name}")
             scores[part.name] = self._threads[part.name].submit(self.reward.score_part, part, on_cpu)
         for part in self.reward.parts:
-            if part not in threaded and not part.reward.asks_people:
+            if part not in threaded and not part.reward.compares:
                 scores[part.name] = Future()
                 scores[part.name].set_result(self.reward.score_part(part, batch))
         kept = on_cpu if is_kept else replace(on_cpu, images=on_cpu.images[:0])
@@ -76,7 +76,7 @@ class ScoreQueue:
         )
         parts = {
             part.name: self.reward.score_part(part, whole)
-            if part.reward.asks_people
+            if part.reward.compares
             else Scores.joined([scores[part.name].result() for _, scores in pending])
             for part in self.reward.parts
         }

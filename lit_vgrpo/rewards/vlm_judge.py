@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import re
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from hashlib import sha256
+from itertools import combinations
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.pictures import picture_files
+from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import Finite, PositiveInt, Range, checked
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.http import Connection, RemoteReward, RequestError, encode_png
+from lit_vgrpo.rewards.chat import ChatReward
+from lit_vgrpo.rewards.http import Connection, RequestError
+from lit_vgrpo.rewards.vote_store import choice_scores
 
 SCORE_PATTERN = r"(?i)final score\W*?(-?\d+(?:\.\d+)?)"
 SCORE_RANGE = (1.0, 5.0)
@@ -27,6 +32,16 @@ Name each element of the caption and whether the image shows it, as 'element (ty
 give one score from 1 to 5 for the image as a whole, in a last line 'Final Score: x'.
 Text Caption: [{prompt}]"""
 """Our wording of UnifiedReward's pointwise prompt, with the same answer format."""
+CHOICE_PATTERN = r"(?i)image (\d+) is (?:the )?(?:better|best)|equally good"
+COMPARE_TEMPLATE = """\
+The {number} images were made from the same caption. They are numbered from 1, in the order shown. Compare them in two \
+things.
+1. Agreement: are the objects, their attributes and their relations as the caption says?
+2. Quality: is the image sharp, rich in detail, right in its colours and pleasing as a whole?
+Then name the best of the {number} images in a last line 'Image k is the best.', with its number for k.
+Text Caption: [{prompt}]"""
+"""Our wording; the answer format is that of UnifiedReward's pairwise prompt, for any number of images."""
+NOT_APPLICABLE = "N/A"
 
 
 class _Message(BaseModel):
@@ -45,20 +60,29 @@ class _Completion(BaseModel):
 
 
 @checked
-class VLMJudge(RemoteReward):
-    """Score that a vision-language model writes for an image and a question, one request per image.
+class VLMJudge(ChatReward):
+    """Score that a vision-language model writes for an image and a question, or its choice of the best images.
 
-    An answer without a valid score fails its image and is counted as ``unparsable``.
+    An answer without a valid score or choice is counted as ``unparsable``, and its image fails. With ``compare``, all
+    images of a prompt in a call are compared, and only the invalid comparison is left out. The scores are the strengths
+    that best explain the choices, as of :class:`VoteReward`; if all pairs are valid, they rank the images as win rates
+    do. An image without a valid comparison fails.
 
     Args:
         url: Address of the API, such as ``http://127.0.0.1:8000/v1``.
         model: The server's name of the model.
         name: Key of the score.
-        prompt_template: The question, with ``{prompt}``. The model card of a trained judge has the wording it was
-            trained on: scores of other wordings are not comparable.
+        prompt_template: The question, with ``{prompt}``, and ``{number}`` for the number of images. The model card of a
+            trained judge has the wording it was trained on: scores of other wordings are not comparable. By default
+            ours.
         score_pattern: Regular expression with one group, the score; the last match counts. For answers in JSON:
-            ``"score": *(-?[0-9.]+)``.
+            ``"score": *(-?[0-9.]+)``. With ``compare``, the group is the number of the best image, and a match without
+            it is a tie, which counts for no image. By default the format that our question asks for.
         score_range: Lowest and highest valid score; null for any.
+        num_scores: Scores in an answer, of which the mean counts; each must be found. ``N/A`` is left out.
+        compare: ``pairs`` shows every two images of a prompt, G (G - 1) / 2 requests for G images, each image first in
+            about half of its pairs. ``group`` shows all of them in one request. The order depends only on the prompt
+            and the images. Null scores each image separately.
         max_tokens: Length limit of an answer.
         temperature: Sampling temperature; 0 is greedy.
         extra_body: Additional fields of the request, such as ``{chat_template_kwargs: {enable_thinking: false}}``; they
@@ -69,7 +93,8 @@ class VLMJudge(RemoteReward):
         ValueError: A pattern without exactly one group, or a number outside its range.
 
     Source:
-        Pointwise judging, the range 1 to 5 and the line with the final score: UnifiedReward, arXiv 2503.05236.
+        Pointwise judging, the range 1 to 5 and the line with the final score: UnifiedReward, arXiv 2503.05236. Win
+        rates of all pairs as rewards: Pref-GRPO, arXiv 2508.20751. The scores: Bradley and Terry, Biometrika 39 (1952).
     """
 
     def __init__(
@@ -77,65 +102,110 @@ class VLMJudge(RemoteReward):
         url: str,
         model: str,
         name: str = "vlm_judge",
-        prompt_template: str = PROMPT_TEMPLATE,
-        score_pattern: str = SCORE_PATTERN,
+        prompt_template: str | None = None,
+        score_pattern: str | None = None,
         score_range: tuple[Finite, Finite] | None = SCORE_RANGE,
+        num_scores: PositiveInt = 1,
+        compare: Literal["pairs", "group"] | None = None,
         max_tokens: PositiveInt = 1024,
         temperature: Annotated[float, Range(0, 100)] = 0.0,
         extra_body: dict[str, Any] | None = None,
         connection: Connection | None = None,
     ) -> None:
-        self.score_pattern = re.compile(score_pattern)
+        template, pattern = (COMPARE_TEMPLATE, CHOICE_PATTERN) if compare else (PROMPT_TEMPLATE, SCORE_PATTERN)
+        self.score_pattern = re.compile(pattern if score_pattern is None else score_pattern)
         if self.score_pattern.groups != 1:
             raise ValueError(f"score_pattern={score_pattern!r} needs exactly one group, around the score.")
-        self.url = url.rstrip("/")
-        super().__init__(f"{self.url}/chat/completions", connection)
-        self.model = model
+        super().__init__(url, model, connection)
         self.name = name
-        self.prompt_template = prompt_template
+        self.prompt_template = template if prompt_template is None else prompt_template
         self.score_range = score_range
-        self.max_tokens = max_tokens
-        self.temperature = temperature
-        self.extra_body = dict(extra_body or {})
+        self.num_scores = num_scores
+        self.compare = compare
+        self.compares, self.concurrent = compare is not None, compare is None
+        self.sampling = {"temperature": temperature, "max_tokens": max_tokens, **(extra_body or {})}
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         self.failure = None
-        entries = zip(to_uint8(images).cpu(), prompts, strict=True)
-        calls = [(partial(self._content, *entry), _Completion.model_validate_json) for entry in entries]
-        scores = []
-        for answer in self._post(calls):
-            if isinstance(answer, RequestError):
-                self.failure = answer.reason
-                scores.append(math.nan)
-            else:
-                scores.append(self._score_in(answer.choices[0]))
-        return torch.tensor(scores, dtype=torch.float32)
+        files = [encode_png(image) for image in to_uint8(images).cpu()]
+        plans = self._plans(files, prompts, rows)
+        shown = [numbers for plan in plans for numbers in plan]
+        questions = [self._question(prompts[numbers[0]], len(numbers)) for numbers in shown]
+        calls = [
+            (
+                partial(self._request, [files[i] for i in numbers], text, **self.sampling),
+                _Completion.model_validate_json,
+            )
+            for numbers, text in zip(shown, questions, strict=True)
+        ]
+        answers = iter(self._post(calls))
+        if self.compare is None:
+            low, high = self.score_range or (-math.inf, math.inf)
+            return torch.tensor(
+                [self._read(answer, self._score, f"score from {low:g} to {high:g}") for answer in answers]
+            )
+        scores = torch.full((len(files),), math.nan)
+        for plan in plans:
+            made = [
+                (self._read(next(answers), partial(_choice, len(numbers)), "valid choice"), numbers) for numbers in plan
+            ]
+            made = [(choice, numbers) for choice, numbers in made if not math.isnan(choice)]
+            members = sorted({number for _, numbers in made for number in numbers})
+            choices = [
+                (members.index(numbers[int(choice) - 1]), [members.index(number) for number in numbers])
+                for choice, numbers in made
+                if choice
+            ]
+            if members:
+                scores[members] = choice_scores(choices, len(members)).float()
+        if self.failure is None and scores.isnan().any():
+            self.failure = "there is no other image of its prompt to compare with"
+        return scores
 
-    def _score_in(self, answer: _Choice) -> float:
-        """Return the score in an answer; count an answer without one and return NaN."""
-        text = answer.message.content if isinstance(answer.message.content, str) else ""
+    def _plans(self, files: list[bytes], prompts: list[str], rows: list[dict[str, Any]]) -> list[list[list[int]]]:
+        """Return the images of each request, by number; those of a prompt are in one list if they are compared."""
+        if self.compare is None:
+            return [[[number]] for number in range(len(files))]
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            groups.setdefault((prompt, *picture_files(row)), []).append(number)
+        plans = []
+        for (prompt, *_), numbers in groups.items():
+            order = sorted(numbers, key=lambda number: sha256(prompt.encode() + files[number]).digest())
+            pairs = combinations(range(len(order)), 2)
+            swapped = [[order[j], order[i]] if (i + j) % 2 else [order[i], order[j]] for i, j in pairs]
+            plans.append(swapped if self.compare == "pairs" else [order] * (len(order) > 1))
+        return plans
+
+    def _question(self, prompt: str, number: int) -> str:
+        return self.prompt_template.replace("{number}", str(number)).replace("{prompt}", prompt)
+
+    def _read(self, answer: _Completion | RequestError, convert: Callable[[list[str]], float], wanted: str) -> float:
+        """Return the value of an answer's matches; NaN after an error, or if it has none, which is counted."""
+        if isinstance(answer, RequestError):
+            self.failure = answer.reason
+            return math.nan
+        choice = answer.choices[0]
+        text = choice.message.content if isinstance(choice.message.content, str) else ""
         try:
-            score = float(self.score_pattern.findall(text)[-1])
-        except (IndexError, ValueError):
-            score = math.nan
-        low, high = self.score_range or (-math.inf, math.inf)
-        if math.isfinite(score) and low <= score <= high:
-            return score
-        cause = f"no score from {low:g} to {high:g} (finish_reason: {answer.finish_reason})"
-        self.failure = f"the answer has {cause}: {one_line(text)[-100:]!r}"
-        self._counts["unparsable"] += 1
-        return math.nan
+            value = convert(self.score_pattern.findall(text))
+        except (IndexError, ValueError, ZeroDivisionError):
+            value = math.nan
+        if math.isnan(value):
+            quote = f"(finish_reason: {choice.finish_reason}): {one_line(text)[-100:]!r}"
+            self.failure = f"the answer has no {wanted} {quote}"
+            self._counts["unparsable"] += 1
+        return value
 
-    def _content(self, image: Tensor, prompt: str) -> dict[str, Any]:
-        question = self.prompt_template.replace("{prompt}", prompt)
-        picture = "data:image/png;base64," + base64.b64encode(encode_png(image)).decode()
-        content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": question}]
-        request = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": content}],
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-            "seed": 0,
-            **self.extra_body,
-        }
-        return {"json": request}
+    def _score(self, found: list[str]) -> float:
+        """Return the mean of the last matches, without those that do not apply."""
+        low, high = self.score_range or (-math.inf, math.inf)
+        values = [float(text) for text in found[-self.num_scores :] if text.upper() != NOT_APPLICABLE]
+        is_valid = len(found) >= self.num_scores and all(math.isfinite(v) and low <= v <= high for v in values)
+        return sum(values) / len(values) if is_valid else math.nan
+
+
+def _choice(number: int, found: list[str]) -> float:
+    """Return the last match, a number from 1; 0 for a tie."""
+    best = int(found[-1] or 0)
+    return best if best <= number and found[-1] != "0" else math.nan

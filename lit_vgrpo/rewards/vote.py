@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.gather import rank_and_world_size
-from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.errors import counted, say
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
-from lit_vgrpo.rewards.http import encode_png
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.signals import is_stop_requested
 
@@ -43,7 +42,7 @@ class VoteReward(Reward):
         The scores: Bradley and Terry, Biometrika 39 (1952).
     """
 
-    asks_people = True
+    compares = True
 
     def __init__(
         self,

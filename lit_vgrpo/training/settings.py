@@ -81,23 +81,23 @@ def errors_under(module: Any, strategy: Any, sizes: Sizes, ranks: int, has_heldo
         *filter(None, [launcher_error(ranks)]),
         *strategy_errors(strategy, module.policy, optimizer, sizes, spec),
         *module_errors(module, sizes),
-        *_people_errors(module, sizes, ranks, has_heldout),
+        *_comparison_errors(module, sizes, ranks, has_heldout),
         *teacher_errors(module.objective, module.policy),
     ]
 
 
-def _people_errors(module: Any, sizes: Sizes, ranks: int, has_heldout: bool) -> list[str]:
-    if not module.reward.asks_people:
+def _comparison_errors(module: Any, sizes: Sizes, ranks: int, has_heldout: bool) -> list[str]:
+    if not module.reward.compares:
         return []
     errors = []
-    if has_heldout and module.evaluator.observed.asks_people:
+    if has_heldout and module.evaluator.observed.compares:
         errors.append(
-            "model.reward asks people, who do not score held-out images. Set model.heldout_reward to a reward that "
-            "does, such as PickScore, or data.heldout=null to train without evaluations."
+            "model.reward compares images of a group and scores no held-out images. Set model.heldout_reward to a "
+            "reward that does, such as PickScore, or data.heldout=null to train without evaluations."
         )
     if not sizes.errors(ranks) and sizes.plan(ranks).ranks_per_group > 1:
         errors.append(
-            f"model.reward asks people, who compare whole groups, but {ranks} ranks split each group. "
+            f"model.reward compares whole groups, but {ranks} ranks split each group. "
             f"Use at most {sizes.prompts_per_iteration} ranks."
         )
     return errors

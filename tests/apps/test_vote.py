@@ -252,7 +252,7 @@ def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, caps
         (["empty"], "empty is not a run folder: it has no config.yaml."),
         (["tiny.yml"], "tiny.yml is not a recipe: no such file, and not a shipped name."),
         (["tiny.yaml"], "The reward of tiny.yaml does not ask people. Set model.reward=VoteReward"),
-        (["tiny.yaml", SETTINGS[0]], "model.reward asks people, who do not score held-out images."),
+        (["tiny.yaml", SETTINGS[0]], "model.reward compares images of a group and scores no held-out images."),
     ]:
         assert_one_line(vote, words, capsys, line)
     with socket.socket() as taken:

@@ -16,7 +16,7 @@ from lit_vgrpo.config.header import LEVELS, Header
 from lit_vgrpo.config.recipe import Command
 
 ROOT = Path(__file__).parents[2] / "recipes"
-OTHERS = ("compare", "strategy", "starter", "benchmarks")
+OTHERS = ("compare", "strategy", "starter", "benchmarks", "judges")
 FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in OTHERS]
 CURRICULA = [path for path in FILES if is_curriculum(path)]
 RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have their own tests

@@ -14,8 +14,9 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 from lit_vgrpo.apps.serve.app import Worker, decoded, make_app
+from lit_vgrpo.core.pixels import encode_png
 from lit_vgrpo.rewards import JPEGCompressibility, Weighted
-from lit_vgrpo.rewards.http import ScoreRequest, encode_png, score_request
+from lit_vgrpo.rewards.http import ScoreRequest, score_request
 
 
 def pixels(*shape, seed=0):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from fault_server import FaultServer, answering
+from fault_server import FaultServer, answering, choosing
 from PIL import Image
 
 from lit_vgrpo.rewards import Connection, QuestionScore
@@ -13,12 +13,6 @@ from lit_vgrpo.rewards.base import called
 from lit_vgrpo.system.hub import LoadError
 
 IMAGES = torch.arange(2).view(-1, 1, 1, 1).expand(-1, 3, 4, 4) / 1.0
-
-
-def choosing(**tokens):
-    """An answer whose first token has these probabilities."""
-    listed = [{"token": token.replace("_", " "), "logprob": math.log(p)} for token, p in tokens.items()]
-    return answering({"choices": [{"logprobs": {"content": [{"top_logprobs": listed}]}}]})
 
 
 def reward(server, **options):

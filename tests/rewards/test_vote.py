@@ -184,9 +184,9 @@ def test_held_out_images_are_scored_by_others():
     assert Weighted([people]).observing(Weighted([other])).weight_of == {"brightness": 1.0}
     both = Weighted([people, other])
     assert both.observing(None).weight_of == {"brightness": 0.5}
-    assert both.asks_people
-    assert not both.observing(None).asks_people
-    assert Weighted([people]).observing(None).asks_people  # refused where there are held-out prompts
+    assert both.compares
+    assert not both.observing(None).compares
+    assert Weighted([people]).observing(None).compares  # refused where there are held-out prompts
 
 
 # --- scores from choices, against closed forms and a general optimiser ------------------------------------------------

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import socket
 import struct
 import threading
@@ -118,6 +119,18 @@ def scores(handler):
 
 def answering(body, status=200, **headers):
     return lambda handler: handler.answer(body, status, {k.replace("_", "-"): v for k, v in headers.items()})
+
+
+def saying(text, finish="stop"):
+    """A chat completion."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    return answering({"id": "1", "object": "chat.completion", "choices": [choice]})
+
+
+def choosing(**tokens):
+    """An answer whose first token has these probabilities."""
+    listed = [{"token": token.replace("_", " "), "logprob": math.log(p)} for token, p in tokens.items()]
+    return answering({"choices": [{"logprobs": {"content": [{"top_logprobs": listed}]}}]})
 
 
 def hang(handler):

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from lit_vgrpo.apps.serve.page import bounded_app
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards import Scores, Weighted
 from lit_vgrpo.rewards.http import ScoreAnswer, ScoreRequest
@@ -103,9 +104,12 @@ def make_app(
     async def score(sent: ScoreRequest) -> ScoreAnswer:
         if len(sent.images) > max_images:
             raise HTTPException(413, f"{len(sent.images)} images exceed the limit of {max_images} per request")
-        images = await asyncio.to_thread(decoded, sent.images, max_pixels)
+        images, rows = await asyncio.to_thread(decoded, sent.images, max_pixels), sent.rows
+        if sent.pictures:
+            pictures = await asyncio.to_thread(decoded, sent.pictures, max_pixels)
+            rows = [{**row, PICTURE: picture} for row, picture in zip(rows, pictures, strict=True)]
         try:
-            scores = await worker.score(images, sent.prompts, sent.rows)
+            scores = await worker.score(images, sent.prompts, rows)
         except RuntimeError as error:  # a reward that broke its contract, or ran out of memory
             raise HTTPException(500, f"{type(error).__name__}: {one_line(error)}") from error
         why = "; ".join(f"{part}: {one_line(error)}" for part, error in scores.errors.items()) or "no score"

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.apps.serve.options import ServeOptions
-from lit_vgrpo.errors import UserError, counted, say
+from lit_vgrpo.errors import UserError, counted, nearest, say
+
+if TYPE_CHECKING:
+    from lit_vgrpo.rewards import Weighted
 
 MEGABYTE = 1_000_000
 KEEP_ALIVE_S = 75
@@ -38,11 +43,12 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
 
     from lit_vgrpo.apps.serve.app import Worker, make_app
     from lit_vgrpo.apps.serve.page import serve_page
-    from lit_vgrpo.launch.build import build_reward
     from lit_vgrpo.rewards.http import is_loopback
 
-    reward = build_reward(options.words)
+    reward = build_served(options.words)
     errors = reward.check()
+    if reward.compares:
+        errors = ["A reward that compares needs whole groups, which requests split. Use it as model.reward."]
     if errors:
         raise UserError(*errors)
     try:
@@ -63,6 +69,32 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     finally:
         worker.close()
     say(f"Stopped after {counted(worker.scored_images, 'image')}.")
+    return 0
+
+
+def build_served(words: Sequence[str]) -> Weighted:
+    """Build a reward; a judge's preset needs only the packages that its environment has."""
+    from lit_vgrpo import rewards
+    from lit_vgrpo.config.parts import part_of_words
+    from lit_vgrpo.config.tree import JUDGE, judge_names
+    from lit_vgrpo.system.paths import import_from_here
+
+    if words[0] in judge_names():
+        import_from_here()
+        reward = part_of_words([f"{JUDGE}:{words[0]}", *words[1:]], "reward", rewards.Reward)
+        return rewards.as_weighted(reward, "")
+    if words[0] not in rewards.__all__ and (near := nearest(words[0], judge_names())):
+        raise UserError(f"{words[0]} is not a reward. Did you mean {near}? Judges: {', '.join(judge_names())}.")
+    from lit_vgrpo.launch.build import build_reward
+
+    return build_reward(words)
+
+
+def print_setup(name: str) -> int:
+    """Print the commands that install and start a judge; raise UserError if there is none of this name."""
+    from lit_vgrpo.config.tree import judge_preset
+
+    say(judge_preset(name)["setup"].rstrip())
     return 0
 
 

@@ -19,6 +19,7 @@ from lit_vgrpo.config.recipe import Command
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import train_recipe
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
+from lit_vgrpo.rewards import VoteReward
 from lit_vgrpo.rewards.http import is_loopback
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.process import is_first_process
@@ -105,7 +106,7 @@ def _page_during(options: VoteOptions, listener: socket.socket, cli: RecipeCLI) 
     Raises:
         UserError: The recipe does not ask people.
     """
-    if not any(reward.asks_people for reward in cli.model.reward.rewards):
+    if not any(isinstance(reward, VoteReward) for reward in cli.model.reward.rewards):
         raise UserError(f"The reward of {options.words[0]} {NOT_ASKED}.")
     return _page(options, listener, cli.folder)
 
