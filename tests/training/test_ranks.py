@@ -40,13 +40,7 @@ CUT = dict.fromkeys(
     ["DGPO, no guidance", "V-GRPO, scouts", "DGPO, moving", "CRD", "V-GRPO, replay", "DRaFT-LV"],
     f"{TWO},prompts_per_iteration=2,micro_batch_size=2",
 )
-SHARDED = {
-    "DGPO, moving": TWO_UPDATES,
-    "AWM": TWO_UPDATES,
-    "V-GRPO, replay": TWO_UPDATES,
-    "DRaFT-K": TWO_UPDATES,
-    "OPD": TWO_UPDATES,
-}
+SHARDED = dict.fromkeys(["DGPO, moving", "AWM", "V-GRPO, replay", "DRaFT-K", "OPD", "RAM", "CRD"], TWO_UPDATES)
 
 
 def train(checkpoint, out, ranks, jobs):
