@@ -150,10 +150,11 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_or_skips_on_all(whole):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # seven methods under two strategies: 143 s alone
 def test_methods_with_copies_of_their_own_do_the_same_work_on_sharded_weights(two_blocks, tmp_path):
     alone = train(two_blocks, tmp_path / "alone", 1, SHARDED)
     words = (f"{name}|{options}" for name, options in SHARDED.items())
-    run_ranks(SCRIPT, two_blocks, tmp_path, "zero3,fsdp2", *words, world=2, logs=tmp_path)
+    run_ranks(SCRIPT, two_blocks, tmp_path, "zero3,fsdp2", *words, world=2, logs=tmp_path, timeout_s=800)
     for strategy in ("zero3", "fsdp2"):
         for name, (first, _) in results(tmp_path / strategy, 2, SHARDED).items():
             assert (first["ranks"], first["updates"]) == (2, 4)
