@@ -163,7 +163,10 @@ def answers(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
     for precision in ("float32", "bfloat16"):
         yield f"{precision}, |ratio - 1| before an update", lambda p=precision: _ratio(place, p)
     if place.is_gpu:  # compilation takes minutes on a CPU
-        yield "bfloat16, compiled, |ratio - 1| before an update", lambda: _ratio(place, "bfloat16", *COMPILED[0])
+        yield (
+            "bfloat16, compiled, |ratio - 1| before an update",
+            lambda: _ratio(place, "bfloat16", "model.policy.compile=true"),
+        )
     yield "two runs of one recipe", lambda: _repeated(place)
     yield "two runs, deterministic", lambda: _repeated(place, "trainer.deterministic=true")
 
@@ -251,8 +254,8 @@ def memory(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
         words = (f"model.policy.gradient_checkpointing={checkpointing}", *_fewer(place))
         if checkpointing == "false":
             words += ("data.micro_batch_size=4",)  # 8 images do not fit in 80 GB
-        yield f"sd3_pickscore, gradient_checkpointing={checkpointing}", lambda w=words: _peak(place, *w)
-    yield "micro_batch_size: auto", lambda: _peak(place, "data.micro_batch_size=auto", *_fewer(place))
+        yield f"sd3_pickscore, gradient_checkpointing={checkpointing}", lambda w=words: _iteration(place, *w)[1]
+    yield "micro_batch_size: auto", lambda: _iteration(place, "data.micro_batch_size=auto", *_fewer(place))[1]
 
 
 def _fewer(place: Place) -> tuple[str, ...]:
@@ -260,10 +263,6 @@ def _fewer(place: Place) -> tuple[str, ...]:
     if not place.is_gpu:
         return ()
     return "data.prompts_per_iteration=2", "data.group_size=8", "model.objective.rollout.steps=4"
-
-
-def _peak(place: Place, *words: str) -> Row:
-    return _iteration(place, *words)[1]
 
 
 def iteration(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:

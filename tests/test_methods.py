@@ -65,9 +65,8 @@ ALIKE = (
 TRAINED = [(name, "full") for name in METHODS if name not in VARIANTS]
 ADAPTED = [(name, "lora") for name in METHODS if name not in ALIKE]
 BY_GRADIENT = ("FlowBP", "ReFL", "DRaFT-K", "DRaFT-LV")
-if (
-    os.environ.get("PRETEND_GPU") and not torch.cuda.is_available()
-):  # it loses the device of what the VAE's backward pass computes again
+# A pretended GPU loses the device of what the VAE's backward pass computes again.
+if os.environ.get("PRETEND_GPU") and not torch.cuda.is_available():
     TRAINED, ADAPTED = ([case for case in cases if case[0] not in BY_GRADIENT] for cases in (TRAINED, ADAPTED))
 FIRST = [
     ("V-GRPO, one step", "lora"),

@@ -78,17 +78,19 @@ def test_rendering_depends_on_the_generator_alone() -> None:
     assert not torch.equal(made[0], made[2])
 
 
+@pytest.mark.slow
 def test_printed_words_are_read_and_other_words_are_not(ocr: OCRReward) -> None:
-    words = TRAIN[::4] + HELDOUT[::2]
+    words = TRAIN + HELDOUT
     images = pictures(words)
     assert scores(ocr, images, words).mean() >= 0.98
-    assert scores(ocr, images[:20], words[-20:]).mean() < 0.5
-    images, captions = WordImages(caption_noise=0)([""] * 30, [{}] * 30, generators(30))
-    assert ocr(images, captions, [{}] * 30).mean() >= 0.95
+    assert scores(ocr, images[:20], words[40:60]).mean() < 0.5
+    images, captions = WordImages(caption_noise=0)([""] * 60, [{}] * 60, generators(60))
+    assert ocr(images, captions, [{}] * 60).mean() >= 0.95
 
 
+@pytest.mark.slow
 def test_the_shipped_autoencoder_keeps_words_legible(ocr: OCRReward, policy: SD3Policy) -> None:
-    words = TRAIN[::8] + HELDOUT[::2]
+    words = TRAIN[::2] + HELDOUT
     latents = policy.encode_images(pictures(words))
     assert latents.shape == (len(words), 8, 4, 10)
     assert latents.mean().abs() < 0.1
