@@ -112,6 +112,7 @@ class Projection(Brightness):
         return images.flatten(1) @ torch.linspace(0, 1, images[0].numel(), device=images.device)
 
 
+@pytest.mark.slow
 def test_rewards_see_nothing_of_the_trainers_precision(tiny_sd3, tmp_path):
     """Those of an iteration's eight images, and of two held-out ones; 16-mixed rounds the gradients between them."""
 

@@ -109,6 +109,7 @@ def test_check_names_the_stages_of_each_error(here, tiny_sd3, tiny_recipe, capsy
     assert any(line.startswith("Stage 2: model.reward.checkpoint is not an option") for line in errors), errors
 
 
+@pytest.mark.slow
 def test_check_refuses_stages_that_train_other_weights(here, tiny_recipe, capsys):
     text = tiny_recipe.read_text()
     (here / "first.yaml").write_text(text)

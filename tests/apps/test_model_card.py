@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 from commands import export, run
 from diffusers import DiffusionPipeline
@@ -24,6 +25,7 @@ def head_and_text(path):
     return yaml.safe_load(head), text
 
 
+@pytest.mark.slow
 def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
     assert run(["tiny.yaml", "trainer.max_epochs=1", "trainer.callbacks=[EMA]"]) == 0
     Path("first.ckpt").write_bytes(Path("runs/tiny/checkpoints/last.ckpt").read_bytes())

@@ -157,6 +157,7 @@ def test_the_numbers_are_those_of_the_summary(inside):
         assert change.difference.mean == pytest.approx(change.change, abs=1e-4 * abs(change.end) + 1e-6)
 
 
+@pytest.mark.slow
 def test_images_are_the_cells_of_the_sample_grids_and_the_best_and_worst(inside):
     assert report(["runs/tiny"]) == 0
     page = Parsed("runs/tiny/report.html")
@@ -197,6 +198,7 @@ def test_no_picture_of_another_folder_is_shown(inside):
             assert [entry["edited"] for entries in kept for entry in entries] == shown
 
 
+@pytest.mark.slow
 def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux_folder):
     monkeypatch.chdir(trained)
     rows = [{"prompt": "make it green", "image": f"{colour}.png"} for colour in ("red", "blue")]
@@ -220,6 +222,7 @@ def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux
     assert [count for _, count in read_scores(Path("runs/edits"))[2]["reward"]] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_elsewhere_is_judged_from_its_start(trained, monkeypatch):
     monkeypatch.chdir(trained)
     train("name=more", "ckpt_path=runs/tiny/checkpoints/last.ckpt", "trainer.max_epochs=6")
@@ -231,6 +234,7 @@ def test_a_run_that_continues_elsewhere_is_judged_from_its_start(trained, monkey
     assert across.start == pytest.approx(start.start, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_a_report(inside):
     """Without a summary and a picture of the end; one row, one line and one image are damaged."""
     run = Path("runs/tiny")
@@ -250,6 +254,7 @@ def test_a_killed_run_has_a_report(inside):
     assert "lightning run runs/tiny/config.yaml --resume" in page.text
 
 
+@pytest.mark.slow
 def test_a_failed_run_shows_its_reason_and_only_commands_that_work(inside):
     path = Path("runs/tiny/summary.json")
     reason = "RewardError: the judge does not answer"
@@ -349,6 +354,7 @@ def test_a_run_without_evaluations_has_a_page(inside):
     assert Path("runs/blind/report.html").read_text() == before
 
 
+@pytest.mark.slow
 def test_refusals(inside, capsys):
     assert_one_line(report, ["runs/tinny"], capsys, "Did you mean")
     assert_one_line(report, ["--out=a.html"], capsys, "Missing argument 'runs'.")

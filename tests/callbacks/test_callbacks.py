@@ -102,6 +102,7 @@ def test_sample_grid(tiny_sd3, tmp_path):
     assert "samples" in module.ledger.counts
 
 
+@pytest.mark.slow
 def test_sample_grid_on_resume_still_shows_the_start_as_reference(tiny_sd3, tmp_path):
     _, trainer = train(tiny_sd3, tmp_path, [SampleGrid(2, 2)])
     first = (tmp_path / "samples" / "before.png").read_bytes()

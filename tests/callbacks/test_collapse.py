@@ -91,6 +91,7 @@ def test_a_fall_is_measured_by_the_spread_of_the_first_rewards(tiny_sd3, tmp_pat
     assert torch.load(best, weights_only=True)["global_step"] == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_best_and_the_count(tiny_sd3, tmp_path):
     first = CollapseStop()
     run(tiny_sd3, tmp_path, Scripted(1.0, [0.0, 5.0, 0.0]), first, 2)

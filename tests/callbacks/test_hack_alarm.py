@@ -107,6 +107,7 @@ def test_a_run_that_hacks_its_reward_is_stopped_and_says_why(tmp_path, capfd):
     assert "after 0 iterations)" in lines[0]
 
 
+@pytest.mark.slow
 def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path, capfd):
     first = RewardHackAlarm(patience=2)
     trainer, said = hacked(tmp_path, [first], 1)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import check
+from helpers import repeating
 
 from lit_vgrpo.cli.check import checkpoint_bytes, disk_errors, other_command
 from lit_vgrpo.launch.build import build
@@ -139,7 +140,7 @@ def test_a_recipe_that_is_not_there(tiny_recipe, capsys):
     assert "Did you mean tiny_shapes?" in lines(capsys)[0]
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", repeating([2, 4], slow=[2]))
 def test_the_plan_is_that_of_the_world_size(tiny_recipe, capsys, devices):
     status = check([str(tiny_recipe), f"trainer.devices={devices}", "trainer.strategy=ddp"])
     out, err = capsys.readouterr()

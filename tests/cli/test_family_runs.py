@@ -69,6 +69,7 @@ def runs(tmp_path_factory, large_folder, flux_folder):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", repeating(FAMILIES, slow=[*FAMILIES][1:]))
 def test_a_resumed_run_ends_like_one_undisturbed(runs, family):
     whole, half = (read(runs(family) / name / "checkpoints" / "last.ckpt") for name in ("whole", "half"))

@@ -219,6 +219,7 @@ def test_runs_two_iterations(recipe, stand_ins, tmp_path, monkeypatch, capfd):
     assert "truncated" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_sd3_pickscore_exports_its_lora(stand_ins, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = ROOT / "sd3_pickscore.yaml"

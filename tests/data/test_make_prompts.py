@@ -16,6 +16,7 @@ from lit_vgrpo.system.paths import resolve_path
 SETS = {"pickscore": ("txt", 400, 60), "ocr": ("txt", 400, 60), "geneval": ("jsonl", 1456, 264)}
 
 
+@pytest.mark.slow
 def test_the_shipped_files_are_what_the_script_writes(tmp_path):
     write(tmp_path)
     shipped = {path.name for path in resolve_path("shipped:prompts").iterdir()}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import make_module
+from helpers import make_module, repeating
 from pair_methods import ADVANTAGES, prepare, roll
 from policy_copies import load_copy
 
@@ -27,6 +27,7 @@ CHAINS = {
     "dance_grpo": lambda **g: DanceGRPO(SDE, **{k: v for k, v in g.items() if k == "training_guidance"}),
 }
 METHODS = PAIRS | CHAINS
+REPEATS = ("nft", "dgpo", "guard", "dance_grpo")
 
 
 class Listener(SD3Policy):
@@ -59,7 +60,7 @@ def heard_in_an_iteration(policy, objective, updates=1):
     return policy.heard, metrics
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", repeating(METHODS, slow=REPEATS))
 def test_each_use_has_its_own_scale(name, tiny_sd3):
     policy, objective = Listener(str(tiny_sd3)).load(), METHODS[name](**GUIDED)
     heard, _ = heard_in_an_iteration(policy, objective)
@@ -71,7 +72,7 @@ def test_each_use_has_its_own_scale(name, tiny_sd3):
     assert passes == objective.passes_per_image(Sizes(2, 3, micro_batch_size=6), policy)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", repeating(METHODS, slow=REPEATS))
 def test_by_default_only_a_chain_trains_with_the_rollouts_scale(name, tiny_sd3):
     policy, objective = Listener(str(tiny_sd3)).load(), METHODS[name]()
     heard, _ = heard_in_an_iteration(policy, objective)
@@ -81,7 +82,7 @@ def test_by_default_only_a_chain_trains_with_the_rollouts_scale(name, tiny_sd3):
     assert "old" not in heard or name in PAIRS
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", repeating(PAIRS, slow=REPEATS))
 def test_an_embedded_scale_is_trained_as_it_was_sampled(name, tiny_sd3):
     policy, objective = Listener(str(tiny_sd3), embeds=True), METHODS[name]()
     assert objective.guidance_in("training", policy) == 2.0
@@ -90,7 +91,7 @@ def test_an_embedded_scale_is_trained_as_it_was_sampled(name, tiny_sd3):
     assert embedded["rollout"] * 2 == by_two_passes["rollout"]
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", repeating(CHAINS, slow=REPEATS))
 def test_the_ratio_is_one_before_an_update_whatever_the_scale(name, tiny_sd3):
     policy, objective = Listener(str(tiny_sd3)).load(), METHODS[name](training_guidance=1.0)
     heard, metrics = heard_in_an_iteration(policy, objective)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fault_server import FaultServer, answering
-from helpers import free_port
+from helpers import free_port, repeating
 
 from lit_vgrpo.rewards import Connection, HTTPReward, RewardOutage, Weighted
 from lit_vgrpo.rewards.http import LONGEST_PAUSE_S, RequestError
@@ -79,7 +79,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", repeating(FAULTS, slow=["drip"]))
 def test_a_fault_costs_a_counted_retry_and_one_that_stays_its_images_alone(fault):
     behave, cause = FAULTS[fault]
     images, prompts, rows = make_images(6)

@@ -95,6 +95,7 @@ def test_passes_and_times_are_counted_apart(tiny_sd3, tmp_path):
     assert guided.passes_per_image(Sizes(2, 4))["scouts"] == 2 * 2 * 3
 
 
+@pytest.mark.slow
 def test_rewards_in_threads_choose_the_same(tiny_sd3, tmp_path):
     class Threaded(Brightness):
         concurrent = True

@@ -56,6 +56,7 @@ def test_split_holds_every_value_in_both_parts() -> None:
             assert len(set(counts.values())) == 1
 
 
+@pytest.mark.slow
 def test_shipped_prompts_are_the_generated_ones() -> None:
     for name, rows in zip(("train", "heldout"), prompt_rows(), strict=True):
         written = files()[f"shapes_{name}.jsonl"]

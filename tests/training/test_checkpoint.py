@@ -19,6 +19,7 @@ from lit_vgrpo.training.checkpoint_file import read_sound
 from lit_vgrpo.training.loggers import read_table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_while_a_checkpoint_is_written_counts(tiny_recipe, capfd, times):
     cli = build([str(tiny_recipe), "trainer.max_epochs=50", "data.heldout=null"])
@@ -41,6 +42,7 @@ def test_ctrl_c_while_a_checkpoint_is_written_counts(tiny_recipe, capfd, times):
     assert err[-1] == f"Interrupted: {path} is saved. Continue: lightning run runs/tiny/config.yaml --resume"
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_an_update_whole(tiny_recipe):
     cli = build([str(tiny_recipe), "trainer.max_epochs=50", "data.heldout=null"])
 
@@ -173,6 +175,7 @@ def iterations_logged(folder):
     return [row for row in read_table(Path(folder) / "metrics.csv")[1] if row["reward/mean"]]
 
 
+@pytest.mark.slow
 def test_sigterm_in_the_last_iteration_lets_the_run_end(tiny_recipe):
     cli = build([str(tiny_recipe), "data.heldout=null"])
     cli.model.__class__ = at_step((1, 1), lambda: signal.raise_signal(signal.SIGTERM))
@@ -180,6 +183,7 @@ def test_sigterm_in_the_last_iteration_lets_the_run_end(tiny_recipe):
     assert torch.load("runs/tiny/checkpoints/last.ckpt", weights_only=True)["global_step"] == 2
 
 
+@pytest.mark.slow
 def test_before_training_sigterm_stops_at_once(tiny_recipe, capfd):
     cli = build([str(tiny_recipe)])
     cli.model.on_fit_start = lambda: signal.raise_signal(signal.SIGTERM)
@@ -187,6 +191,7 @@ def test_before_training_sigterm_stops_at_once(tiny_recipe, capfd):
     assert "Terminated: nothing new was saved. Continue: " in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_second_signal_to_terminate_stops_within_the_micro_batch_and_saves(tiny_recipe, monkeypatch, name, status):
     monkeypatch.setattr("lit_vgrpo.system.signals.REPEAT_S", 0.0)

@@ -138,6 +138,7 @@ def test_a_missing_tracker_is_one_line_with_the_command(tiny_recipe, capsys):
     assert capsys.readouterr().err.startswith("WandbLogger: Requirement 'wandb>=")
 
 
+@pytest.mark.slow
 def test_litlogger_needs_a_login_and_gets_metrics_recipe_and_grids(tiny_recipe, monkeypatch, capsys):
     tracker, auth = MagicMock(), SimpleNamespace(api_key=None, auth_token=None, load=lambda: False)
     monkeypatch.setitem(sys.modules, "litlogger", tracker)

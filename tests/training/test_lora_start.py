@@ -187,6 +187,7 @@ REPEATS |= {("sdxl", "kohya"), ("qwen_image", "kohya"), ("flux", "kohya")}
 REPEATS |= {(name, naming) for name in NEWER for naming in NAMINGS[name]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "naming"), repeating(CASES, slow=REPEATS))
 def test_each_naming_gives_the_picture_of_the_merged_weights(loras, name, naming):
     start = loras.file(name, naming)
@@ -208,6 +209,7 @@ def test_full_weights_take_it_in_and_other_ranks_stay_free(loras):
     assert start_hashes(wide) != start_hashes(loras.started("sd3", loras.file("sd3", "ai_toolkit")))
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, tiny_recipe, capsys):
     start = loras.file("sd3", "kohya")
     module = make_module(

@@ -29,7 +29,10 @@ def same(one, other):
 
 @pytest.mark.parametrize(
     "name",
-    repeating(["V-GRPO, three steps", "Flow-GRPO, guidance, KL", "DGPO, no guidance"], slow=["V-GRPO, three steps"]),
+    repeating(
+        ["V-GRPO, three steps", "Flow-GRPO, guidance, KL", "DGPO, no guidance"],
+        slow=["V-GRPO, three steps", "DGPO, no guidance"],
+    ),
 )
 def test_a_run_is_the_one_with_the_size_that_was_chosen(tiny_sd3, tmp_path, capsys, name):
     """Bit for bit, whatever the method keeps: the trials leave no trace."""

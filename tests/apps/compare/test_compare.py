@@ -89,6 +89,7 @@ def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, 
     assert recipe["data"]["updates_per_iteration"] == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_from_finished_runs(tiny_recipe, tmp_path, capsys):
     path = overlay(tmp_path, "mine", {"num_mc_samples": 1}, sweep={"model.objective.soft_clip": [3.0, None]})
     words = [str(tiny_recipe), "--methods", str(path), "--sweep", "--out", "sweep"]
@@ -110,6 +111,7 @@ def an_evaluation(iteration, reward):
     )
 
 
+@pytest.mark.slow
 def test_what_counts_as_finished(tiny_recipe):
     words = ["--methods", "vgrpo", "--settings", "published", "--seeds", "4", "--iterations", "3", "--out", "x"]
     whole, failed, bare, strange = planned(tiny_recipe, *words)
@@ -125,6 +127,7 @@ def test_what_counts_as_finished(tiny_recipe):
     assert not is_finished(other_sizes[0])
 
 
+@pytest.mark.slow
 def test_only_an_unfinished_run_is_thrown_away(tiny_recipe):
     words = ["--methods", "vgrpo", "--settings", "published", "--seeds", "3", "--iterations", "3", "--out", "x"]
     unfinished, finished, foreign = planned(tiny_recipe, *words)
@@ -169,6 +172,7 @@ def _children(pid):
         return file.read().split()
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused(tiny_recipe, tmp_path, capsys):
     words = ["--methods", "vgrpo", "--settings", "published", "--out", "race"]
     with locked(tmp_path / "race"):

@@ -113,6 +113,7 @@ BY_GRADIENT = ["draft_k", "draft_lv", "flowbp", "refl"]
 SMOOTH = ("tiny_shapes", "model.reward=SmoothShapesReward", "model.heldout_reward=ShapesReward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "methods"),
     [
