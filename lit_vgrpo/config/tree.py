@@ -22,6 +22,7 @@ TEXT_KEYS = ("name", "run_dir", "ckpt_path")
 """Keys whose value is text even if it looks like a number."""
 ENTRY = re.compile(r"\[(\d+)\]")
 PYTHON, JUDGE = "python", "judge"
+ASKS_FOR_SCORE = ("prompt_template", "score_pattern", "num_scores")
 
 
 def leaves(tree: Any, opens: Callable[[Place, list[Any]], bool] | None = None) -> Iterator[tuple[Place, Any]]:
@@ -120,6 +121,8 @@ def expanded(node: Any) -> Any:
     {'class_path': 'PythonReward', 'init_args': {'function': 'my_module:score', 'images': 'pil'}}
     >>> expanded(["python:my_module:score", "JPEGCompressibility"])
     [{'class_path': 'PythonReward', 'init_args': {'function': 'my_module:score'}}, 'JPEGCompressibility']
+    >>> [*expanded({"judge": "UnifiedReward2", "compare": "pairs"})["init_args"]]
+    ['model', 'name', 'compare']
     """
     if isinstance(node, str) and node.startswith((f"{PYTHON}:", f"{JUDGE}:")):
         form, _, name = node.partition(":")
@@ -133,7 +136,10 @@ def expanded(node: Any) -> Any:
         return {"class_path": "PythonReward", "init_args": {"function": node[PYTHON], **options}}
     if isinstance(node.get(JUDGE), str) and "class_path" not in node:
         reward = judge_preset(node[JUDGE])["reward"]
-        options = {**reward["init_args"], **{key: value for key, value in node.items() if key != JUDGE}}
+        options = reward["init_args"]
+        if node.get("compare"):  # the preset asks for the score of one image
+            options = {key: value for key, value in options.items() if key not in ASKS_FOR_SCORE}
+        options = {**options, **{key: value for key, value in node.items() if key != JUDGE}}
         return {"class_path": reward["class_path"], "init_args": options}
     return {key: expanded(value) for key, value in node.items()}
 
