@@ -320,7 +320,7 @@ def export(
     run: Run,
     to: Annotated[str, Option(help="New or empty folder, or hub:OWNER/NAME.")],
     words: Settings = None,
-    format: Annotated[Literal["diffusers", "kohya"], Option(help="File format of a LoRA.")] = "diffusers",
+    format: Annotated[Literal["diffusers", "kohya", "comfyui"], Option(help="File format of a LoRA.")] = "diffusers",
     no_ema: NoEma = False,
     merge: Annotated[bool, Option("--merge", help="Merge the LoRA into the base weights.")] = False,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Option(help="Dtype of the files.")] = "float32",

@@ -14,11 +14,12 @@ from lit_vgrpo.apps.report.model_card import add_card
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.errors import UserError, one_line, say
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.export import save_kohya, save_merged
+from lit_vgrpo.policies.export import save_comfyui, save_kohya, save_merged
 from lit_vgrpo.system.paths import vacant_folder, write_new_folder
 from lit_vgrpo.training.folder import candidates
 
-DIFFUSERS, KOHYA = "diffusers", "kohya"
+DIFFUSERS, KOHYA, COMFYUI = "diffusers", "kohya", "comfyui"
+MODELS = {KOHYA: "the UNets of SD 1.x, 2.x and XL", COMFYUI: "Lumina 2"}
 HUB_PREFIX = "hub:"
 
 
@@ -51,8 +52,8 @@ class ExportOptions(RunOptions):
     merge: bool
 
     @property
-    def kohya_file(self) -> Path:
-        """File of an adapter in kohya's format, named like the folder: programs list adapters by that name."""
+    def named_file(self) -> Path:
+        """File of an adapter for other programs, named like the folder: they list adapters by that name."""
         return self.to.folder / f"{self.to.folder.resolve().name}.safetensors"
 
 
@@ -67,16 +68,18 @@ def export(options: ExportOptions) -> int:
     if repository is not None:
         check_login(options)
     load_saved_policy(policy, saved, variant)
-    written = options.kohya_file if options.format == KOHYA else folder
-    loaded_from = written if repository is None else Path(repository)
+    written = folder if options.format == DIFFUSERS else options.named_file
+    loaded_from = (written if options.format == KOHYA else folder) if repository is None else Path(repository)
     iterations = saved.progress.iterations
     with write_new_folder(folder, "--to") as draft:
         if options.merge:
             save_merged(policy, draft, options.dtype)
         elif options.format == KOHYA:
-            save_kohya(policy, draft / options.kohya_file.name, options.dtype)
+            save_kohya(policy, draft / options.named_file.name, options.dtype)
         else:
             policy.save(draft, dtype=options.dtype)
+            if options.format == COMFYUI:  # diffusers cannot read ComfyUI's file
+                save_comfyui(policy, draft / options.named_file.name, options.dtype)
         what, lines = add_card(
             draft, options.run, policy, loaded_from, variant, iterations, options.dtype, options.merge, saved.is_whole
         )
@@ -127,13 +130,13 @@ def upload(folder: Path, repository: str, options: ExportOptions) -> bool:
 
 def refuse_misfit(policy: Policy, options: ExportOptions) -> None:
     """Raise UserError if the run's kind of weights cannot be exported as the options ask."""
-    if options.format == KOHYA and options.merge:
-        raise UserError("--format kohya needs a LoRA, but --merge removes it. Use only one of them.")
-    if policy.lora_rank is None and (options.merge or options.format == KOHYA):
-        asked = "--merge" if options.merge else f"--format {KOHYA}"
+    is_other = options.format != DIFFUSERS
+    if is_other and options.merge:
+        raise UserError(f"--format {options.format} needs a LoRA, but --merge removes it. Use only one of them.")
+    if policy.lora_rank is None and (options.merge or is_other):
+        asked = "--merge" if options.merge else f"--format {options.format}"
         raise UserError(f"{asked} applies to a LoRA: {options.run} trained the network's weights. Leave it out.")
-    if options.format == KOHYA and policy.network_name != "unet":
-        raise UserError(
-            f"--format {KOHYA} is for the UNets of SD 1.x, 2.x and XL, and {type(policy).__name__} has a "
-            f"{policy.network_name}. Leave it out: ComfyUI reads the diffusers format of this family."
-        )
+    fitting = KOHYA if policy.network_name == "unet" else COMFYUI if policy.comfyui_names else DIFFUSERS
+    if is_other and options.format != fitting:
+        models, name = MODELS[options.format], type(policy).__name__
+        raise UserError(f"--format {options.format} is for {models}, not for {name}. Use --format {fitting}.")

@@ -1,4 +1,4 @@
-"""Export of a policy in the formats of diffusers and kohya."""
+"""Export of a policy in the formats of diffusers, kohya and ComfyUI."""
 
 from __future__ import annotations
 
@@ -65,6 +65,34 @@ def save_kohya(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.fl
         "ss_network_alpha": rank,
     }
     save_file(convert_state_dict_to_kohya(layers), file, header)
+
+
+def save_comfyui(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write an adapter of linear layers under ComfyUI's names (:attr:`PipelinePolicy.comfyui_names`).
+
+    ``B`` of a module that is several in diffusers is block-diagonal, and its rank is the sum of theirs.
+    """
+    from safetensors.torch import save_file
+
+    layers, modules = _layers_of_adapter(policy, None, dtype), dict(policy.network.named_modules())
+    trained = {name.removesuffix(".lora_A.weight") for name in layers if ".lora_A." in name}
+    parts: dict[str, list[str]] = {}
+    for old, new in policy.comfyui_names.items():
+        for name in modules:
+            if f".{name}".endswith(f".{old}"):
+                parts.setdefault(name.removesuffix(old) + new, []).append(name)
+    kept = trained.difference(*parts.values())
+    tensors = {}
+    for target, names in [*parts.items(), *((name, [name]) for name in kept)]:
+        if trained.isdisjoint(names):
+            continue
+        for name in set(names) - trained:  # of a fused module, but not adapted
+            layers[f"{name}.lora_A.weight"] = torch.zeros(0, modules[name].in_features, dtype=dtype)
+            layers[f"{name}.lora_B.weight"] = torch.zeros(modules[name].out_features, 0, dtype=dtype)
+        down, up = ([layers[f"{name}.lora_{side}.weight"] for name in names] for side in "AB")
+        tensors[f"diffusion_model.{target}.lora_A.weight"] = torch.cat(down)
+        tensors[f"diffusion_model.{target}.lora_B.weight"] = torch.block_diag(*up)
+    save_file(tensors, file)
 
 
 def _layers_of_adapter(

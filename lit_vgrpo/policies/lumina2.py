@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,18 @@ class Lumina2Policy(LanguageModelPolicy):
 
     pipeline_class: ClassVar[str] = "Lumina2Pipeline"
     default_lora_targets: ClassVar[tuple[str, ...]] = ATTENTION
+    comfyui_names: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("attn.to_q", "attn.to_k", "attn.to_v"), "attention.qkv"),
+        "attn.to_out.0": "attention.out",
+        **{f"feed_forward.linear_{number}": f"feed_forward.w{number}" for number in (1, 2, 3)},
+        "norm1.linear": "adaLN_modulation.1",
+        "norm_out.linear_1": "final_layer.adaLN_modulation.1",
+        "norm_out.linear_2": "final_layer.linear",
+        "time_caption_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+        "time_caption_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+        "time_caption_embed.caption_embedder.1": "cap_embedder.1",
+    }
+    """The names of the model's authors; diffusers' ``convert_lumina2_to_diffusers`` has the inverse."""
 
     def __init__(self, checkpoint: str, max_sequence_length: int = 256, **options: Any) -> None:
         super().__init__(checkpoint, max_sequence_length=max_sequence_length, **options)

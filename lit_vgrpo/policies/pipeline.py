@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -63,6 +63,9 @@ class PipelinePolicy(nn.Module):
     pipeline_class: ClassVar[str]
     network_name: ClassVar[str]
     default_lora_targets: ClassVar[tuple[str, ...]]
+    comfyui_names: ClassVar[Mapping[str, str]] = {}
+    """ComfyUI's names of modules by the ends of diffusers' names, if ComfyUI does not read those. Modules with the same
+    name are one in ComfyUI, whose outputs are theirs in this order."""
     edits: ClassVar[bool] = False
     """True if every prompt comes with a picture, of the size of the images."""
     references: int = 1
