@@ -94,12 +94,16 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
 
 
 def distillation_warning(policy: PipelinePolicy) -> str | None:
-    """Return a one-line warning about training a model whose name shows that it was distilled, or ``None``."""
-    named = DISTILLED_NAMES.search(Path(policy.checkpoint).name)
-    if named is None:
+    """Return a one-line warning about training a model that its index or its name calls distilled, or ``None``."""
+    flag, named = "is_distilled", DISTILLED_NAMES.search(Path(policy.checkpoint).name)
+    if config_value(policy, INDEX, flag):
+        sign = f"{flag} in its {INDEX}"
+    elif named is not None:
+        sign = f"its name has {named[1]}"
+    else:
         return None
     return (
-        f"{KEY}={policy.checkpoint} looks distilled to a few steps (its name has {named[1]}). Trained directly, it "
+        f"{KEY}={policy.checkpoint} looks distilled to a few steps ({sign}). Trained directly, it "
         "loses detail over thousands of updates. Train its base model, or keep the run short and near its start: "
         "model.objective.anchor_weight=1 model.objective.anchor_decay=0.3."
     )

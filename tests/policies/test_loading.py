@@ -119,6 +119,15 @@ def test_a_distilled_model_is_warned_of_by_its_name():
     assert distillation_warning(SD3Policy("own/turbocharged")) is None
 
 
+@pytest.mark.parametrize("name", ["krea2", pytest.param("flux2", marks=pytest.mark.slow)])
+def test_a_distilled_model_is_warned_of_by_its_index(families, tmp_path, name):
+    small = families(name)
+    assert distillation_warning(small.policy_class(str(small.folder))) is None
+    folder = edited(small.folder, tmp_path / "model", "model_index.json", is_distilled=True)
+    found = distillation_warning(small.policy_class(str(folder)))
+    assert "looks distilled to a few steps (is_distilled in its model_index.json). Trained directly" in found
+
+
 @pytest.mark.parametrize(("asked", "found"), [(SD3Policy, "sdxl"), (UNetPolicy, "flux")])
 def test_another_family_is_refused_in_one_line(families, asked, found):
     family = families(found)
