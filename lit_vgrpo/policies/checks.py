@@ -290,7 +290,7 @@ def call_of(
     """
     pipeline = policy.pipeline
     known = inspect.signature(type(pipeline).__call__).parameters
-    shared = [name for name in inspect.signature(type(policy)).parameters if name in known]  # max_sequence_length
+    shared = [name for name in vars(policy) if name in known]  # max_sequence_length, which a subclass may pass on
     options: dict[str, Any] = {
         **{name: getattr(policy, name) for name in shared},
         "prompt": list(prompts),

@@ -18,7 +18,7 @@ from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_o
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data import read_prompts
-from lit_vgrpo.policies.checks import call_of
+from lit_vgrpo.policies.checks import call_of, difference
 from lit_vgrpo.training.checkpoint_file import read
 from lit_vgrpo.training.saved_weights import SavedWeights
 
@@ -30,8 +30,14 @@ FAMILIES = {
     "z_image": ("ZImagePolicy", 48),
     "qwen_image21": ("QwenImage21Policy", 48),
     "sana": ("SanaPolicy", 16),
+    "flux2_dev": ("Flux2DevPolicy", 48),
+    "flux2_dev_edit": ("Flux2DevEditPolicy", 48),
+    "flux2_edit": ("Flux2EditPolicy", 48),
+    "chroma": ("ChromaPolicy", 16),
+    "krea2": ("Krea2Policy", 48),
+    "lumina2": ("Lumina2Policy", 48),
 }
-CASES = [*((family,) for family in FAMILIES), ("qwen_image", "--merge")]
+CASES = [*((family,) for family in FAMILIES), ("qwen_image", "--merge"), ("lumina2", "--format=comfyui")]
 SIDE, SEED, STEPS, GUIDANCE = 32, 3, 3, 2.0
 RECIPE = """
 seed_everything: 7
@@ -52,12 +58,14 @@ def runs(tmp_path_factory, large_folder, flux_folder):
     def made(family):
         policy, length = FAMILIES[family]
         folder = tmp_path_factory.mktemp(family)
-        checkpoint = flux_folder(False, True) if family == "kontext" else large_folder(family)
-        options = {"checkpoint": str(checkpoint), "max_sequence_length": length, "height": SIDE, "width": SIDE}
+        network = family.removesuffix("_edit") if family.startswith("flux2") else family
+        checkpoint = flux_folder(False, True) if family == "kontext" else large_folder(network)
+        side = 2 * SIDE if family.startswith("flux2") else SIDE  # FLUX.2 edits pictures of at least 64 pixels
+        options = {"checkpoint": str(checkpoint), "max_sequence_length": length, "height": side, "width": side}
         edits = getattr(policies, policy).edits
         recipe = yaml.safe_load(RECIPE)
         recipe["model"]["policy"] = {"class_path": policy, "init_args": {**options, "lora_rank": 2, "lora_alpha": 4}}
-        recipe["data"]["train"] = picture_prompts(folder, SIDE) if edits else "shipped:prompts/shapes_train.jsonl"
+        recipe["data"]["train"] = picture_prompts(folder, side) if edits else "shipped:prompts/shapes_train.jsonl"
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
             Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -113,5 +121,6 @@ def drawn(runs, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_plain_diffusers_draws_what_a_run_trained(drawn, case):
     theirs, ours, start = drawn[case]
+    print(f"\n{' '.join(case)}: {difference(theirs[:3], ours):.0e}")
     torch.testing.assert_close(theirs[:3], ours, rtol=1e-3, atol=2e-4)
     assert (ours - start).abs().max() > 0.02  # what was trained shows

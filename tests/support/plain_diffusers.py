@@ -10,7 +10,7 @@ from PIL import Image
 
 def main(path):
     for job in json.loads(Path(path).read_text()):
-        scope = {"picture": Image.new("RGB", (32, 32))}
+        scope = {"picture": Image.new("RGB", (64, 64))}
         exec("\n".join(job["lines"]), scope)  # the very lines that the command printed
         pipe = scope["pipe"]
         pipe.set_progress_bar_config(disable=True)
