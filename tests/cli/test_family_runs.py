@@ -97,6 +97,7 @@ def drawn(runs, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
             patch.chdir(place)
             assert export(["whole", "--to", str(folder / str(number)), *options]) == 0
+            assert (folder / f"{number}/{number}.safetensors").is_file() == ("--format=comfyui" in options)
             lines = [*SMALL_PICTURES, *out.getvalue().splitlines()[1:]]
             recipe = recipe_of(Path("whole"), [], ["model.policy"], "a test")
             row, spec = (

@@ -10,11 +10,12 @@ import torch
 from helpers import picture_prompts
 from processes import run_ranks
 
-pytestmark = pytest.mark.slow  # test_ranks and test_strategies hold two processes with SD3 to one
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for the runs of all families
 WORKER = Path(__file__).with_name("worker.py")
 LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
 LARGE |= {"qwen_image_edit": "QwenImageEditPolicy", "qwen_image21": "QwenImage21Policy", "chroma": "ChromaPolicy"}
-LENGTHS = {"chroma": 16}
+LARGE |= {"flux2_dev": "Flux2DevPolicy", "krea2": "Krea2Policy", "lumina2": "Lumina2Policy", "sana": "SanaPolicy"}
+LENGTHS = {"chroma": 16, "sana": 16}
 FAMILIES = {"unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
 FAMILIES |= {"kontext": "KontextPolicy", **LARGE}
 UNUSED = dict.fromkeys(
@@ -23,7 +24,7 @@ UNUSED = dict.fromkeys(
 """Starts of the names of weights that no output depends on, which are not trained."""
 EDIT = ("kontext", "qwen_image_edit")
 KINDS = ["lora", "full"]
-RUNS = [("lora", "fsdp2"), ("full", "fsdp2")]  # which shards a family's blocks; ZeRO knows no family
+RUNS = [("lora", "fsdp2"), ("full", "fsdp2"), ("lora", "zero2")]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -61,7 +62,7 @@ def folder(tmp_path_factory, options):
 
     runpy.run_path(str(WORKER))["main"](spec([(kind, None) for kind in KINDS]))
     (folder / "spec.json").write_text(json.dumps(spec(RUNS)))
-    run_ranks(WORKER, folder / "spec.json", world=2, logs=folder)
+    run_ranks(WORKER, folder / "spec.json", world=2, logs=folder, timeout_s=600)
     return folder
 
 
