@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_vgrpo.apps.benchmark.preset import read_benchmark
 from lit_vgrpo.apps.benchmark.prompts import TASK, read_rows
+from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.ranges import Count, Seed, checked
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import HeldOutDataset
@@ -85,7 +86,8 @@ class Benchmark(L.Callback):
             )
             self._evaluator.observers.clear()
         size = trainer.datamodule.eval_batch_size
-        share = HeldOutDataset(self.rows, self.images_per_prompt, size, trainer.world_size, trainer.global_rank)
+        rank, ranks = image_ranks(trainer)
+        share = HeldOutDataset(self.rows, self.images_per_prompt, size, ranks, rank)
         for index in range(len(share)):
             self._evaluator.add(share[index])
         self._evaluator.means(module)

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_vgrpo.core.advantages import no_spread_share
-from lit_vgrpo.core.gather import objects_of_all_ranks, sum_over_ranks
+from lit_vgrpo.core.gather import image_ranks, objects_of_all_ranks, sum_over_ranks
 from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.meta import flops_per_image
@@ -76,7 +76,7 @@ class RewardLogger(L.Callback):
             return
         seconds = time.perf_counter() - self._started
         local = self._local(record, seconds) | self._utilisation(pl_module, seconds)
-        values = sum_over_ranks(torch.tensor([local[name] for name in sorted(local)])) / trainer.world_size
+        values = sum_over_ranks(torch.tensor([local[name] for name in sorted(local)])) / image_ranks(trainer)[1]
         metrics = dict(zip(sorted(local), values.tolist(), strict=True)) | self._global(pl_module, record)
         if pl_module.objective.needs_reward:
             metrics |= self._rewards(record)

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.batches import BATCH_SIZE
+from lit_vgrpo.core.gather import count_ranks_of, image_ranks
 from lit_vgrpo.core.ranges import BatchSize, Seed, checked
 from lit_vgrpo.core.records import IterationRecord, PassLedger
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
@@ -200,12 +201,13 @@ class VGRPOModule(L.LightningModule):
         The data module's held-out prompts give the images of the evaluation. In any other loader, whose batches are
         lists of texts, prompt n starts from noise n on any number of ranks.
         """
-        world_size, is_first = self.trainer.world_size, batch_idx == dataloader_idx == 0
-        return self.evaluator.predict(batch, is_first, self.global_rank, world_size).cpu()
+        is_first = batch_idx == dataloader_idx == 0
+        return self.evaluator.predict(batch, is_first, *image_ranks(self.trainer)).cpu()
 
     # --- set-up ----------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
+        count_ranks_of(self.trainer)
         if stage == "fit":
             set_up(self)
 

@@ -15,6 +15,7 @@ from lit_vgrpo.apps.memory.room import NotEstimated, memory_report
 from lit_vgrpo.config.header import Header
 from lit_vgrpo.config.parts import with_full_key
 from lit_vgrpo.config.recipe import Command, Recipe, read_recipe
+from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import build_recipe, part_errors
@@ -77,7 +78,7 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> Policy:
     except UserError as error:
         raise UserError(*dict.fromkeys([*error.errors, *further_errors(recipe)])) from error
     errors = [*(cli.errors() or reward_errors(cli)), *disk_errors(cli)]
-    if not cli.datamodule.sizes.errors(cli.trainer.world_size):
+    if not cli.datamodule.sizes.errors(image_ranks(cli.trainer)[1]):
         say(cli.plan())
         try:
             text, too_large = memory_report(cli, gpu_memory)

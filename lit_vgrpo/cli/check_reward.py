@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_vgrpo.cli.image_files import aligned, batches_of, device, find_images, loaded, read_image
 from lit_vgrpo.core.advantages import no_spread_share
+from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.errors import UserError, counted, report, say
@@ -61,7 +62,7 @@ def check_reward(words: Sequence[str], folder: str | None = None, num_prompts: i
     with measured_memory() as memory, loaded(reward):
         parts = trials(reward, images, rows, groups[: len(images)], cli.model.policy.decode_batch_size)
     say(aligned([HEADER, *(part.row() for part in parts)]))
-    per_rank = cli.datamodule.sizes.plan(cli.trainer.world_size).images_per_rank
+    per_rank = cli.datamodule.sizes.plan(image_ranks(cli.trainer)[1]).images_per_rank
     trained = {part.name for part in cli.model.reward.parts}
     seconds = sum(part.seconds_per_image * per_rank for part in parts if part.name in trained)
     say(f"Rewards of an iteration, {counted(per_rank, 'image')} per rank: about {seconds:.2g} s. Memory: {memory}.")

@@ -18,6 +18,7 @@ from lit_vgrpo.cli.eval_scores import HeldOutEvaluation, ImageScores
 from lit_vgrpo.cli.saved_policy import RunOptions
 from lit_vgrpo.config.parts import with_full_key
 from lit_vgrpo.config.recipe import refuse_overrides
+from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.datasets import Rows, held_out_error
 from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.launch.build import build
@@ -133,7 +134,7 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
     if errors:
         raise UserError(*(f"data.heldout: {error}" for error in errors))
     images = len(rows) * data.heldout_images_per_prompt
-    if message := held_out_error(images, data.eval_batch_size, cli.trainer.world_size):
+    if message := held_out_error(images, data.eval_batch_size, image_ranks(cli.trainer)[1]):
         raise UserError(message)
     return rows
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from lit_vgrpo.callbacks import FID
-from lit_vgrpo.core.gather import objects_of_all_ranks
+from lit_vgrpo.core.gather import count_ranks_of, image_ranks, objects_of_all_ranks
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.data.batch import PromptBatch
@@ -93,6 +93,7 @@ class HeldOutEvaluation(L.LightningModule):
         load_policy(self.policy)
 
     def setup(self, stage: str) -> None:
+        count_ranks_of(self.trainer)
         if len(set(objects_of_all_ranks((str(self.saved.path), self.saved.progress)))) > 1:
             raise UserError(
                 f"{self.saved.path} was replaced while the ranks were reading it. Run the evaluation again."
@@ -113,7 +114,8 @@ class HeldOutEvaluation(L.LightningModule):
 
     def validation_step(self, batch: str, batch_idx: int) -> None:
         per_prompt, batch_size = self.data.heldout_images_per_prompt, self.data.eval_batch_size
-        dataset = HeldOutDataset(self.rows, per_prompt, batch_size, self.trainer.world_size, self.global_rank)
+        rank, ranks = image_ranks(self.trainer)
+        dataset = HeldOutDataset(self.rows, per_prompt, batch_size, ranks, rank)
         quiet = not (self.trainer.is_global_zero and sys.stderr.isatty())
         with self._weights(batch):
             images = tqdm((dataset[i] for i in range(len(dataset))), batch, len(dataset), leave=False, disable=quiet)

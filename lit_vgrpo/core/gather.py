@@ -1,8 +1,12 @@
-"""Collectives over all ranks; without a process group every function is the identity."""
+"""Collectives over all ranks; without a process group every function is the identity.
+
+Processes that share the tokens of their images (context parallelism) have the same images and count as one rank, whose
+values are those of the first of them.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,11 +17,28 @@ from torch import Tensor
 # default arguments. The group's threads then outlive destroy_process_group and abort the process at exit.
 
 T = TypeVar("T")
+_per_rank = 1  # processes
+
+
+def image_ranks(trainer: Any) -> tuple[int, int]:
+    """Return this process's rank among those that divide a trainer's images, and their number."""
+    processes = _processes_per_rank(trainer)
+    return trainer.global_rank // processes, max(1, trainer.world_size // processes)
+
+
+def count_ranks_of(trainer: Any) -> None:
+    """Count as one rank the processes that share images under a trainer's strategy, from now on."""
+    global _per_rank
+    _per_rank = _processes_per_rank(trainer)
+
+
+def _processes_per_rank(trainer: Any) -> int:
+    return getattr(trainer.strategy, "context_parallel", 1)
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this rank and the world size."""
-    return (dist.get_rank(), dist.get_world_size()) if _is_group() else (0, 1)
+    """Return this rank and the number of ranks."""
+    return (dist.get_rank() // _per_rank, dist.get_world_size() // _per_rank) if _is_group() else (0, 1)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -25,18 +46,29 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     if not _is_group():
         return values
     total = values.to(_device(), copy=True)
+    if dist.get_rank() % _per_rank:
+        total.zero_()
     dist.all_reduce(total)
     return total.cpu()
 
 
 def of_all_ranks(values: Tensor) -> Tensor:
     """Return every rank's ``(B, ...)``, of equal shapes, concatenated in rank order, on the CPU."""
+    return torch.cat(_of_processes(values)[::_per_rank])
+
+
+def of_all_processes(values: Tensor) -> Tensor:
+    """Return the same of every process, also of those that count as one rank."""
+    return torch.cat(_of_processes(values))
+
+
+def _of_processes(values: Tensor) -> list[Tensor]:
     if not _is_group():
-        return values.cpu()
+        return [values.cpu()]
     local = values.detach().to(_device()).contiguous()
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, local)
-    return torch.cat(parts).cpu()
+    return [part.cpu() for part in parts]
 
 
 def rows_of_all_ranks(values: Tensor) -> Tensor:
@@ -50,6 +82,10 @@ def rows_of_all_ranks(values: Tensor) -> Tensor:
 
 def objects_of_all_ranks(value: T) -> list[T]:
     """Return all ranks' objects, which must be small, in rank order."""
+    return _objects(value)[::_per_rank]
+
+
+def _objects(value: T) -> list[T]:
     if not _is_group():
         return [value]
     gathered: list[T] = [value] * dist.get_world_size()
@@ -58,8 +94,8 @@ def objects_of_all_ranks(value: T) -> list[T]:
 
 
 def raise_together(error: Exception | None) -> None:
-    """Raise any rank's error on every rank, so that none hangs in the next collective."""
-    failed = [other for other in objects_of_all_ranks(error) if other is not None]
+    """Raise any process's error in every process, so that none hangs in the next collective."""
+    failed = [other for other in _objects(error) if other is not None]
     if error is not None:
         raise error
     if failed:

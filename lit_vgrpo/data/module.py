@@ -12,6 +12,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.ranges import Count, GroupSize, PositiveInt, Range, Seed, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.batch import PromptBatch
@@ -208,11 +209,11 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def _world_size(self) -> int:
-        return self.trainer.world_size if self.trainer is not None else 1
+        return image_ranks(self.trainer)[1] if self.trainer is not None else 1
 
     @property
     def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer is not None else 0
+        return image_ranks(self.trainer)[0] if self.trainer is not None else 0
 
     def _loaded(self) -> PromptSets:
         self.setup()

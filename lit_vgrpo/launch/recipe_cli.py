@@ -24,6 +24,7 @@ from lit_vgrpo import objectives, policies, rewards  # noqa: F401  registers the
 from lit_vgrpo.config.environment import with_texts
 from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, recipe_error, with_full_key
 from lit_vgrpo.config.recipe import FOUND_IN, Recipe
+from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.checks import UnscorablePrompts, callback_errors, picture_errors
@@ -210,9 +211,9 @@ class RecipeCLI(LightningCLI):
 
     def errors(self) -> list[str]:
         """Return all errors that can be found without loading weights."""
-        ranks, data, model = self.trainer.world_size, self.datamodule, self.model
+        ranks, data, model = image_ranks(self.trainer)[1], self.datamodule, self.model
         chosen = as_list(self.config_init.trainer.callbacks, Callback)
-        errors = errors_under(model, self.trainer.strategy, data.sizes, ranks, data.has_heldout)
+        errors = errors_under(model, self.trainer, data.sizes, data.has_heldout)
         of_data = data.check(ranks) or self._picture_errors()
         if not of_data:
             self.unscorable = self.find_unscorable()
@@ -245,7 +246,7 @@ class RecipeCLI(LightningCLI):
 
     def plan(self) -> str:
         """Return a table of the batch sizes at this world size."""
-        ranks = self.trainer.world_size
+        ranks = image_ranks(self.trainer)[1]
         sizes = replace(self.datamodule.sizes, ranks=ranks)
         plan = sizes.plan(ranks)  # raises where the sizes do not fit
         objective = self.model.objective

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.gather import of_all_ranks
+from lit_vgrpo.core.gather import image_ranks, of_all_ranks
 from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
 from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
@@ -298,7 +298,7 @@ class Continuation:
         if not progress or progress["is_last_batch"]:
             return self.is_resumed
         updates_done = 0 if self._saved is None else self._saved["updates_done"]
-        steps = updates_done * trainer.datamodule.sizes.plan(trainer.world_size).micro_batches_per_update
+        steps = updates_done * trainer.datamodule.sizes.plan(image_ranks(trainer)[1]).micro_batches_per_update
         # Lightning does not know that the sampler starts at the right step.
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
         progress["current"] = dict.fromkeys(progress["current"], steps)

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.gather import of_all_ranks
+from lit_vgrpo.core.gather import image_ranks, of_all_processes
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.sizes import Plan, Sizes, divisors
 from lit_vgrpo.core.snapshots import trainable_parameters
@@ -36,7 +36,7 @@ def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
     Raises:
         ValueError: The recipe sets another number.
     """
-    needed, asked = sizes.plan(trainer.world_size).micro_batches_per_update, trainer.accumulate_grad_batches
+    needed, asked = sizes.plan(image_ranks(trainer)[1]).micro_batches_per_update, trainer.accumulate_grad_batches
     if asked not in (1, needed):
         raise ValueError(
             f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use data.micro_batch_size."
@@ -54,9 +54,10 @@ def settle(module: Any) -> None:
     sizes: Sizes = trainer.datamodule.sizes
     if sizes.micro_batch_size != "auto":
         return
-    share = sizes.images_per_share(trainer.world_size)
+    ranks = image_ranks(trainer)[1]
+    share = sizes.images_per_share(ranks)
     prompt = next(iter(trainer.datamodule.training_rows()))["prompt"]
-    trial = Trial(module, module.optimization.optimizer, sizes.plan(trainer.world_size), prompt)
+    trial = Trial(module, module.optimization.optimizer, sizes.plan(ranks), prompt)
     room = -trial.most_of_ranks(-trial.room())
     with trial.without_trace():
         trial.run(1)  # libraries allocate workspaces on first use
@@ -146,7 +147,7 @@ class Trial:
 
     def most_of_ranks(self, value: int) -> int:
         """Return the largest value of any rank; all ranks must call it."""
-        return int(of_all_ranks(torch.tensor([value])).max())
+        return int(of_all_processes(torch.tensor([value])).max())
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
@@ -50,7 +51,7 @@ def set_up(module: Any) -> None:
     """
     trainer, sizes = module.trainer, sizes_of(module.trainer)
     has_heldout = trainer.datamodule.has_heldout
-    for error in errors_under(module, trainer.strategy, sizes, trainer.world_size, has_heldout):
+    for error in errors_under(module, trainer, sizes, has_heldout):
         raise ValueError(error)
     _keep_iterations_whole(module, trainer, sizes)
     accumulate(trainer, sizes)
@@ -74,14 +75,14 @@ def module_errors(module: Any, sizes: Sizes) -> list[str]:
     ]
 
 
-def errors_under(module: Any, strategy: Any, sizes: Sizes, ranks: int, has_heldout: bool) -> list[str]:
-    """Return these errors and those that depend on the trainer's strategy, the number of ranks or held-out prompts."""
+def errors_under(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> list[str]:
+    """Return these errors and those that depend on the trainer's strategy, its ranks or held-out prompts."""
     optimizer, spec = module.optimization.optimizer, module.objective.rollout_spec(0)
     return [
-        *filter(None, [launcher_error(ranks)]),
-        *strategy_errors(strategy, module.policy, optimizer, sizes, spec),
+        *filter(None, [launcher_error(trainer.world_size)]),
+        *strategy_errors(trainer.strategy, module.policy, optimizer, sizes, spec),
         *module_errors(module, sizes),
-        *_comparison_errors(module, sizes, ranks, has_heldout),
+        *_comparison_errors(module, sizes, image_ranks(trainer)[1], has_heldout),
         *teacher_errors(module.objective, module.policy),
     ]
 
@@ -232,7 +233,7 @@ def _keep_iterations_whole(module: Any, trainer: Any, sizes: Sizes) -> None:
     if trainer.fast_dev_run:
         iterations = int(trainer.fast_dev_run)
         count_iterations(trainer, iterations)
-        images = sizes.plan(trainer.world_size).images_per_iteration
+        images = sizes.plan(image_ranks(trainer)[1]).images_per_iteration
         rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
 
 
@@ -248,7 +249,9 @@ def limit_error(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> s
     if trainer.overfit_batches:
         return f"trainer.overfit_batches={trainer.overfit_batches} would drop images already made. {fewer}"
     limit = trainer.limit_train_batches
-    is_whole = limit >= sizes.plan(trainer.world_size).steps_per_iteration if isinstance(limit, int) else limit == 1.0
+    is_whole = (
+        limit >= sizes.plan(image_ranks(trainer)[1]).steps_per_iteration if isinstance(limit, int) else limit == 1.0
+    )
     if not is_whole and not trainer.fast_dev_run:
         return f"trainer.limit_train_batches={limit} would drop images already made. {fewer}"
     updates, steps = sizes.updates_per_iteration, trainer.max_steps

@@ -18,6 +18,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,6 +26,7 @@ from typing_extensions import override
 from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.core.sharding import cut, full, is_sharded, laid_out_as, local
 from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
+from lit_vgrpo.training.context_parallel import context_errors, share_tokens
 from lit_vgrpo.training.optimizer import resumed_group
 
 
@@ -223,24 +225,55 @@ def local_gradients(parameters: Iterable[Any]) -> Iterator[Tensor]:
             yield gradient
 
 
+@checked
 class FSDP2(PortableCheckpoints, ModelParallelStrategy):
-    """Fully sharded data parallelism over all processes; see :func:`shard`."""
+    """Fully sharded data parallelism; see :func:`shard`.
 
-    def __init__(self) -> None:
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
+    Args:
+        shard_size: Consecutive processes, such as those of a machine, that shard the weights; the other processes hold
+            replicas (HSDP). ``None`` for all.
+        context_parallel: Consecutive processes that share the tokens of their images, for long sequences.
+    """
+
+    def __init__(self, shard_size: PositiveInt | None = None, context_parallel: PositiveInt = 1) -> None:
+        super().__init__(tensor_parallel_size=context_parallel, save_distributed_checkpoint=False)
+        self.shard_size, self.context_parallel = shard_size, context_parallel
+
+    def mesh_errors(self) -> list[str]:
+        """Return why the processes cannot be divided as asked, one line each."""
+        options, processes = ("shard_size", "context_parallel"), self.num_nodes * self.num_processes
+        return [
+            f"trainer.strategy.{name}={size} does not divide {processes} processes. "
+            f"Set trainer.devices to a multiple of {size}."
+            for name, size in ((name, getattr(self, name)) for name in options)
+            if size is not None and processes % size
+        ]
 
     @override
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._data_parallel_size = self.num_nodes * self.num_processes // self.context_parallel
         super().setup_environment()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         # Not in configure_model: whole checkpoint weights are loaded between the two.
-        network: Any = self.lightning_module.policy.network  # type: ignore[union-attr]
+        module: Any = self.lightning_module
+        network, device, degree = module.policy.network, self.root_device.type, self.context_parallel
         if not any(is_sharded(p) for p in network.parameters()):
-            shard(network, self.device_mesh["data_parallel"])
+            for error in context_errors(module.policy, degree, module.evaluator.sides):
+                raise ValueError(error)
+            if degree > 1:
+                share_tokens(network, degree, self.world_size, device)
+            size = self.shard_size or self.world_size
+            shape, names = (self.world_size // size, size), ("replicate", "shard")
+            mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+            shard(network, mesh["shard"] if size == self.world_size else mesh)
         super().setup(trainer)
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # FSDP2 averages over all processes, but those that share tokens each have a part of the gradient.
+        return super().backward(closure_loss * self.context_parallel, *args, **kwargs)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

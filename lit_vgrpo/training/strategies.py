@@ -19,6 +19,7 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
+from lit_vgrpo.training.context_parallel import context_errors
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
@@ -45,7 +46,12 @@ def strategy_errors(
         scaling_error(strategy, policy),
         micro_batch_error(strategy, sizes),
     )
-    return [error for error in found if error is not None]
+    of_fsdp2 = (
+        [*strategy.mesh_errors(), *context_errors(policy, strategy.context_parallel)]
+        if isinstance(strategy, FSDP2)
+        else []
+    )
+    return [*(error for error in found if error is not None), *of_fsdp2]
 
 
 def launcher_error(ranks: int) -> str | None:

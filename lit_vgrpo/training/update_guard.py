@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_vgrpo.core.gather import of_all_ranks
+from lit_vgrpo.core.gather import of_all_processes
 from lit_vgrpo.core.snapshots import all_finite, trainable_parameters
 from lit_vgrpo.training.sharded import local_gradients
 
@@ -60,7 +60,7 @@ class UpdateGuard:
         losses, self._losses = self._losses, []
         loss_is_bad, norm_is_bad = _are_bad(losses, norm)
         gradient_is_bad = norm_is_bad and not all_finite(gradients)
-        found = of_all_ranks(torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])).bool()
+        found = of_all_processes(torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])).bool()
         if not found.any():
             self._in_a_row = 0
             return False

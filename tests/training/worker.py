@@ -1,6 +1,6 @@
 """Small runs under one strategy after the other, as one process of one or two: ``worker.py SPEC.json``.
 
-A run is ``{name, strategy, iterations, ...}``; ``as_named`` leaves DeepSpeed's own settings as they are. It leaves
+A run is ``{name, strategy, iterations, ...}``, whose strategy may be the options of FSDP2; ``as_named`` leaves DeepSpeed's own settings as they are. It leaves
 ``NAME.ckpt``, and on rank 0 ``NAME.pt`` with what it showed. One of a model family is
 ``{name, policy, options, lora, strategy, data}``, of which ``data`` are options of the data module; it takes one
 iteration, and leaves ``NAME.ckpt`` and ``NAME-export``.
@@ -23,6 +23,7 @@ from processes import small_strategy
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec, SD3Policy, VGRPOModule, policies
 from lit_vgrpo.callbacks import EMA, Export, RewardLogger, SampleGrid, averaged_weights
 from lit_vgrpo.core.gather import of_all_ranks
+from lit_vgrpo.training.sharded import FSDP2
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 
@@ -146,7 +147,9 @@ def train_family(run, folder):
     callbacks = [EMA(0.8, warmup=False), Export(f"{run['name']}-export")]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = {"strategy": run["strategy"]} if run["strategy"] else {}
-    trainer = make_trainer(folder, 1, callbacks, devices=world, gradient_clip_val=0.05, **chosen)
+    if isinstance(run["strategy"], dict):
+        chosen = {"strategy": FSDP2(**run["strategy"])}
+    trainer = make_trainer(folder, run.get("iterations", 1), callbacks, devices=world, gradient_clip_val=0.05, **chosen)
     trainer.fit(module, datamodule=make_data(micro_batch_size=2, updates_per_iteration=2, **run["data"]))
     trainer.save_checkpoint(folder / f"{run['name']}.ckpt")
 

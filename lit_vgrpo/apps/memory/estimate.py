@@ -11,6 +11,7 @@ import torch
 
 from lit_vgrpo.apps.memory.shares import bytes_of, copy_in_8_bits, restored_at_once, shares, tensors_of
 from lit_vgrpo.core.batches import at_most
+from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.objectives.score_gradient import window
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.meta import AutocastOnMeta, policy_on_meta
@@ -20,7 +21,8 @@ from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.model import ModelReward
-from lit_vgrpo.system.hub import file_at_hand
+from lit_vgrpo.system.hub import LoadError, file_at_hand
+from lit_vgrpo.training.context_parallel import context_errors
 from lit_vgrpo.training.memory_passes import LiveMemory, Pass, demand
 from lit_vgrpo.training.micro_batch import shown
 
@@ -88,8 +90,11 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     module, trainer = cli.model, cli.trainer
     device = device or trainer.strategy.root_device
     on_gpu = device.type != "cpu"
-    plan = cli.datamodule.sizes.plan(trainer.world_size)
+    plan = cli.datamodule.sizes.plan(image_ranks(trainer)[1])
     policy = policy_on_meta(module.policy, device.type)
+    degree = getattr(trainer.strategy, "context_parallel", 1)
+    for error in context_errors(policy, degree, module.evaluator.sides):
+        raise LoadError(error)
     asked = demand(module.objective, policy, plan)
     share = shares(policy, module.optimization.optimizer, trainer.strategy, trainer.world_size, on_gpu)
     averages = sum(type(callback).__name__ == "EMA" for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -113,7 +118,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         "stored latents": 0 if moves_away else round(latent * asked.kept),
     }
     rollout = at_most(plan.images_per_iteration, module.rollout_batch_size) or plan.images_per_rank
-    peak_of = cache(lambda asked: peak_of_pass(policy, asked))  # phases may ask for the same
+    peak_of = cache(lambda asked: peak_of_pass(policy, asked) // degree)  # phases may ask for the same
     phases = {
         ENCODING: encoding_peak(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
         ROLLOUT: peak_of(Pass(rollout, spec.guidance, False)) + asked.samples_with_copy * share.trained,
@@ -134,11 +139,13 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         phases[STORED] = peak_of(asked.stored) + bool(asked.copies) * share.trained
     if (data := cli.datamodule).has_heldout:
         images = len(data.heldout_rows()) * data.heldout_images_per_prompt
-        batch = min(data.eval_batch_size, -(-images // trainer.world_size))
+        batch = min(data.eval_batch_size, -(-images // image_ranks(trainer)[1]))
         sampled = at_most(images, module.rollout_batch_size) or batch
         evaluation = module.evaluation or spec.as_ode()
         with policy.sized(*module.evaluator.sides):
-            peak = max(peak_of_pass(policy, Pass(sampled, evaluation.guidance, False)), _decoding(policy, batch))
+            peak = max(
+                peak_of_pass(policy, Pass(sampled, evaluation.guidance, False)) // degree, _decoding(policy, batch)
+            )
         phases[EVALUATION] = peak + bool(averages) * share.trained  # the averages are swapped in
     return Estimate(parts, phases, tuple(unknown))
 

@@ -52,9 +52,10 @@ def shares(
     is_zero, is_fsdp = isinstance(strategy, ZeRO), isinstance(strategy, FSDP2)
     stage = strategy.stage if isinstance(strategy, ZeRO) else 0
     sharded = is_fsdp or stage == 3
-    of_weights = world_size if sharded else 1
-    of_gradients = world_size if sharded or stage == 2 else 1
-    of_state = world_size if sharded or is_zero else 1
+    size_of_shards = strategy.shard_size or world_size if isinstance(strategy, FSDP2) else world_size
+    of_weights = size_of_shards if sharded else 1
+    of_gradients = size_of_shards if sharded or stage == 2 else 1
+    of_state = size_of_shards if sharded or is_zero else 1
     parts = {
         "trained weights": size // of_weights,
         "frozen weights": rest // of_weights + buffers,

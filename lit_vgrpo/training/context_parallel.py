@@ -1,0 +1,59 @@
+"""Context parallelism: processes share the tokens of their images, with diffusers' plan of the network.
+
+Private names are those of diffusers 0.42.1.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.loading import bare_network
+from lit_vgrpo.system.hub import quiet_libraries
+
+OPTION = "trainer.strategy.context_parallel"
+
+
+def context_errors(policy: Policy, degree: int, *sides: tuple[int | None, int | None]) -> list[str]:
+    """Return why a policy's tokens cannot be shared by ``degree`` processes, in one line.
+
+    Before the policy is loaded, its configuration is read if it is on this machine; its images are not checked.
+
+    Args:
+        policy: The policy.
+        degree: Processes that share an image's tokens.
+        *sides: Other heights and widths of its images, such as those of the evaluation.
+    """
+    network: Any = None if degree == 1 else policy.network if policy.loaded else bare_network(policy)
+    if network is None:
+        return []
+    option = f"{OPTION}={degree}"
+    if network._cp_plan is None:
+        name = type(network).__name__
+        return [f"{option}: diffusers cannot split the tokens of {name}, only those of FLUX, FLUX.2 and Qwen-Image."]
+    found = [(network.config.num_attention_heads, f"attention heads of {policy.checkpoint}. Use a divisor of it.")]
+    length: int = policy.max_sequence_length
+    found.append((length, f"tokens of a prompt. Set model.policy.max_sequence_length={-(-length // degree) * degree}."))
+    for height, width in [(None, None), *sides] if policy.loaded else []:
+        with policy.sized(height, width):
+            found.append((policy.image_tokens(), f"tokens of an image. Set another {policy.size_in}.height or width."))
+    return [f"{option} does not divide the {number} {what}" for number, what in found if number % degree][:1]
+
+
+def share_tokens(network: Any, degree: int, processes: int, device: str) -> None:
+    """Let each ``degree`` consecutive processes compute a part of every image's tokens (Ulysses, arXiv 2309.14509).
+
+    Attention is over all tokens, with a part of the heads in each process. The output is gathered. In the backward pass
+    each process keeps the gradient of its part of the output, so the sum over processes is the gradient.
+    """
+    from diffusers import ContextParallelConfig
+
+    mesh = init_device_mesh(device, (processes // degree, 1, degree), mesh_dim_names=("rank", "ring", "ulysses"))
+    # It takes the process's number modulo the number of accelerators, which is 0 on a CPU.
+    one = patch("torch.accelerator.device_count", return_value=1) if device == "cpu" else nullcontext()
+    with quiet_libraries(), one:
+        network.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree, mesh=mesh))
