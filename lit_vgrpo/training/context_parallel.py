@@ -18,7 +18,7 @@ from lit_vgrpo.system.hub import quiet_libraries
 OPTION = "trainer.strategy.context_parallel"
 
 
-def context_errors(policy: Policy, degree: int, *sides: tuple[int | None, int | None]) -> list[str]:
+def context_errors(policy: Policy, degree: int, sides: tuple[int | None, int | None] = (None, None)) -> list[str]:
     """Return why a policy's tokens cannot be shared by ``degree`` processes, in one line.
 
     Before the policy is loaded, its configuration is read if it is on this machine; its images are not checked.
@@ -26,7 +26,7 @@ def context_errors(policy: Policy, degree: int, *sides: tuple[int | None, int | 
     Args:
         policy: The policy.
         degree: Processes that share an image's tokens.
-        *sides: Other heights and widths of its images, such as those of the evaluation.
+        sides: Height and width of held-out images; ``None`` for the policy's.
     """
     network: Any = None if degree == 1 else policy.network if policy.loaded else bare_network(policy)
     if network is None:
@@ -38,8 +38,8 @@ def context_errors(policy: Policy, degree: int, *sides: tuple[int | None, int | 
     found = [(network.config.num_attention_heads, f"attention heads of {policy.checkpoint}. Use a divisor of it.")]
     length: int = policy.max_sequence_length
     found.append((length, f"tokens of a prompt. Set model.policy.max_sequence_length={-(-length // degree) * degree}."))
-    for height, width in [(None, None), *sides] if policy.loaded else []:
-        with policy.sized(height, width):
+    for size in (nullcontext(), policy.sized(*sides)) if policy.loaded else ():
+        with size:
             found.append((policy.image_tokens(), f"tokens of an image. Set another {policy.size_in}.height or width."))
     return [f"{option} does not divide the {number} {what}" for number, what in found if number % degree][:1]
 

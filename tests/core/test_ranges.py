@@ -21,7 +21,7 @@ from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.rewards import Connection
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.optimizer import OptimizerConfig
-from lit_vgrpo.training.sharded import ZeRO
+from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
 GOOD = {
     "checkpoint": "shipped:assets/tiny_sd3",
@@ -53,7 +53,7 @@ NAMED = [
 ]
 FAMILIES = [policies.SD3Policy, policies.UNetPolicy, policies.FluxPolicy]
 BAGS = [RunCheckpoint, RolloutSpec, BlockCache, ScoutSpec, OptimizerConfig, Connection, PromptDataModule, PromptSource]
-CLASSES = list(dict.fromkeys([*NAMED, *FAMILIES, *BAGS, VGRPOModule, ZeRO]))
+CLASSES = list(dict.fromkeys([*NAMED, *FAMILIES, *BAGS, VGRPOModule, FSDP2, ZeRO]))
 
 
 def hints_of(cls):

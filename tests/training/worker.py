@@ -1,9 +1,10 @@
-"""Small runs under one strategy after the other, as one process of one or two: ``worker.py SPEC.json``.
+"""Small runs under one strategy after the other, as one process of one or several: ``worker.py SPEC.json``.
 
-A run is ``{name, strategy, iterations, ...}``, whose strategy may be the options of FSDP2; ``as_named`` leaves DeepSpeed's own settings as they are. It leaves
+A run is ``{name, strategy, iterations, ...}``; ``as_named`` leaves DeepSpeed's own settings as they are. It leaves
 ``NAME.ckpt``, and on rank 0 ``NAME.pt`` with what it showed. One of a model family is
-``{name, policy, options, lora, strategy, data}``, of which ``data`` are options of the data module; it takes one
-iteration, and leaves ``NAME.ckpt`` and ``NAME-export``.
+``{name, policy, options, lora, strategy, data}``, of which ``data`` are options of the data module, and ``strategy``
+may be options of FSDP2; it takes one iteration of V-GRPO unless ``iterations`` and ``method`` say otherwise, and leaves
+``NAME.ckpt``, its last metrics in ``NAME.pt``, and ``NAME-export``.
 """
 
 import json
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import lightning as L
 import torch
+from all_methods import METHODS
 from helpers import SMALL_PICTURES, Brightness, make_data, make_module, make_trainer
 from processes import small_strategy
 
@@ -138,8 +140,10 @@ def train_family(run, folder):
     policy = stirred(getattr(policies, run["policy"]))(**run["options"], lora_rank=8 if run["lora"] else None)
     module = VGRPOModule(
         policy,
-        VGRPO(RolloutSpec(policy.solvers[0], steps=2, guidance=2.0), num_mc_samples=2, kl_weight=0.5),
-        Coarse(),
+        METHODS[run["method"]][0]()
+        if "method" in run
+        else VGRPO(RolloutSpec(policy.solvers[0], steps=2, guidance=2.0), num_mc_samples=2, kl_weight=0.5),
+        Brightness() if "method" in run else Coarse(),
         # A larger eps: Adam would make a whole step of a gradient of 1e-7, of which a tenth is rounding noise.
         optimizer=OptimizerConfig(lr=2e-4 if run["lora"] else 2e-5, warmup_steps=0, eps=1e-5),
         rollout_batch_size=2,
@@ -150,8 +154,14 @@ def train_family(run, folder):
     if isinstance(run["strategy"], dict):
         chosen = {"strategy": FSDP2(**run["strategy"])}
     trainer = make_trainer(folder, run.get("iterations", 1), callbacks, devices=world, gradient_clip_val=0.05, **chosen)
-    trainer.fit(module, datamodule=make_data(micro_batch_size=2, updates_per_iteration=2, **run["data"]))
+    start = str(folder / f"{run['start']}.ckpt") if "start" in run else None
+    data = make_data(**{"micro_batch_size": 2, "updates_per_iteration": 2, **run["data"]})
+    trainer.fit(module, datamodule=data, ckpt_path=start)
     trainer.save_checkpoint(folder / f"{run['name']}.ckpt")
+    if trainer.is_global_zero:
+        torch.save(
+            {name: float(value) for name, value in trainer.callback_metrics.items()}, folder / f"{run['name']}.pt"
+        )
 
 
 def main(spec):
