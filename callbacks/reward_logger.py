@@ -117,7 +117,7 @@ class RewardLogger(L.Callback):
         if self._flops is None:
             return {}
         passes = [now - before for now, before in zip(_passes(module), self._passes, strict=True)]
-        done = sum(number * cost for number, cost in zip(passes, self._flops, strict=True)) / module.ledger.ranks
+        done = sum(number * cost for number, cost in zip(passes, self._flops, strict=True)) / module.trainer.world_size
         return {"cost/mfu": done / (seconds * self._peak_flops)}
 
     def _global(self, module: VGRPOModule, record: IterationRecord) -> dict[str, float]:

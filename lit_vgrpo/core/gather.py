@@ -54,21 +54,21 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 def of_all_ranks(values: Tensor) -> Tensor:
     """Return every rank's ``(B, ...)``, of equal shapes, concatenated in rank order, on the CPU."""
-    return torch.cat(_of_processes(values)[::_per_rank])
+    return torch.cat(_of_processes(values)[::_per_rank]).cpu()
 
 
 def of_all_processes(values: Tensor) -> Tensor:
     """Return the same of every process, also of those that count as one rank."""
-    return torch.cat(_of_processes(values))
+    return torch.cat(_of_processes(values)).cpu()
 
 
 def _of_processes(values: Tensor) -> list[Tensor]:
     if not _is_group():
-        return [values.cpu()]
+        return [values]
     local = values.detach().to(_device()).contiguous()
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, local)
-    return [part.cpu() for part in parts]
+    return parts
 
 
 def rows_of_all_ranks(values: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def share_tokens(network: Any, degree: int, processes: int, device: str) -> None
     from diffusers import ContextParallelConfig
 
     mesh = init_device_mesh(device, (processes // degree, 1, degree), mesh_dim_names=("rank", "ring", "ulysses"))
-    # It takes the process's number modulo the number of accelerators, which is 0 on a CPU.
+    # diffusers takes the process's number modulo the number of accelerators, which is 0 on a CPU.
     one = patch("torch.accelerator.device_count", return_value=1) if device == "cpu" else nullcontext()
     with quiet_libraries(), one:
         network.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree, mesh=mesh))

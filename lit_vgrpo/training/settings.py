@@ -28,7 +28,7 @@ EXPECTED_WARNINGS = (
     ".*smaller than the logging interval.*",  # metrics are logged per iteration
     ".*across ranks is zero.*",  # no held-out prompts: nothing to evaluate
     ".*sync_dist=True.*",  # metrics are already computed over all ranks
-    ".*all_gather is deprecated.*",
+    ".*all_gather(_tensor`)? is deprecated.*",
     ".*LeafSpec.*is deprecated.*",
 )
 

@@ -251,6 +251,8 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        for error in self.mesh_errors():
+            raise ValueError(error)
         self._data_parallel_size = self.num_nodes * self.num_processes // self.context_parallel
         super().setup_environment()
 
