@@ -17,7 +17,7 @@ from torch import Tensor
 from lit_vgrpo.apps.report.run_data import LAYOUT, TO_EDIT
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.pictures import references_of, stacked_references
-from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.pixels import strips, to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.system.paths import new_file
@@ -101,7 +101,8 @@ class SampleGrid(L.Callback):
 
 def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
     """Return held-out images ``(B, 3, H, W)`` of rows, on the CPU."""
-    return module.evaluator.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows)).cpu()
+    images = module.evaluator.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows))
+    return strips(images).cpu()
 
 
 def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels: int) -> Image.Image:

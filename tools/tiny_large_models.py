@@ -12,6 +12,7 @@ from diffusers import (
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
+    AutoencoderKLWan,
     ChromaPipeline,
     ChromaTransformer2DModel,
     DPMSolverMultistepScheduler,
@@ -30,6 +31,9 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SanaPipeline,
     SanaTransformer2DModel,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
@@ -48,7 +52,7 @@ from tiny_chat import (
     qwen25_vl,
 )
 from tiny_pipelines import build_pipeline
-from tiny_text import t5_encoder, t5_tokenizer
+from tiny_text import t5_encoder, t5_tokenizer, umt5_encoder
 
 _WIDTH = 16  # of the text encoders
 _CHANNELS = 4  # of the latents
@@ -146,6 +150,59 @@ def build_flux2(folder: str | Path, seed: int = 0, *, is_distilled: bool = False
     texts: list[Any] = [(chat_tokenizer(), deep_qwen3, _WIDTH)]
     distilled = {"is_distilled": is_distilled}
     return build_pipeline(Flux2KleinPipeline, folder, seed, vae, denoiser, scheduler, texts, louder, **distilled)
+
+
+def build_wan(
+    folder: str | Path,
+    seed: int = 0,
+    vae: AutoencoderKLWan | None = None,
+    words: list[str] | None = None,
+    heads: int = 2,
+    layers: int = 2,
+    shift: float = 3.0,
+    *,
+    expanded: bool = False,
+) -> Path:
+    """Write a `WanPipeline` folder: 4 x 3 x 8 x 8 latents and 48 tokens for 5 frames of 32 x 32 pixels.
+
+    Args:
+        vae: a trained autoencoder, whose channels the network takes.
+        words: the tokenizer's words; ``None`` takes those of the shapes.
+        heads: of the network, 16 wide each.
+        layers: of the network.
+        shift: of the scheduler's sigmas.
+        expanded: let the network take a time for each token, as Wan 2.2 5B does.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        decoder = vae or AutoencoderKLWan(
+            base_dim=8,
+            z_dim=_CHANNELS,
+            dim_mult=[1, 1, 2],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            latents_mean=[-0.5, 0.2, 0.9, 0.1],
+            latents_std=[0.5, 1.5, 0.8, 1.2],
+            scale_factor_temporal=2,
+            scale_factor_spatial=4,
+        )
+    transformer = {
+        "num_attention_heads": heads,
+        "attention_head_dim": 16,
+        "in_channels": decoder.config.z_dim,
+        "out_channels": decoder.config.z_dim,
+        "text_dim": _WIDTH,
+        "freq_dim": 16 * heads,
+        "ffn_dim": 32 * heads,
+        "num_layers": layers,
+        "rope_max_seq_len": 32,
+    }
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+    texts: list[Any] = [(t5_tokenizer(words=words), umt5_encoder, _WIDTH)]
+    denoiser = WanTransformer3DModel, transformer
+    louder = {} if vae is not None else {"*.attn2.to_v.weight": 4.0, "*.attn2.to_out.0.weight": 4.0}
+    options = {"expand_timesteps": expanded, "transformer_2": None}
+    return build_pipeline(WanPipeline, folder, seed, decoder, denoiser, scheduler, texts, louder, **options)
 
 
 def build_z_image(folder: str | Path, seed: int = 0) -> Path:

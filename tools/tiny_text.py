@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,9 +15,9 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     PreTrainedModel,
-    T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5EncoderModel,
 )
 
 from lit_vgrpo.tiny.shapes import CHOICES
@@ -135,14 +135,17 @@ def t5_tokenizer(max_length: int = 12, words: list[str] | None = None) -> T5Toke
     return T5Tokenizer(vocab=[*special, *known, *letters], extra_ids=0, model_max_length=max_length)
 
 
-def t5_encoder(tokenizer: T5Tokenizer, hidden_size: int, seed: int = 0) -> T5EncoderModel:
+def t5_encoder(tokenizer: T5Tokenizer, hidden_size: int, seed: int = 0, kind: Any = T5EncoderModel) -> Any:
     """Return a frozen random T5 encoder."""
-    config = T5Config(
-        vocab_size=len(tokenizer), d_model=hidden_size, d_kv=16, d_ff=64, num_layers=1, num_heads=2, dropout_rate=0.0
-    )
+    sizes = {"d_model": hidden_size, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return T5EncoderModel(config).eval().requires_grad_(False)
+        return kind(kind.config_class(vocab_size=len(tokenizer), **sizes)).eval().requires_grad_(False)
+
+
+def umt5_encoder(tokenizer: T5Tokenizer, hidden_size: int, seed: int = 0) -> Any:
+    """Return a frozen random UMT5 encoder."""
+    return t5_encoder(tokenizer, hidden_size, seed, UMT5EncoderModel)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""``lightning sample``: draw PNG files with a run's weights, sampled as in its evaluation."""
+"""``lightning sample``: draw PNG files, or videos, with a run's weights, sampled as in its evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.pictures import PICTURE, references_of
-from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.pixels import strips, to_uint8
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import all_finite
 from lit_vgrpo.core.types import RolloutSpec
@@ -30,6 +30,7 @@ from lit_vgrpo.training.evaluation import EvaluationSpec, sides_of
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 
+FRAMES_PER_SECOND = 16  # what Wan was trained on
 USED = ("model.policy", "model.objective", "model.evaluation")
 
 
@@ -91,7 +92,10 @@ def sample_images(options: SampleOptions) -> int:
             for number, row in enumerate(options.rows, start=1):
                 for seed in range(options.seed, options.seed + options.count):
                     path = options.out / f"{number:03d}_seed{seed}.png"
-                    write_png(image_of(policy, spec, row, seed), path)
+                    image = image_of(policy, spec, row, seed)
+                    write_png(strips(image[None])[0], path)
+                    if image.ndim == 4:
+                        write_video(image, path.with_suffix(".webp"))
                     bar.update()
                     bar.write(str(path))
         say(f"Sampled with the {saved.origin(variant) if saved else 'reference weights'}.", error=True)
@@ -110,7 +114,9 @@ def spec_of(recipe: dict[str, Any], options: SampleOptions) -> RolloutSpec:
 
 
 def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
-    """Sample an image ``(3, H, W)`` in [0, 1] that depends only on its row, its seed and the weights.
+    """Sample an image ``(3, H, W)``, or a video ``(F, 3, H, W)``, in [0, 1].
+
+    It depends only on its row, its seed and the weights.
 
     The noise is what the family's pipeline draws with a CPU generator of the seed. Each image is sampled alone,
     since a batch rounds differently.
@@ -134,9 +140,19 @@ def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
 
 def write_png(image: Tensor, path: Path) -> None:
     """Write an image ``(3, H, W)`` in [0, 1] to a file atomically; raise UserError if it cannot be written."""
+    _write([to_uint8(image)], path, format="PNG")
+
+
+def write_video(video: Tensor, path: Path) -> None:
+    """Write a video ``(F, 3, H, W)`` in [0, 1] as an animated WebP file, without loss; see :func:`write_png`."""
+    _write(list(to_uint8(video)), path, format="WEBP", lossless=True, duration=round(1000 / FRAMES_PER_SECOND), loop=0)
+
+
+def _write(frames: list[Tensor], path: Path, **options: Any) -> None:
+    first, *others = (Image.fromarray(frame.permute(1, 2, 0).cpu().numpy()) for frame in frames)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as file:
-            Image.fromarray(to_uint8(image).permute(1, 2, 0).cpu().numpy()).save(file, format="PNG")
+            first.save(file, **options, **({"save_all": True, "append_images": others} if others else {}))
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror or error}. Set --out to another folder.") from error

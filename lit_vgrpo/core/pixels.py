@@ -26,6 +26,11 @@ def to_uint8(images: Tensor) -> Tensor:
     return (images.float().clamp(0, 1) * 255).round().to(torch.uint8)
 
 
+def strips(images: Tensor) -> Tensor:
+    """Return videos ``(B, F, 3, H, W)`` as images of their frames side by side, ``(B, 3, H, F W)``; keep images."""
+    return images if images.ndim == 4 else images.movedim(1, 3).flatten(3)
+
+
 def to_pil(images: Tensor) -> list[Image.Image]:
     """Convert images to PIL RGB images, rounded as in a file.
 

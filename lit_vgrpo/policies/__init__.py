@@ -14,6 +14,7 @@ from lit_vgrpo.policies.sana import SanaPolicy
 from lit_vgrpo.policies.sd3 import SD3Policy
 from lit_vgrpo.policies.sdxl import SDXLPolicy
 from lit_vgrpo.policies.unet import UNetPolicy
+from lit_vgrpo.policies.wan import WanPolicy
 from lit_vgrpo.policies.z_image import ZImagePolicy
 
 __all__ = [
@@ -37,5 +38,6 @@ __all__ = [
     "SanaPolicy",
     "UNetPolicy",
     "VariancePreserving",
+    "WanPolicy",
     "ZImagePolicy",
 ]

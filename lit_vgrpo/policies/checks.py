@@ -185,8 +185,8 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
     for rows in (slice(0, 1), slice(1, 2)) if policy.pipeline_takes_one else (slice(0, 2),):
         edited = None if given is None else torch.stack(given[rows]).to(policy.device).float() / 255
         with quiet_libraries(), _pipeline_with(policy, _scheduler_of_the_pipeline(policy, solver, STEPS)) as pipeline:
-            parts.append(pipeline(**call_of(policy, PROMPTS[rows], noise[rows], STEPS, guidance, edited)).images)
-    pictures = torch.cat(parts)[:, :3]  # some pipelines add transparency
+            parts.append(pipeline(**call_of(policy, PROMPTS[rows], noise[rows], STEPS, guidance, edited))[0])
+    pictures = torch.cat(parts)[..., :3, :, :]  # some pipelines add transparency
     plain = "The shift, or the units of times, latents or the prediction, differ."
     guided = "See encode_negative and pipeline_options."
     return _require_same(drawn, pictures.to(drawn), plain if guidance == 1.0 else guided)
@@ -294,8 +294,8 @@ def call_of(
     options: dict[str, Any] = {
         **{name: getattr(policy, name) for name in shared},
         "prompt": list(prompts),
-        "height": noise.shape[2] * policy.pixels_per_latent,
-        "width": noise.shape[3] * policy.pixels_per_latent,
+        "height": noise.shape[-2] * policy.pixels_per_latent,
+        "width": noise.shape[-1] * policy.pixels_per_latent,
         "num_inference_steps": steps,
         "latents": policy.pipeline_latents(noise.clone()),
         "output_type": "pt",

@@ -45,6 +45,8 @@ class FlowPolicy(Policy, ABC):
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
     """The joint attention of images and text, as in most families."""
+    pipeline_solver: ClassVar[str] = "euler"
+    """The solver that the pipeline comes with."""
     packed: ClassVar[int] = 1
     """Latents per side in one of the network's ``in_channels`` inputs."""
     patch: ClassVar[int] = PATCH
@@ -79,7 +81,7 @@ class FlowPolicy(Policy, ABC):
             "FlowMatchEulerDiscreteScheduler, without stochastic_sampling and invert_sigmas."
         )
 
-    def find_latent_shape(self) -> tuple[int, int, int]:
+    def find_latent_shape(self) -> tuple[int, ...]:
         default = DEFAULT_SIDE // self.pipeline.vae_scale_factor
         sides = self.latent_sides(getattr(self.pipeline, "default_sample_size", default), PATCH)
         return self.network.config.in_channels // self.packed**2, *sides
@@ -88,9 +90,8 @@ class FlowPolicy(Policy, ABC):
         return RectifiedFlow()
 
     def image_tokens(self) -> int:
-        """Return the number of tokens per image."""
-        _, height, width = self.latent_shape
-        return height // self.patch * (width // self.patch)
+        """Return the number of tokens per image or video."""
+        return math.prod(self.latent_shape[1:]) // self.patch**2
 
     def shift_mu(self, steps: int) -> float | None:
         """Return the logarithm of a dynamic shift; ``None`` for the usual one, linear in the number of tokens."""
@@ -102,6 +103,15 @@ class FlowPolicy(Policy, ABC):
 
     def scheduler(self, solver: str, steps: int) -> Any:
         base, tokens = self.pipeline.scheduler, self.image_tokens()
+        if self.pipeline_solver != "euler":
+            if solver == self.pipeline_solver:
+                scheduler = type(base).from_config(base.config)
+                scheduler.set_timesteps(steps)
+                return scheduler
+            from diffusers import FlowMatchEulerDiscreteScheduler
+
+            config = {"num_train_timesteps": base.config.num_train_timesteps, "shift": base.config.flow_shift}
+            return flow_scheduler(solver, FlowMatchEulerDiscreteScheduler(**config), steps, tokens)
         return flow_scheduler(solver, base, steps, tokens, self.sigmas(steps), self.shift_mu(steps))
 
     def scheduler_times(self, scheduler: Any) -> Tensor:

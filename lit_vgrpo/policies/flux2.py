@@ -60,7 +60,7 @@ class Flux2Policy(LanguageModelPolicy):
     def pixels_per_latent(self) -> int:
         return self.pipeline.vae_scale_factor * PATCH
 
-    def find_latent_shape(self) -> tuple[int, int, int]:
+    def find_latent_shape(self) -> tuple[int, ...]:
         height, width = self.latent_sides(self.pipeline.default_sample_size, PATCH)
         return self.network.config.in_channels, height // PATCH, width // PATCH
 
@@ -149,7 +149,7 @@ class Flux2EditPolicy(Flux2Policy):
             raise ValueError(f"references={references}: {type(self).__name__} takes at most {self.most_references}.")
         self.references = references
 
-    def find_latent_shape(self) -> tuple[int, int, int]:
+    def find_latent_shape(self) -> tuple[int, ...]:
         shape = super().find_latent_shape()
         if math.prod(shape[1:]) * self.pixels_per_latent**2 > LARGEST:
             raise LoadError("FLUX.2 shrinks pictures of more than 1024 x 1024 pixels. Set a smaller height and width.")

@@ -74,7 +74,8 @@ class PipelinePolicy(nn.Module):
     decodes_with_gradient: ClassVar[bool] = True
     """False if :meth:`vae_decode` keeps no graph."""
     network: Any  # a diffusers model, the only submodule
-    latent_shape: tuple[int, int, int]
+    latent_shape: tuple[int, ...]
+    """``(C, h, w)``, or ``(C, f, h, w)`` of a video."""
     size_in: str = "model.policy"  # the section with height and width, for messages
 
     def __init__(
@@ -205,7 +206,7 @@ class PipelinePolicy(nn.Module):
     def image_size(self) -> tuple[int, int] | None:
         """Height and width in pixels; ``None`` before loading, unless both are options."""
         if self.loaded:
-            _, height, width = self.latent_shape
+            *_, height, width = self.latent_shape
             return height * self.pixels_per_latent, width * self.pixels_per_latent
         return None if self.height is None or self.width is None else (self.height, self.width)
 
@@ -223,7 +224,7 @@ class PipelinePolicy(nn.Module):
             if self.loaded:
                 self.latent_shape = before[3]
 
-    def find_latent_shape(self) -> tuple[int, int, int]:
+    def find_latent_shape(self) -> tuple[int, ...]:
         """Return ``(C, h, w)`` for the image size; LoadError if the VAE or the patches do not divide it."""
         config = self.network.config
         sides = self.latent_sides(config.sample_size, getattr(config, "patch_size", None) or 1)
@@ -239,7 +240,7 @@ class PipelinePolicy(nn.Module):
         Raises:
             LoadError: A side is not a whole number of patches.
         """
-        factor = self.pipeline.vae_scale_factor
+        factor = self.pixels_per_latent
         multiple = factor * patch_size
         for name, pixels in (("height", self.height), ("width", self.width)):
             if pixels is not None and pixels % multiple:

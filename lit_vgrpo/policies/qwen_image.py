@@ -30,12 +30,8 @@ class QwenVAEPolicy(LanguageModelPolicy, ABC):
     """A policy in the latent space of Qwen-Image's VAE, a video VAE that is used here with one frame."""
 
     def _latent_affine(self) -> tuple[Tensor, Tensor]:
-        config = self.pipeline.vae.config
-        mean, std = (
-            torch.tensor(values, device=self.device).reshape(1, -1, 1, 1)
-            for values in (config.latents_mean, config.latents_std)
-        )
-        return 1 / std, mean
+        scale, shift = channel_statistics(self.pipeline.vae, self.device)
+        return scale[:, :, 0], shift[:, :, 0]
 
     def vae_decode(self, latents: Tensor) -> Tensor:
         return super().vae_decode(latents.unsqueeze(2))[:, :, 0]  # a video of one frame
@@ -171,6 +167,15 @@ class QwenImageEditPolicy(QwenImagePolicy):
     def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, list[Shape]]:
         images = [z, *cond.tensors[REFERENCE_LATENTS].unbind(1)]
         return torch.cat([packed(image) for image in images], dim=1), [token_shape(image) for image in images]
+
+
+def channel_statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return scale and shift of a video VAE's latents, ``(1, C, 1, 1, 1)`` each."""
+    mean, std = (
+        torch.tensor(values, device=device).reshape(1, -1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return 1 / std, mean
 
 
 def token_shape(latents: Tensor) -> Shape:

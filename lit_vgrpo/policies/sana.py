@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.flow import FlowPolicy, flow_scheduler
+from lit_vgrpo.policies.flow import FlowPolicy
 
 MASK = "prompt_mask"  # not core.types.MASK: all prompts have one length
 
@@ -21,6 +21,7 @@ class SanaPolicy(FlowPolicy):
     """
 
     pipeline_class: ClassVar[str] = "SanaPipeline"
+    pipeline_solver: ClassVar[str] = "dpm++"
     solvers: ClassVar[tuple[str, ...]] = ("dpm++", "euler", "unipc")
     uses_latent_shift: ClassVar[bool] = False
     default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
@@ -35,7 +36,7 @@ class SanaPolicy(FlowPolicy):
             return None
         return f"comes with {type(pipeline.scheduler).__name__}, but Sana needs dpmsolver++ with use_flow_sigmas."
 
-    def find_latent_shape(self) -> tuple[int, int, int]:
+    def find_latent_shape(self) -> tuple[int, ...]:
         config = self.network.config
         return config.in_channels, *self.latent_sides(config.sample_size, config.patch_size)
 
@@ -63,14 +64,3 @@ class SanaPolicy(FlowPolicy):
         tokens, mask = cond.tensors["tokens"], cond.tensors[MASK]
         prediction = self.network(z, tokens, t * steps * scale, encoder_attention_mask=mask, return_dict=False)[0]
         return prediction[:, : z.shape[1]]  # without a learned variance
-
-    def scheduler(self, solver: str, steps: int) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        own = self.pipeline.scheduler
-        if solver == self.solvers[0]:
-            scheduler = type(own).from_config(own.config)
-            scheduler.set_timesteps(steps)
-            return scheduler
-        config = {"num_train_timesteps": own.config.num_train_timesteps, "shift": own.config.flow_shift}
-        return flow_scheduler(solver, FlowMatchEulerDiscreteScheduler(**config), steps, self.image_tokens())

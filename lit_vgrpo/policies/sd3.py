@@ -41,7 +41,7 @@ class SD3Policy(FlowPolicy):
         nulls = super().null_components(folder)
         return nulls if self.use_t5 else {**nulls, "text_encoder_3": None, "tokenizer_3": None}
 
-    def find_latent_shape(self) -> tuple[int, int, int]:
+    def find_latent_shape(self) -> tuple[int, ...]:
         shape = super().find_latent_shape()
         if max(shape[1:]) > (most := self.network.config.pos_embed_max_size * PATCH):
             pixels = most * self.pipeline.vae_scale_factor

@@ -3,6 +3,7 @@
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, Scores
 from lit_vgrpo.rewards.clip import AestheticScore, CLIPImageSimilarity, CLIPScore, PickScore
 from lit_vgrpo.rewards.combine import Weighted, as_weighted
+from lit_vgrpo.rewards.frames import Frames
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
@@ -13,7 +14,7 @@ from lit_vgrpo.rewards.judges import PackagedJudge
 from lit_vgrpo.rewards.ocr import OCRReward
 from lit_vgrpo.rewards.questions import QuestionScore
 from lit_vgrpo.rewards.score_queue import ScoreQueue
-from lit_vgrpo.rewards.shapes import RecolourReward, ShapesReward, SmoothShapesReward
+from lit_vgrpo.rewards.shapes import MotionReward, RecolourReward, ShapesReward, SmoothShapesReward
 from lit_vgrpo.rewards.vlm_judge import VLMJudge
 from lit_vgrpo.rewards.vote import VoteReward
 
@@ -22,12 +23,14 @@ __all__ = [
     "CLIPImageSimilarity",
     "CLIPScore",
     "Connection",
+    "Frames",
     "GenEval",
     "HPSv2",
     "HTTPReward",
     "ImageReward",
     "JPEGCompressibility",
     "JPEGIncompressibility",
+    "MotionReward",
     "OCRReward",
     "PackagedJudge",
     "PickScore",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pictures import stacked_references
-from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.pixels import strips, to_uint8
 from lit_vgrpo.errors import RewardError, error_in_user_code, one_line
 
 
@@ -34,6 +34,8 @@ class Reward(ABC):
         differentiable: :meth:`with_gradient` gives scores with a gradient, for methods that train on it.
         compares: It compares the images of a group, so that scores of different groups are not comparable. It is
             called once per rollout with all of a rank's images, and never with held-out images.
+        takes_videos: It scores videos ``(B, F, 3, H, W)``. The others score each frame of a video, and its score is the
+            mean; see :class:`~lit_vgrpo.rewards.Frames` for fewer frames.
         failure: One line on why images of the last call got NaN, if the reward knows.
         key: The reward's key in a recipe, such as ``model.reward``; empty if options are typed without a prefix.
     """
@@ -42,6 +44,7 @@ class Reward(ABC):
     concurrent: bool = False
     differentiable: bool = False
     compares: bool = False
+    takes_videos: bool = False
     failure: str | None = None
     key: str | None = None
 
@@ -127,11 +130,20 @@ def called(
     """Call a reward, with pictures if it takes them, and return its scores ``(B,)``, float32.
 
     Args:
+        images: Shape ``(B, 3, H, W)``, or ``(B, F, 3, H, W)`` for videos.
         method: Method to call instead, such as its ``with_gradient``.
 
     Raises:
-        RewardOutage: It returned something else.
+        RewardOutage: It returned something else, or scores videos and got images.
     """
+    if reward.takes_videos and images.ndim == 4:
+        raise RewardOutage(f'Reward "{reward.name}" scores videos, and the policy makes images. Use another reward.')
+    if images.ndim == 5 and not reward.takes_videos:
+        if reward.compares:
+            return called(reward, strips(images), prompts, rows, method)
+        number = images.shape[1]
+        each = [[item for item in items for _ in range(number)] for items in (prompts, rows)]
+        return called(reward, images.flatten(0, 1), *each, method).unflatten(0, (-1, number)).mean(1)
     given = {"references": stacked_references(rows)} if reward.takes_references else {}
     returned, shape = (method or reward)(images, prompts, rows, **given), (len(images),)
     if not isinstance(returned, Tensor) or tuple(returned.shape) != shape or returned.dtype != torch.float32:
@@ -205,7 +217,8 @@ class ImageBatch:
     """Images ready to be scored.
 
     Attributes:
-        images: Shape ``(B, 3, H, W)``, float32 in [0, 1], rounded to what a file can store.
+        images: Shape ``(B, 3, H, W)``, or ``(B, F, 3, H, W)`` for videos, float32 in [0, 1], rounded to what a file can
+            store.
         is_finite: Shape ``(B,)``, bool: images without NaN or infinite pixels.
         prompts: The B prompts.
         rows: The B rows.
@@ -223,11 +236,11 @@ class ImageBatch:
         Raises:
             ValueError: Images, prompts and rows differ in number, or images have the wrong shape.
         """
-        if images.ndim != 4 or images.shape[1] != 3 or not len(images) == len(prompts) == len(rows):
+        if images.ndim not in (4, 5) or images.shape[-3] != 3 or not len(images) == len(prompts) == len(rows):
             raise ValueError(
                 f"Rewards take images (B, 3, H, W) with B prompts and rows, not {tuple(images.shape)}, "
                 f"{len(prompts)} prompts and {len(rows)} rows."
             )
         is_finite = images.isfinite().flatten(1).all(1)
-        finite = images.detach().where(is_finite[:, None, None, None], 0)
+        finite = images.detach().where(is_finite.view(-1, *[1] * (images.ndim - 1)), 0)
         return cls(to_uint8(finite).float() / 255, is_finite.cpu(), prompts, rows)

@@ -40,6 +40,8 @@ class PythonReward(Reward):
             images, or a uint8 array ``(B, H, W, 3)``.
         name: Key of its score; null for the function's name.
         concurrent: Call it in a thread while the next images are sampled.
+        videos: It scores videos: a tensor ``(B, F, 3, H, W)``, or for each a list or an array of its frames. Otherwise
+            it is called with their frames.
         differentiable: Its scores carry the gradient of the tensor ``images``, for methods that train on it.
         options: Additional keyword arguments.
 
@@ -57,13 +59,14 @@ class PythonReward(Reward):
         concurrent: bool = False,
         options: dict[str, Any] | None = None,
         differentiable: bool = False,
+        videos: bool = False,
     ) -> None:
         if differentiable and images != "tensor":
             raise ValueError(f"differentiable=True needs images=tensor: images={images} carry no gradient.")
         self.function = function
         self.images: Images = images
         self.name = name or str(self).rpartition(":")[2].rpartition(".")[2]
-        self.concurrent, self.differentiable = concurrent, differentiable
+        self.concurrent, self.differentiable, self.takes_videos = concurrent, differentiable, videos
         self.options = dict(options or {})
 
     def __str__(self) -> str:
@@ -112,7 +115,7 @@ class PythonReward(Reward):
     def _converted(self, images: Tensor | None) -> Any:
         if images is None or self.images == "tensor":
             return images
-        if images.ndim == 5:  # several pictures to edit per image
+        if images.ndim == 5:  # several pictures to edit per image, or a video's frames
             return [self._converted(of_image) for of_image in images]
         if self.images == "pil":
             return to_pil(images)

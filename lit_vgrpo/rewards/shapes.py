@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_vgrpo.core.pictures import picture_error
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.base import Reward
+from lit_vgrpo.tiny import motion
 from lit_vgrpo.tiny.shapes import (
     CHOICES,
     COLOURS,
@@ -33,6 +34,8 @@ _MIN_CONTRAST = 0.25  # RGB distance of the shape from the background
 _MIN_AREA, _MAX_AREA = 20.0, 300.0  # pixels at 32 x 32; the task's shapes have 50 to 125
 _MIN_SHARE = 0.7  # of the foreground in the largest blob: rejects images of two shapes
 _MAX_COLOUR_DISTANCE = 0.35  # RGB; the closest two colours of the palette are 0.52 apart
+NOTHING = -2  # what is recognised of an image without exactly one shape
+_MIN_MOTION = 4.0  # pixels at 32 x 32
 _MIN_OVERLAP = 0.7  # intersection over union with the best template
 _COLOUR_SCALE, _PLACE_SCALE, _OVERLAP_SCALE = 0.3, 4.0, 0.05  # RGB distance, pixels, intersection over union
 
@@ -73,9 +76,10 @@ class ShapesReward(Reward):
 
     def checks(self, images: Tensor) -> dict[str, Tensor]:
         """Return, by attribute, how well the images show each of its `CHOICES`, ``(B, choices)``: 0 or 1."""
+        found = recognise(images)
         return {
-            name: (index[:, None] == torch.arange(len(CHOICES[name]), device=index.device)).float()
-            for name, index in recognise(images).items()
+            name: (found[name][:, None] == torch.arange(len(choices), device=images.device)).float()
+            for name, choices in CHOICES.items()
         }
 
 
@@ -140,6 +144,54 @@ class RecolourReward(Reward):
         return torch.where(target < 0, torch.nan, is_change * kept)
 
 
+@checked
+class MotionReward(Reward):
+    """Correctness of colour, shape and motion of videos for prompts such as ``a red circle moves up``.
+
+    Each check is 0 or 1; a video with a frame without exactly one shape fails all of them. Colour and shape must be
+    right in every frame. From the first frame to the last, the shape must move by at least 4 of 32 pixels, and at least
+    twice as far in the right direction as across it. The attributes come from the row's fields ``colour``, ``shape``
+    and ``motion``, else from the prompt; a prompt that does not name them scores NaN.
+
+    Args:
+        check: One check, or ``"mean"`` for the mean of the three.
+    """
+
+    takes_videos = True
+
+    def __init__(self, check: Literal["mean", "colour", "shape", "motion"] = "mean") -> None:
+        self.checked = tuple(motion.CHOICES) if check == "mean" else (check,)
+        self.name = "shapes_in_motion" if check == "mean" else check
+
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
+        missing = [name for name in self.checked if name not in motion.attributes_of(prompt, row)]
+        if not missing:
+            return None
+        return f"Prompt \"{prompt}\" names no {missing[0]}. Write prompts such as 'a red circle moves up'."
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
+        frames = images.shape[1]
+        found = {name: values.unflatten(0, (-1, frames)) for name, values in recognise(images.flatten(0, 1)).items()}
+        moved = torch.stack([found[name][:, -1] - found[name][:, 0] for name in ("x", "y")], dim=1)
+        is_shape = (found["shape"] != NOTHING).all(1)
+        scores = images.new_zeros(len(prompts))
+        for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            wanted = motion.attributes_of(prompt, row)
+            if any(name not in wanted for name in self.checked):
+                scores[number] = torch.nan
+                continue
+            step = moved.new_tensor(motion.DIRECTIONS.get(wanted.get("motion", ""), (0, 0)))
+            along, across = (moved[number] * step).sum(), (moved[number] * step.flip(0)).sum().abs()
+            passed = {
+                name: (found[name][number] == CHOICES[name].index(wanted[name])).all()
+                for name in ("colour", "shape")
+                if name in wanted
+            }
+            passed["motion"] = (along >= _MIN_MOTION) & (along >= 2 * across)
+            scores[number] = is_shape[number] * sum(passed[name].float() for name in self.checked) / len(self.checked)
+        return scores
+
+
 def recognise(images: Tensor) -> dict[str, Tensor]:
     """Recognise colour, shape and place in images.
 
@@ -147,7 +199,8 @@ def recognise(images: Tensor) -> dict[str, Tensor]:
         images: Shape ``(B, 3, H, W)`` in [0, 1]; resized to 32 x 32 if necessary.
 
     Returns:
-        ``{"colour", "shape", "place"}``, each of shape ``(B,)``, long: the index in `CHOICES`, or -2 for none.
+        ``{"colour", "shape", "place"}``, each of shape ``(B,)``, long: the index in `CHOICES`, or :data:`NOTHING`; and
+        ``{"x", "y"}``, the shape's centroid in pixels.
     """
     images = at_task_size(images.detach().float())
     colours = border(images).sort(dim=-1).values  # median() is not deterministic on a GPU
@@ -169,9 +222,9 @@ def recognise(images: Tensor) -> dict[str, Tensor]:
     grid = torch.arange(IMAGE_SIZE, device=images.device) + 0.5
     x = (weight.sum(1) * grid).sum(1) / area
     y = (weight.sum(2) * grid).sum(1) / area
-    none = torch.full_like(size, -2, dtype=torch.long)
+    none = torch.full_like(size, NOTHING, dtype=torch.long)
     found = {"colour": _colour(images, weight), "shape": _shape(weight, x, y, area), "place": _place(x, y)}
-    return {name: torch.where(valid, index, none) for name, index in found.items()}
+    return {**{name: torch.where(valid, index, none) for name, index in found.items()}, "x": x, "y": y}
 
 
 def at_task_size(images: Tensor) -> Tensor:
@@ -190,12 +243,12 @@ def _colour(images: Tensor, weight: Tensor) -> Tensor:
     core = weight * (weight > 0.7)
     mean = torch.einsum("bchw,bhw->bc", images, core) / core.flatten(1).sum(1, keepdim=True).clamp_min(1e-6)
     distance, index = torch.cdist(mean, torch.tensor([PALETTE[c] for c in COLOURS], device=images.device)).min(1)
-    return torch.where(distance <= _MAX_COLOUR_DISTANCE, index, -2)
+    return torch.where(distance <= _MAX_COLOUR_DISTANCE, index, NOTHING)
 
 
 def _shape(weight: Tensor, x: Tensor, y: Tensor, area: Tensor) -> Tensor:
     overlap, index = _overlaps(weight, x, y, area).max(1)
-    return torch.where(overlap >= _MIN_OVERLAP, index, -2)
+    return torch.where(overlap >= _MIN_OVERLAP, index, NOTHING)
 
 
 def _overlaps(weight: Tensor, x: Tensor, y: Tensor, area: Tensor) -> Tensor:
@@ -214,7 +267,7 @@ def _place(x: Tensor, y: Tensor) -> Tensor:
     along, index = (offset @ steps.T).max(1)
     # In the middle, or on a diagonal, the place is ambiguous.
     clear = (along >= 2.5) & (along >= math.sqrt(0.5) * offset.norm(dim=1) * 1.1)
-    return torch.where(clear, index, -2)
+    return torch.where(clear, index, NOTHING)
 
 
 def _dilate(mask: Tensor) -> Tensor:

@@ -106,6 +106,11 @@ def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_S
     return (0.5 - distance).clamp(0, 1)
 
 
+def area_of(shape: str, size: Tensor) -> Tensor:
+    """Return the area in square pixels of a shape whose size is a number in [0, 1]."""
+    return _AREA_PER_RADIUS_SQUARED[shape] * (_RADIUS[0] + (_RADIUS[1] - _RADIUS[0]) * size).square()
+
+
 def render(colour: str, shape: str, place: str, generator: torch.Generator | None = None) -> Tensor:
     """Render one image, with a random size and position around its place.
 
@@ -114,13 +119,11 @@ def render(colour: str, shape: str, place: str, generator: torch.Generator | Non
     """
     device = "cpu" if generator is None else generator.device
     u = torch.rand(3, generator=generator, device=device).cpu()
-    radius = _RADIUS[0] + (_RADIUS[1] - _RADIUS[0]) * u[0]
     along, across = OFFSET + _ALONG * (2 * u[1] - 1), _ACROSS * (2 * u[2] - 1)
     step_x, step_y = PLACES[place]
     x = IMAGE_SIZE / 2 + step_x * along + abs(step_y) * across
     y = IMAGE_SIZE / 2 + step_y * along + abs(step_x) * across
-    area = _AREA_PER_RADIUS_SQUARED[shape] * radius.square()
-    mask = coverage(shape, x[None], y[None], area[None])
+    mask = coverage(shape, x[None], y[None], area_of(shape, u[0])[None])
     background = torch.tensor(BACKGROUND)[:, None, None]
     return background + mask * (torch.tensor(PALETTE[colour])[:, None, None] - background)
 

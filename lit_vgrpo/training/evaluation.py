@@ -17,6 +17,7 @@ from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import objects_of_all_ranks, rows_of_all_ranks
 from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
 from lit_vgrpo.core.pictures import PICTURE
+from lit_vgrpo.core.pixels import strips
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.records import Evaluation, PassLedger
 from lit_vgrpo.core.sampling import sample
@@ -185,7 +186,7 @@ class Evaluator:
         images: int = 0,
         references: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Sample images ``(B, 3, H, W)`` in [0, 1].
+        """Sample images ``(B, 3, H, W)`` in [0, 1], or videos ``(B, F, 3, H, W)``.
 
         Args:
             image_ids: Numbers of the images, which with the seed determine their noise.
@@ -221,7 +222,7 @@ class Evaluator:
             with self.ledger.phase("evaluation"):
                 images = self.generate_batch(batch)
             for observer in self.observers:
-                observer.update(images, batch)
+                observer.update(strips(images), batch)
             self._queue.put(images, batch.prompts, batch.rows)
 
     def of_images(self, name: str) -> Tensor | None:

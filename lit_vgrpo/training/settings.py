@@ -72,6 +72,7 @@ def module_errors(module: Any, sizes: Sizes) -> list[str]:
         *_guidance_errors(module),
         *_quantisation_errors(module),
         *_gradient_errors(module),
+        *_video_errors(module),
     ]
 
 
@@ -153,6 +154,13 @@ def _gradient_errors(module: Any) -> list[str]:
         f"model.objective={method} trains on the reward's gradient, but model.reward ({names}) has none. Use one "
         "such as PickScore, HPSv2, ImageReward or SmoothShapesReward, or a function with differentiable: true."
     ]
+
+
+def _video_errors(module: Any) -> list[str]:
+    if hasattr(module.policy, "num_frames"):
+        return []
+    names = [part.name for part in module.evaluator.observed.parts if part.reward.takes_videos]
+    return [f"The reward {name} scores videos, but {type(module.policy).__name__} makes images." for name in names][:1]
 
 
 def gradient_note(module: Any) -> list[str]:

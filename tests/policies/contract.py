@@ -162,9 +162,9 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
             width=family.size[1],
             **family.guidance(guidance, NEGATIVE if negative else ""),
             **given,
-        ).images
-    images = torch.stack(drawn)[:, :3]  # some add transparency
-    assert images.shape == (2, 3, *family.size)
+        )[0]
+    images = torch.stack(list(drawn))[..., :3, :, :]  # some add transparency
+    assert images.shape[-3:] == (3, *family.size)
     torch.testing.assert_close(policy.decode(latents), images, **SAME)
 
 

@@ -24,11 +24,12 @@ from lit_vgrpo.policies import (
     SD3Policy,
     SDXLPolicy,
     UNetPolicy,
+    WanPolicy,
     ZImagePolicy,
 )
 
 SLOW = ("qwen_image_edit", "flux2_edit", "flux2_dev_edit")
-LARGE = ("qwen_image", "flux2", "z_image", "chroma", "lumina2", "qwen_image21", "flux2_dev", "krea2", "sana")
+LARGE = ("qwen_image", "flux2", "z_image", "chroma", "lumina2", "qwen_image21", "flux2_dev", "krea2", "sana", "wan")
 FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", "kontext", *LARGE, *SLOW)
 FIRST = ("sd3", "unet_eps", "flux")
 REPEATS = tuple(name for name in FAMILIES if name not in FIRST)
@@ -36,6 +37,7 @@ REPEATS = tuple(name for name in FAMILIES if name not in FIRST)
 
 CLIP = {"prompt_limit": 12, "limited_by": "CLIPText"}
 T5 = {"prompt_limit": 16, "limited_by": "T5"}
+UMT5 = {"prompt_limit": 16, "limited_by": "UMT5"}
 IDLE = ("transformer_blocks.1.attn.add_q_proj.*", "transformer_blocks.1.attn.norm_added_q.*")
 """The last block of SD3 and Qwen-Image has no use for what its text tokens become."""
 
@@ -98,6 +100,9 @@ def make_large_family(name, folder):
     if name == "krea2":
         limits = {"prompt_limit": 43, "limited_by": "Qwen3VL"}
         return Family(Krea2Policy, folder, options, guidance=from_zero, pack=pack, **limits)
+    if name == "wan":
+        options = {"max_sequence_length": 16, "num_frames": 5}
+        return Family(WanPolicy, folder, options, size=(32, 48), train_only="*attn1.to_q*", **UMT5)
     if name == "sana":
         limits = {"prompt_limit": 15, "limited_by": "Gemma2", "train_only": "*attn*.to_q*"}
         return Family(SanaPolicy, folder, {"max_sequence_length": 16}, guidance=unbinned, size=(32, 64), **limits)

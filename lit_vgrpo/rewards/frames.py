@@ -1,0 +1,56 @@
+"""Which frames of a video a reward sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from lit_vgrpo.core.ranges import Range, checked
+from lit_vgrpo.rewards.base import Reward, called
+from lit_vgrpo.rewards.function import RewardLike, as_reward
+
+
+@checked
+class Frames(Reward):
+    """The mean score of some frames of a video by a reward of images, which alone scores every frame.
+
+    Args:
+        reward: The reward of images.
+        every: Score every n-th frame, from the first on; null for the first alone.
+    """
+
+    takes_videos = True
+
+    def __init__(self, reward: RewardLike, every: Annotated[int, Range(1, 1001)] | None = None) -> None:
+        self.reward = as_reward(reward)
+        self.every = every
+        self.name, self.concurrent = self.reward.name, self.reward.concurrent
+
+    def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+        scores = called(self.reward, images[:, :: self.every or images.shape[1]], prompts, rows)
+        self.failure = self.reward.failure
+        return scores
+
+    def found_at(self, key: str) -> Reward:
+        self.reward.found_at(key)
+        return super().found_at(key)
+
+    def check(self) -> list[str]:
+        return self.reward.check()
+
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
+        return self.reward.prompt_error(prompt, row)
+
+    def load(self) -> None:
+        self.reward.load()
+
+    def enter_run(self, folder: Path) -> None:
+        self.reward.enter_run(folder)
+
+    def take_counts(self) -> dict[str, int]:
+        return self.reward.take_counts()
+
+    def close(self) -> None:
+        self.reward.close()

@@ -1,0 +1,64 @@
+"""Videos of one coloured shape that moves, and prompts that say where to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.tiny.shapes import BACKGROUND, COLOURS, IMAGE_SIZE, PALETTE, SHAPES, area_of, coverage
+
+FRAMES = 5
+DIRECTIONS: dict[str, tuple[int, int]] = {  # unit step, x to the right, y down
+    "to the left": (-1, 0),
+    "to the right": (1, 0),
+    "up": (0, -1),
+    "down": (0, 1),
+}
+CHOICES: dict[str, tuple[str, ...]] = {"colour": COLOURS, "shape": SHAPES, "motion": tuple(DIRECTIONS)}
+_TRAVEL = (8.0, 12.0)  # pixels from the first frame to the last
+_JITTER = 3.0  # pixels around the picture's centre, half way
+
+
+def prompt_of(colour: str, shape: str, motion: str) -> str:
+    """Return the prompt of one video, e.g. ``a red circle moves up``."""
+    return f"a {colour} {shape} moves {motion}"
+
+
+def attributes_of(prompt: str, row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the known attributes of a prompt, from the row's fields or else the prompt's words."""
+    words = prompt.strip().lower().split()
+    parsed = (words[1], words[2], " ".join(words[4:])) if len(words) > 4 and words[3] == "moves" else ("",) * 3
+    found = dict(zip(CHOICES, parsed, strict=True)) | {name: str(row[name]) for name in CHOICES if name in row}
+    return {name: value for name, value in found.items() if value in CHOICES[name]}
+
+
+def render(colour: str, shape: str, motion: str, generator: torch.Generator) -> Tensor:
+    """Render one video, with a random size, place and speed.
+
+    Returns:
+        Shape ``(5, 3, 32, 32)``, float32 in [0, 1].
+    """
+    u = torch.rand(4, generator=generator)
+    travel = (_TRAVEL[0] + (_TRAVEL[1] - _TRAVEL[0]) * u[0]) * (torch.arange(FRAMES) / (FRAMES - 1) - 0.5)
+    x, y = (
+        IMAGE_SIZE / 2 + step * travel + _JITTER * (2 * offset - 1)
+        for step, offset in zip(DIRECTIONS[motion], u[1:3], strict=True)
+    )
+    mask = coverage(shape, x, y, area_of(shape, u[3]).expand(FRAMES))[:, None]
+    background = torch.tensor(BACKGROUND)[:, None, None]
+    return background + mask * (torch.tensor(PALETTE[colour])[:, None, None] - background)
+
+
+def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Return all 72 prompts, 60 to train on and 12 held out; the split is fixed and balanced in every attribute."""
+    train: list[dict[str, str]] = []
+    heldout: list[dict[str, str]] = []
+    for i, colour in enumerate(COLOURS):
+        for j, shape in enumerate(SHAPES):
+            for k, motion in enumerate(DIRECTIONS):
+                row = {"prompt": prompt_of(colour, shape, motion), "colour": colour, "shape": shape, "motion": motion}
+                (heldout if (len(DIRECTIONS) * j + k) % len(COLOURS) == i else train).append(row)
+    return train, heldout

@@ -1,0 +1,77 @@
+"""Rewards of videos: frame by frame, on some frames, and as a whole."""
+
+import pytest
+import torch
+
+from lit_vgrpo.core.pixels import strips
+from lit_vgrpo.rewards import Frames, JPEGCompressibility, MotionReward, PythonReward, RewardOutage, Weighted
+from lit_vgrpo.tiny import motion
+
+VIDEOS = torch.rand(2, 4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+GIVEN = (VIDEOS, ["a", "b"], [{}, {}])
+
+
+def brightness(images, prompts):
+    assert len(prompts) == len(images)
+    return images.flatten(1).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("reward", "frames"),
+    [(brightness, slice(None)), (Frames(brightness), slice(1)), (Frames(brightness, every=2), slice(0, None, 2))],
+)
+def test_the_score_is_the_mean_over_the_frames(reward, frames):
+    rounded = (VIDEOS * 255).round() / 255
+    expected = rounded[:, frames].mean((1, 2, 3, 4))
+    torch.testing.assert_close(Weighted([reward]).score(*GIVEN).total, expected)
+
+
+def test_a_frame_that_fails_fails_its_video():
+    broken = VIDEOS.clone()
+    broken[1, 2, 0, 0, 0] = torch.nan
+    scores = Weighted([JPEGCompressibility()]).score(broken, *GIVEN[1:])
+    assert scores.total.isnan().tolist() == [False, True]
+
+
+def test_a_function_of_videos_gets_them_whole():
+    def shape(videos, prompts):
+        return [float(video.shape[0]) for video in videos]
+
+    assert Weighted([PythonReward(shape, videos=True)]).score(*GIVEN).total.tolist() == [4.0, 4.0]
+
+
+def test_a_reward_of_videos_refuses_images():
+    with pytest.raises(RewardOutage, match="scores videos, and the policy makes images"):
+        Weighted([MotionReward()]).score(VIDEOS[:, 0], *GIVEN[1:])
+
+
+def test_a_strip_has_the_frames_side_by_side():
+    assert torch.equal(strips(VIDEOS)[..., 8:16], VIDEOS[:, 1])
+    assert torch.equal(strips(VIDEOS[:, 0]), VIDEOS[:, 0])
+
+
+def test_rendered_videos_pass_and_others_do_not():
+    rows = [row for some in motion.prompt_rows() for row in some]
+    generator = torch.Generator().manual_seed(0)
+    videos = torch.stack([motion.render(row["colour"], row["shape"], row["motion"], generator) for row in rows])
+    prompts, blank = [row["prompt"] for row in rows], [{}] * len(rows)
+    assert MotionReward()(videos, prompts, blank).eq(1).all()
+    assert MotionReward("motion")(videos.flip(1), prompts, blank).eq(0).all()
+    assert MotionReward("motion")(videos[:, :1].expand_as(videos), prompts, blank).eq(0).all()
+    for name in motion.CHOICES:
+        wrong = [
+            motion.prompt_of(**{**{key: row[key] for key in motion.CHOICES}, name: another(name, row)}) for row in rows
+        ]
+        torch.testing.assert_close(MotionReward()(videos, wrong, blank), torch.full((len(rows),), 2 / 3))
+    videos[:, 2] = motion.render("red", "circle", "up", generator)[0, :, :1, :1]
+    assert MotionReward()(videos, prompts, blank).eq(0).all()
+
+
+def another(name, row):
+    values = motion.CHOICES[name]
+    return values[values.index(row[name]) - 1]
+
+
+def test_an_unknown_prompt_is_no_zero():
+    assert MotionReward()(VIDEOS[:1], ["a dog"], [{}]).isnan().all()
+    assert "names no colour" in MotionReward().prompt_error("a dog", {})

@@ -1,0 +1,152 @@
+"""Write the pipeline and the prompts of the tiny video task: a small Wan pipeline that follows prompts poorly.
+
+python tools/make_tiny_motion.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLWan
+from tiny_large_models import build_wan
+from torch import Tensor
+
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.policies import Conditioning, WanPolicy
+from lit_vgrpo.tiny.motion import CHOICES, FRAMES, prompt_of, prompt_rows, render
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+CHANNELS, SIDE, CROP, TOKENS = 6, 32, 16, 8
+_log = logging.getLogger(__name__)
+
+
+def random_videos(count: int, generator: torch.Generator, prompt_noise: float) -> tuple[Tensor, list[str]]:
+    """Render videos ``(count, 5, 3, 32, 32)`` in [0, 1], and prompts; each of their attributes may be wrong."""
+    videos, prompts = [], []
+    for _ in range(count):
+        true, said = [], []
+        for values in CHOICES.values():
+            pick, other = (
+                int(torch.randint(most, (1,), generator=generator)) for most in (len(values), len(values) - 1)
+            )
+            is_wrong = float(torch.rand(1, generator=generator)) < prompt_noise
+            true.append(values[pick])
+            said.append(values[(pick + 1 + other) % len(values)] if is_wrong else values[pick])
+        videos.append(render(*true, generator))
+        prompts.append(prompt_of(*said))
+    return torch.stack(videos), prompts
+
+
+def train_vae(seed: int, steps: int, batch_size: int) -> AutoencoderKLWan:
+    """Train a video autoencoder, 5 x 32 x 32 to 3 x 8 x 8 latents, and store the statistics of its latents."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        vae = AutoencoderKLWan(
+            base_dim=8,
+            z_dim=CHANNELS,
+            dim_mult=[1, 2, 2],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            latents_mean=[0.0] * CHANNELS,
+            latents_std=[1.0] * CHANNELS,
+            scale_factor_temporal=2,
+            scale_factor_spatial=4,
+        )
+    optimizer = torch.optim.Adam(vae.parameters(), lr=3e-3, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
+    for step in range(steps):
+        left, top = torch.randint(3, SIDE - CROP - 2, (2,), generator=generator).tolist()
+        whole = random_videos(batch_size, generator, 0.0)[0].transpose(1, 2) * 2 - 1
+        pixels = whole[..., top : top + CROP, left : left + CROP]  # a quarter of the work, and more of the shape
+        mean = vae.encode(pixels).latent_dist.mean
+        scale = mean.detach().std()
+        decoded = vae.decode(mean + 0.1 * scale * torch.randn(mean.shape, generator=generator)).sample
+        error = (decoded - pixels).abs() + (decoded - pixels).square()
+        is_shape = (pixels - whole[..., :1, :1]).abs().amax(1, keepdim=True) > 0.1
+        loss = (error * (1 + 3 * is_shape)).mean() + 1e-4 * mean.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0:
+            _log.info("autoencoder, step %d: error %.4f, latent std %.3f", step, loss.item(), scale.item())
+    with torch.no_grad():
+        latents = vae.encode(random_videos(64, generator, 0.0)[0].transpose(1, 2) * 2 - 1).latent_dist.mean
+    spread = {"latents_mean": latents.mean((0, 2, 3, 4)), "latents_std": latents.std((0, 2, 3, 4))}
+    vae.register_to_config(**{name: [round(value, 4) for value in values.tolist()] for name, values in spread.items()})
+    return vae.eval()
+
+
+def pretrain(policy: WanPolicy, seed: int, steps: int, batch_size: int, prompt_noise: float) -> None:
+    """Train a policy's network, with full weights, to denoise videos under prompts that are often wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [row["prompt"] for rows in prompt_rows() for row in rows]
+    with torch.no_grad():
+        texts = Conditioning(policy.encode_prompts(prompts))
+        videos, asked = random_videos(2048, generator, prompt_noise)
+        scale, shift = policy._latent_affine()
+        pixels = (videos.transpose(1, 2) * 2 - 1).split(64)
+        latents = torch.cat([(policy.pipeline.vae.encode(some).latent_dist.mean - shift) * scale for some in pixels])
+    rows = torch.tensor([prompts.index(prompt) for prompt in asked])
+    weights = trainable_parameters(policy)
+    averages = {name: weight.detach().clone() for name, weight in weights.items()}
+    optimizer = torch.optim.AdamW(weights.values(), lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.05)
+    for step in range(steps):
+        chosen = torch.randint(len(rows), (batch_size,), generator=generator)
+        x, cond = latents[chosen], texts.select(rows[chosen])
+        t = (torch.randperm(batch_size, generator=generator) + torch.rand(1, generator=generator)) / batch_size
+        eps = torch.randn(x.shape, generator=generator)
+        loss = (policy(policy.path.interpolate(x, eps, t), t, cond) - (eps - x)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+        optimizer.step()
+        schedule.step()
+        for name, weight in weights.items():
+            averages[name].lerp_(weight.detach(), min(0.01, 1 / (1 + step)))
+        if step % 100 == 0:
+            _log.info("network, step %d: loss %.3f", step, loss.item())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(averages[name])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write both, and print the pipeline's folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RECIPES, help="folder with assets/ and prompts/ to write to")
+    parser.add_argument("--vae", help="pipeline folder whose autoencoder to reuse; trains one otherwise")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
+    parser.add_argument("--vae-steps", type=int, default=1600, help="optimizer steps of the autoencoder's training")
+    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps of the pre-training")
+    parser.add_argument("--prompt-noise", type=float, default=0.45, help="probability that an attribute is wrong")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    (args.out / "prompts").mkdir(parents=True, exist_ok=True)
+    for name, rows in zip(("train", "heldout"), prompt_rows(), strict=True):
+        lines = [json.dumps(row) for row in rows]
+        (args.out / "prompts" / f"motion_{name}.jsonl").write_text("\n".join(lines) + "\n")
+    if args.vae is None:
+        vae = train_vae(args.seed, args.vae_steps, batch_size=8)
+    else:
+        vae = AutoencoderKLWan.from_pretrained(args.vae, subfolder="vae")
+    words = sorted({word for rows in prompt_rows() for row in rows for word in row["prompt"].split()})
+    with tempfile.TemporaryDirectory() as start:
+        build_wan(start, args.seed, vae=vae, words=words, heads=6, layers=3, shift=1.0)
+        policy = WanPolicy(start, num_frames=FRAMES, height=SIDE, width=SIDE, max_sequence_length=TOKENS)
+        policy.load()
+        pretrain(policy, args.seed, args.steps, 64, args.prompt_noise)
+        print(policy.save(args.out / "assets" / "tiny_motion"))
+
+
+if __name__ == "__main__":
+    main()
