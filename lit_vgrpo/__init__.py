@@ -45,6 +45,7 @@ _HOMES = {
     "SDXLPolicy": "lit_vgrpo.policies",
     "SanaPolicy": "lit_vgrpo.policies",
     "UNetPolicy": "lit_vgrpo.policies",
+    "WanPolicy": "lit_vgrpo.policies",
     "ZImagePolicy": "lit_vgrpo.policies",
     "RolloutSpec": "lit_vgrpo.core.types",
     "EvaluationSpec": "lit_vgrpo.training.evaluation",

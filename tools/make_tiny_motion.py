@@ -92,9 +92,7 @@ def pretrain(policy: WanPolicy, seed: int, steps: int, batch_size: int, prompt_n
     with torch.no_grad():
         texts = Conditioning(policy.encode_prompts(prompts))
         videos, asked = random_videos(2048, generator, prompt_noise)
-        scale, shift = policy._latent_affine()
-        pixels = (videos.transpose(1, 2) * 2 - 1).split(64)
-        latents = torch.cat([(policy.pipeline.vae.encode(some).latent_dist.mean - shift) * scale for some in pixels])
+        latents = policy.encode_images(videos)
     rows = torch.tensor([prompts.index(prompt) for prompt in asked])
     weights = trainable_parameters(policy)
     averages = {name: weight.detach().clone() for name, weight in weights.items()}

@@ -150,9 +150,11 @@ def write_video(video: Tensor, path: Path) -> None:
 
 def _write(frames: list[Tensor], path: Path, **options: Any) -> None:
     first, *others = (Image.fromarray(frame.permute(1, 2, 0).cpu().numpy()) for frame in frames)
+    if others:
+        options |= {"save_all": True, "append_images": others}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as file:
-            first.save(file, **options, **({"save_all": True, "append_images": others} if others else {}))
+            first.save(file, **options)
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror or error}. Set --out to another folder.") from error

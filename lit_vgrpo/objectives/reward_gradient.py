@@ -139,7 +139,9 @@ class RewardGradient(Objective):
         scores, gradient = (values.unflatten(0, images.shape[:2]) for values in found)
         trained = scores < (math.inf if self.target is None else self.target)  # not where a reward failed
         losses = torch.where(trained, (self.target or 0.0) - scores, 0.0)
-        experience.extras.update(score=scores, loss=losses, gradient=torch.where(expanded(trained), -gradient, 0.0))
+        experience.extras.update(
+            score=scores, loss=losses, gradient=torch.where(expanded(trained, gradient), -gradient, 0.0)
+        )
         return experience
 
     @torch.no_grad()
@@ -155,7 +157,8 @@ class RewardGradient(Objective):
         z, t, weight = (micro.extras[name] for name in ("before", "t", "weight"))
         rows = micro.rows.repeat_interleave(t.shape[1])
         velocities = self._velocity(policy, micro, z.flatten(0, 1), t.flatten(), rows)
-        return velocities.unflatten(0, t.shape) * expanded(weight)
+        by_time = velocities.unflatten(0, t.shape)
+        return by_time * expanded(weight, by_time)
 
     def _velocity(self, policy: Policy, micro: Experience, z: Tensor, t: Tensor, rows: Tensor) -> Tensor:
         """Return the guided velocities at ``z (N, C, h, w)``; carries the grad of the prompts' pass."""
@@ -168,7 +171,7 @@ class RewardGradient(Objective):
             images = extras["before"]
             for t, weight in zip(extras["t"].unbind(1), extras["weight"].unbind(1), strict=True):
                 velocity = self._velocity(policy, micro, images[:, 0], t, micro.rows)
-                images = images + (expanded(weight) * velocity)[:, None]
+                images = images + (expanded(weight, velocity) * velocity)[:, None]
         else:
             images = self._moves(policy, micro)  # without the part that carries no grad
         if self.variant == "flowbp":

@@ -37,7 +37,7 @@ def score_gradient(
         raise RuntimeError(
             "This method needs the reward's gradient. Give PrepareContext reward, prompts and data_rows."
         )
-    whole, sides = latents.shape[2:], window(latents.shape[2:], crop)
+    whole, sides = latents.shape[-2:], window(latents.shape[-2:], crop)
     generators = image_generators(STREAM_CROPS, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
     room = [1 + most - side for most, side in zip(whole, sides, strict=True)]
     places = [[int(torch.randint(number, (), generator=drawn)) for number in room] for drawn in generators]
@@ -46,9 +46,9 @@ def score_gradient(
     def of_batch(part: Tensor, numbers: Tensor) -> Tensor:
         leaf, chosen = part.detach().to(policy.device).float().requires_grad_(), numbers.tolist()
         corners = [places[i] for i in chosen]
-        seen = torch.stack([z[:, y : y + sides[0], x : x + sides[1]] for z, (y, x) in zip(leaf, corners, strict=True)])
+        seen = [z[..., y : y + sides[0], x : x + sides[1]] for z, (y, x) in zip(leaf, corners, strict=True)]
         prompts, rows = [context.prompts[i] for i in chosen], [dict(context.data_rows[i]) for i in chosen]
-        scores = reward.with_gradient(policy.decode_with_gradient(seen, halved), prompts, rows)
+        scores = reward.with_gradient(policy.decode_with_gradient(torch.stack(seen), halved), prompts, rows)
         (gradient,) = torch.autograd.grad(scores.sum(), leaf)
         return torch.cat([scores.detach()[:, None], gradient.flatten(1)], dim=1).to(latents.device)
 
@@ -88,6 +88,6 @@ def linearised(losses: Tensor, gradient: Tensor, images: Tensor) -> Tensor:
     return losses + (gradient * (images - images.detach())).flatten(2).sum(2)
 
 
-def expanded(values: Tensor) -> Tensor:
-    """Return values ``(...)`` with the dimensions of latents, ``(..., 1, 1, 1)``."""
-    return values[..., None, None, None]
+def expanded(values: Tensor, like: Tensor) -> Tensor:
+    """Return values ``(...)`` with as many dimensions as a tensor, ``(..., 1, 1, 1)``."""
+    return values[(...,) + (None,) * (like.ndim - values.ndim)]

@@ -240,7 +240,7 @@ class PipelinePolicy(nn.Module):
         Raises:
             LoadError: A side is not a whole number of patches.
         """
-        factor = self.pixels_per_latent
+        factor = getattr(self.pipeline, "vae_scale_factor", self.pixels_per_latent)
         multiple = factor * patch_size
         for name, pixels in (("height", self.height), ("width", self.width)):
             if pixels is not None and pixels % multiple:
@@ -293,7 +293,9 @@ class PipelinePolicy(nn.Module):
         place([self.pipeline.vae], self.device)
         with self.autocast(self.decode_dtype):
             of_vae = self.vae_latents(latents)
-            of_vae = F.avg_pool2d(of_vae, 2, ceil_mode=True) if halved else of_vae
+            if halved:
+                pooled = F.avg_pool2d(of_vae.flatten(0, -4), 2, ceil_mode=True)
+                of_vae = pooled.unflatten(0, of_vae.shape[:-3])
             return (self.vae_decode(of_vae).float() / 2 + 0.5).clamp(0, 1)
 
     @torch.no_grad()

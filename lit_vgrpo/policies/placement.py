@@ -91,7 +91,7 @@ def unmasked_on_meta(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tu
     if (mask := kwargs.get("attention_mask")) is not None and mask.is_meta:
         read = ("attention_mask", "position_ids", "use_cache")  # without a cache, it looks for packed prompts
         kwargs = {name: value for name, value in kwargs.items() if name not in read}
-    return args, kwargs
+    return args[:1] if args and args[0].is_meta else args, kwargs  # Wan passes the mask by position
 
 
 def _slots(module: nn.Module) -> Iterator[Slot]:

@@ -32,7 +32,6 @@ class WanPolicy(FlowPolicy):
     pipeline_solver: ClassVar[str] = "unipc"
     solvers: ClassVar[tuple[str, ...]] = ("unipc", "euler", "dpm++")
     default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    decodes_with_gradient: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -74,6 +73,10 @@ class WanPolicy(FlowPolicy):
     def vae_decode(self, latents: Tensor) -> Tensor:
         """Return the videos ``(B, F, 3, H, W)`` in [-1, 1] of the VAE's latents ``(B, C, f, h, w)``."""
         return super().vae_decode(latents).transpose(1, 2)
+
+    def vae_encode(self, images: Tensor) -> Tensor:
+        """Return the network's latents of videos ``(B, F, 3, H, W)`` in [-1, 1]."""
+        return super().vae_encode(images.transpose(1, 2))
 
     def prompt_limit(self) -> tuple[Any, int, str]:
         return self.pipeline.tokenizer, self.max_sequence_length, type(self.pipeline.text_encoder).__name__

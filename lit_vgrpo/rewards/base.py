@@ -141,9 +141,10 @@ def called(
     if images.ndim == 5 and not reward.takes_videos:
         if reward.compares:
             return called(reward, strips(images), prompts, rows, method)
-        number = images.shape[1]
-        each = [[item for item in items for _ in range(number)] for items in (prompts, rows)]
-        return called(reward, images.flatten(0, 1), *each, method).unflatten(0, (-1, number)).mean(1)
+        number, frames = images.shape[1], images.flatten(0, 1)
+        each = [index for index in range(len(images)) for _ in range(number)]
+        scores = called(reward, frames, [prompts[i] for i in each], [rows[i] for i in each], method)
+        return scores.unflatten(0, (-1, number)).mean(1)
     given = {"references": stacked_references(rows)} if reward.takes_references else {}
     returned, shape = (method or reward)(images, prompts, rows, **given), (len(images),)
     if not isinstance(returned, Tensor) or tuple(returned.shape) != shape or returned.dtype != torch.float32:

@@ -182,7 +182,7 @@ class MotionReward(Reward):
                 continue
             step = moved.new_tensor(motion.DIRECTIONS.get(wanted.get("motion", ""), (0, 0)))
             along, across = (moved[number] * step).sum(), (moved[number] * step.flip(0)).sum().abs()
-            passed = {
+            passed: dict[str, Tensor] = {
                 name: (found[name][number] == CHOICES[name].index(wanted[name])).all()
                 for name in ("colour", "shape")
                 if name in wanted

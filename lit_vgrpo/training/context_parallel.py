@@ -34,7 +34,8 @@ def context_errors(policy: Policy, degree: int, sides: tuple[int | None, int | N
     option = f"{OPTION}={degree}"
     if network._cp_plan is None:
         name = type(network).__name__
-        return [f"{option}: diffusers cannot split the tokens of {name}, only those of FLUX, FLUX.2 and Qwen-Image."]
+        known = "FLUX, FLUX.2, Qwen-Image and Wan"
+        return [f"{option}: diffusers cannot split the tokens of {name}, only those of {known}."]
     found = [(network.config.num_attention_heads, f"attention heads of {policy.checkpoint}. Use a divisor of it.")]
     length: int = policy.max_sequence_length
     found.append((length, f"tokens of a prompt. Set model.policy.max_sequence_length={-(-length // degree) * degree}."))

@@ -56,6 +56,7 @@ PASSES = {
     "tiny_shapes_pretrain": {"update": (2, 0)},
     "tiny_unet": {"rollout": (0, 10), "anchor": (0, 4), "update": (4, 0)},
     "tiny_unet_pretrain": {"update": (1, 0)},
+    "wan_pickscore": {"rollout": (0, 16), "update": (4, 0)},
     "z_image_pickscore": {"rollout": (0, 8), "update": (4, 0)},
 }
 UPDATES = {"flux_multireward": 4, "sd35m_stage5": 2, "sd3_pickscore_flowgrpo": 2}
@@ -71,9 +72,10 @@ FEW_STEPS, FEW_EVALUATION_STEPS = "model.objective.rollout.steps=8", "model.eval
 SMALL = ["model.policy.height=128", "model.policy.width=128"]
 SMALL_UNET = ["model.policy.height=256", "model.policy.width=256"]  # fewer pixels end before the network's last level
 SMALLEST = ["model.policy.height=32", "model.policy.width=32"]
-NEWER = ("flux2_klein", "qwen_image", "z_image", "chroma", "flux2_dev", "qwen_image21")
+NEWER = ("flux2_klein", "qwen_image", "z_image", "chroma", "flux2_dev", "qwen_image21", "wan")
 SIZES = {
     **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in NEWER},
+    "wan_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=5"],
     "flux_hps_flowbp": [FEW_STEPS, *SMALL],
     "flux_multireward": [FEW_STEPS, *SMALL],
     "kontext_edit": [FEW_STEPS, *SMALLEST],

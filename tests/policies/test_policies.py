@@ -208,10 +208,10 @@ def test_decoding_keeps_the_gradient(family):
     latents = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     leaf = latents.clone().requires_grad_()
     images = policy.decode_with_gradient(leaf)
-    (gradient,) = torch.autograd.grad((images * torch.linspace(0, 1, images.shape[3])).sum(), leaf)
+    (gradient,) = torch.autograd.grad((images * torch.linspace(0, 1, images.shape[-1])).sum(), leaf)
     assert gradient.flatten(1).norm(dim=1).min() > 0
     torch.testing.assert_close(images.detach(), policy.decode(latents))
-    assert policy.decode_with_gradient(leaf, halved=True).shape[2] * 2 == images.shape[2]
+    assert policy.decode_with_gradient(leaf, halved=True).shape[-2] * 2 == images.shape[-2]
 
 
 def test_the_negative_prompts_pass_may_keep_no_graph(family):

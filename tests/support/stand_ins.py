@@ -21,6 +21,7 @@ from tiny_large_models import (
     build_flux2_dev,
     build_qwen_image,
     build_qwen_image21,
+    build_wan,
     build_z_image,
 )
 from tiny_pipelines import build_clip, build_flux, build_sd3, build_sdxl, build_unet
@@ -36,6 +37,7 @@ LARGE = {
     "Flux2Policy": build_flux2,
     "Flux2DevPolicy": build_flux2_dev,
     "ChromaPolicy": build_chroma,
+    "WanPolicy": build_wan,
     "ZImagePolicy": build_z_image,
     "KontextPolicy": partial(build_flux, small=True, edits=True),
 }
@@ -131,6 +133,8 @@ class StandIns:
         options = {**node.get("init_args", {}), **self.reward(node.get("class_path"))}
         if "rewards" in options:
             options["rewards"] = [self._filled(part) for part in options["rewards"]]
+        if "reward" in options:
+            options["reward"] = self._filled(options["reward"])
         return reward if options == node.get("init_args", {}) else {**node, "init_args": options}
 
     def _clip(self):

@@ -28,9 +28,19 @@ JOBS = {  # name: policy, rank of the adapter, strategies by number of processes
     "kontext": ("KontextPolicy", False, {2: SHARED}, {}),
     "flux2": ("Flux2Policy", False, {2: SHARED}, {}),
     "qwen_image": ("QwenImagePolicy", False, {2: SHARED}, {}),
+    "wan": ("WanPolicy", False, {2: SHARED}, {}),
     "qwen_image lora": ("QwenImagePolicy", True, {2: SHARED}, {}),
 }
-PLANNED = {"flux", "kontext", "qwen_image", "flux2", "flux_cfg", "flux2_dev", *(f for f in FAMILIES if "edit" in f)}
+PLANNED = {
+    "flux",
+    "kontext",
+    "qwen_image",
+    "flux2",
+    "flux_cfg",
+    "flux2_dev",
+    "wan",
+    *(f for f in FAMILIES if "edit" in f),
+}
 CLOCKS = ("cost/", "memory/", "time/")
 
 
@@ -40,11 +50,12 @@ def options(tmp_path_factory, tiny, large_folder):
     made = tmp_path_factory.mktemp("pipelines")
     for name in ("FluxPolicy", "KontextPolicy"):  # with four attention heads
         tiny.build_flux(made / name, layers=1, edits=name == "KontextPolicy")
-    large = {"Flux2Policy": "flux2", "QwenImagePolicy": "qwen_image"}
+    large = {"Flux2Policy": "flux2", "QwenImagePolicy": "qwen_image", "WanPolicy": "wan"}
 
     def options(name):
         folder = large_folder(large[name]) if name in large else made / name
-        return {"checkpoint": str(folder), "max_sequence_length": 48 if name in large else 8, **SIZES}
+        frames = {"num_frames": 3} if name == "WanPolicy" else {}
+        return {"checkpoint": str(folder), "max_sequence_length": 48 if name in large else 8, **SIZES, **frames}
 
     return options
 

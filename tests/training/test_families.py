@@ -15,7 +15,8 @@ WORKER = Path(__file__).with_name("worker.py")
 LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
 LARGE |= {"qwen_image_edit": "QwenImageEditPolicy", "qwen_image21": "QwenImage21Policy", "chroma": "ChromaPolicy"}
 LARGE |= {"flux2_dev": "Flux2DevPolicy", "krea2": "Krea2Policy", "lumina2": "Lumina2Policy", "sana": "SanaPolicy"}
-LENGTHS = {"chroma": 16, "sana": 16}
+LARGE |= {"wan": "WanPolicy"}
+LENGTHS = {"chroma": 16, "sana": 16, "wan": 16}
 FAMILIES = {"unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
 FAMILIES |= {"kontext": "KontextPolicy", **LARGE}
 UNUSED = dict.fromkeys(
@@ -39,7 +40,7 @@ def options(unet_folder, sdxl_folder, flux_folder, large_folder):
     sizes = {"height": 32, "width": 32}
     made["kontext"] = lambda: {**made["flux"](), "checkpoint": str(flux_folder(True, True))}
     for name in LARGE:
-        length = {"max_sequence_length": LENGTHS.get(name, 48)}
+        length = {"max_sequence_length": LENGTHS.get(name, 48), **({"num_frames": 3} if name == "wan" else {})}
         made[name] = lambda name=name, length=length: {"checkpoint": str(large_folder(name)), **sizes, **length}
     return lambda family: made[family]()
 

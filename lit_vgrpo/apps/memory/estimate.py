@@ -184,10 +184,9 @@ def _decoding(policy: Policy, images: int) -> int:
 
 def gradient_peak(policy: Policy, crop: float | None, halved: bool = False) -> int:
     """Return the peak of one of the VAE's batches and its backward pass, without the reward's model."""
-    channels, *sides = policy.latent_shape
-    height, width = window(sides, crop)
+    height, width = window(policy.latent_shape[-2:], crop)
     with torch.enable_grad(), AutocastOnMeta(), LiveMemory() as live:
-        latents = torch.empty(policy.decode_batch_size, channels, *sides, device="meta", requires_grad=True)
+        latents = torch.empty(policy.decode_batch_size, *policy.latent_shape, device="meta", requires_grad=True)
         policy.decode_with_gradient(latents[..., :height, :width], halved).sum().backward()
     return live.peak
 

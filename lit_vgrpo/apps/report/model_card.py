@@ -179,7 +179,7 @@ def sample_call(policy: Policy, model: Mapping[str, Any]) -> str:
     known = inspect.signature(type(policy.pipeline).__call__).parameters
     options = policy.pipeline_references(torch.zeros(1, 3, height, width)) if policy.edits else {}
     options |= {"height": height, "width": width}
-    options |= {name: getattr(policy, name) for name in ("max_sequence_length",) if name in known}
+    options |= {name: getattr(policy, name) for name in ("max_sequence_length", "num_frames") if name in known}
     if {"steps", "guidance"} <= plan.keys():
         options |= {"num_inference_steps": plan["steps"], **policy.pipeline_guidance(plan["guidance"], 1)}
     options |= policy.pipeline_options
@@ -187,7 +187,8 @@ def sample_call(policy: Policy, model: Mapping[str, Any]) -> str:
     shown = "picture" if len(named) == 1 else f"[{', '.join(named)}]"
     picture = [f"image={shown}"] if options.pop("image", None) is not None else []
     given = [f"{name}={value!r}" for name, value in options.items() if not isinstance(value, torch.Tensor)]
-    return f'image = pipe(prompt="a prompt", {", ".join([*picture, *given])}).images[0]'
+    result = "frames = {}.frames[0]" if "num_frames" in options else "image = {}.images[0]"
+    return result.format(f'pipe(prompt="a prompt", {", ".join([*picture, *given])})')
 
 
 def _quoted(path: object) -> str:
