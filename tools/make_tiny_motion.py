@@ -1,6 +1,7 @@
 """Write the pipeline and the prompts of the tiny video task: a small Wan pipeline that follows prompts poorly.
 
 python tools/make_tiny_motion.py
+lightning run benchmarks/tiny_motion/recipe.yaml
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies import Conditioning, WanPolicy
 from lit_vgrpo.tiny.motion import CHOICES, FRAMES, prompt_of, prompt_rows, render
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 CHANNELS, SIDE, CROP, TOKENS = 6, 32, 16, 8
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def pretrain(policy: WanPolicy, seed: int, steps: int, batch_size: int, prompt_n
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write both, and print the pipeline's folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RECIPES, help="folder with assets/ and prompts/ to write to")
+    parser.add_argument("--out", type=Path, default=Path("tiny_motion"), help="folder to write to")
     parser.add_argument("--vae", help="pipeline folder whose autoencoder to reuse; trains one otherwise")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--vae-steps", type=int, default=1600, help="optimizer steps of the autoencoder's training")

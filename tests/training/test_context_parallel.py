@@ -146,8 +146,8 @@ def test_what_the_degree_does_not_divide_is_refused(tiny, tmp_path):
     small = "the 2 tokens of an image. Set another model.{}.height or width."
     assert errors(4, height=8, sides=(32, 32)) == []
     assert errors(4, sides=(8, 16)) == [f"{option}=4 does not divide {small.format('evaluation')}"]
-    unplanned = f"{option}=2: diffusers cannot split the tokens of SD3Transformer2DModel, only those of FLUX, FLUX.2 "
-    assert context_errors(SD3Policy("shipped:assets/tiny_sd3"), 2) == [f"{unplanned}and Qwen-Image."]
+    unplanned = f"{option}=2: diffusers cannot split the tokens of SD3Transformer2DModel, only those of FLUX, FLUX.2, "
+    assert context_errors(SD3Policy("shipped:assets/tiny_sd3"), 2) == [f"{unplanned}Qwen-Image and Wan."]
     shutil.rmtree(folder / "transformer")
     assert errors(3, loads=False) == []  # not known before it is loaded
 
