@@ -62,19 +62,6 @@ def device():
 
 
 @pytest.fixture(scope="session")
-def reader():
-    import policy_copies
-
-    return policy_copies.reader_with_memory()
-
-
-@pytest.fixture(autouse=True)
-def read_once(monkeypatch, reader):
-    """A pipeline is read from its folder once a process, and copied for each policy that loads it."""
-    monkeypatch.setattr("lit_vgrpo.policies.base.read_pipeline", reader)
-
-
-@pytest.fixture(scope="session")
 def sd3_folder(tmp_path_factory, tiny):
     """``sd3_folder(t5=False)``: a random small StableDiffusion3Pipeline folder."""
     made = cache(lambda t5: tiny.build_sd3(tmp_path_factory.mktemp("sd3"), small=True, t5=t5, shift=3.0 if t5 else 1.0))

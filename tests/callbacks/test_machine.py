@@ -1,6 +1,7 @@
 """What a run reports of its machine: operations of the network, their share of the device's peak, memory by phase."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_utilisation_is_of_this_iterations_passes(tiny_sd3):
         "update": {"with_grad": 20, "without_grad": 0},
         "evaluation": {"with_grad": 0, "without_grad": 1000},
     }
-    module.ledger.ranks = 2
+    module._trainer = SimpleNamespace(world_size=2)
     assert logger._utilisation(module, 2.0) == {}
     logger._flops, logger._peak_flops, logger._passes = (100, 300), 1000, (10, 10)
     assert logger._utilisation(module, 2.0) == {"cost/mfu": (30 * 100 + 10 * 300) / 2 / (2.0 * 1000)}

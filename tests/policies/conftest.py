@@ -5,11 +5,6 @@ from helpers import repeating
 from policies.families import FAMILIES, REPEATS, make_family
 
 
-@pytest.fixture(autouse=True)
-def read_once():
-    """Here each load reads the folder."""
-
-
 @pytest.fixture(scope="session")
 def families(sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
     """``families(name)``: a family by name, made once."""

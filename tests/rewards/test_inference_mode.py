@@ -17,6 +17,7 @@ ALL = sorted(
     for name in rewards.__all__
     if isinstance(getattr(rewards, name), type)
     and issubclass(getattr(rewards, name), Reward)
+    and not getattr(rewards, name).takes_videos
     and name not in ("Reward", "VoteReward", "PackagedJudge")  # people, and packages of another environment
 )
 
