@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def random_videos(count: int, generator: torch.Generator, prompt_noise: float) -> tuple[Tensor, list[str]]:
-    """Render videos ``(count, 5, 3, 32, 32)`` in [0, 1], and prompts; each of their attributes may be wrong."""
+    """Render videos ``(count, 5, 3, 32, 32)`` in [0, 1] and their prompts, which may name wrong attributes."""
     videos, prompts = [], []
     for _ in range(count):
         true, said = [], []
@@ -64,7 +64,7 @@ def train_vae(seed: int, steps: int, batch_size: int) -> AutoencoderKLWan:
     for step in range(steps):
         left, top = torch.randint(3, SIDE - CROP - 2, (2,), generator=generator).tolist()
         whole = random_videos(batch_size, generator, 0.0)[0].transpose(1, 2) * 2 - 1
-        pixels = whole[..., top : top + CROP, left : left + CROP]  # a quarter of the work, and more of the shape
+        pixels = whole[..., top : top + CROP, left : left + CROP]  # a quarter of the work; the shape fills more of it
         mean = vae.encode(pixels).latent_dist.mean
         scale = mean.detach().std()
         decoded = vae.decode(mean + 0.1 * scale * torch.randn(mean.shape, generator=generator)).sample
@@ -119,10 +119,10 @@ def pretrain(policy: WanPolicy, seed: int, steps: int, batch_size: int, prompt_n
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write both, and print the pipeline's folder."""
+    """Write the pipeline and the prompts, and print the pipeline's folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("tiny_motion"), help="folder to write to")
-    parser.add_argument("--vae", help="pipeline folder whose autoencoder to reuse; trains one otherwise")
+    parser.add_argument("--vae", help="pipeline folder whose autoencoder is reused; by default, one is trained")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--vae-steps", type=int, default=1600, help="optimizer steps of the autoencoder's training")
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps of the pre-training")

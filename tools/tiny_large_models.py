@@ -166,12 +166,12 @@ def build_wan(
     """Write a `WanPipeline` folder: 4 x 3 x 8 x 8 latents and 48 tokens for 5 frames of 32 x 32 pixels.
 
     Args:
-        vae: a trained autoencoder, whose channels the network takes.
-        words: the tokenizer's words; ``None`` takes those of the shapes.
-        heads: of the network, 16 wide each.
-        layers: of the network.
-        shift: of the scheduler's sigmas.
-        expanded: let the network take a time for each token, as Wan 2.2 5B does.
+        vae: a trained autoencoder, which sets the network's channels; ``None`` builds a random one.
+        words: the tokenizer's words; ``None`` uses those of the shapes.
+        heads: attention heads, 16 channels each.
+        layers: layers of the network.
+        shift: shift of the scheduler's sigmas.
+        expanded: give the network one timestep per token, as in Wan 2.2 5B.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Distils the tiny pipeline to three steps, and shows what training does to such a model.
+"""Distil the tiny pipeline to three steps, and show what training does to such a model.
 
     D=benchmarks/distilled; python $D/distilled.py make /tmp/tiny_turbo
     S="--settings published --seeds 3 --iterations 30 --evaluate-every 10 --jobs 1 data.prompts_per_iteration=16"
@@ -8,8 +8,8 @@
     lightning compare tiny_shapes --methods $D/mixgrpo.yaml $T --out /tmp/turbo_mixgrpo
     python $D/distilled.py table /tmp/turbo /tmp/turbo_mixgrpo
 
-The student is trained on pairs of a noise and the image that the teacher makes of it in 20 Euler steps: at the three
-times that it will be sampled at, it predicts the straight line between them (arXiv 2209.03003 and 2309.06380).
+The student is trained on pairs of noise and the image that the teacher makes from it in 20 Euler steps. At the three
+times of its sampler, it predicts the velocity of the straight line between them (arXiv 2209.03003 and 2309.06380).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHOWN = ("reward", "sharpness", "saturation", "diversity_within_prompts", "dista
 
 
 def teachers_pairs(policy: SD3Policy, prompts: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each image's prompt number, its noise and the teacher's latents."""
+    """Return each image's prompt number, noise and teacher latents."""
     rows = torch.arange(len(prompts)).repeat(PER_PROMPT)
     noise = policy.prior([torch.Generator().manual_seed(seed) for seed in range(len(rows))])
     spec = RolloutSpec("euler", TEACHER_STEPS)
@@ -86,7 +86,7 @@ def table(folders: list[Path]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("make", "table"))
-    parser.add_argument("folders", nargs="+", type=Path, help="the student's folder, or those of lightning compare")
+    parser.add_argument("folders", nargs="+", type=Path, help="student's folder, or lightning compare's output folders")
     parser.add_argument("--updates", type=int, default=500, help="optimizer steps of the distillation")
     options = parser.parse_args()
     if options.action == "make":

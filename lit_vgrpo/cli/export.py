@@ -53,7 +53,7 @@ class ExportOptions(RunOptions):
 
     @property
     def named_file(self) -> Path:
-        """File of an adapter for other programs, named like the folder: they list adapters by that name."""
+        """Adapter file for other programs, named like the folder because they list adapters by file name."""
         return self.to.folder / f"{self.to.folder.resolve().name}.safetensors"
 
 

@@ -1,4 +1,4 @@
-"""``lightning sample``: draw PNG files, or videos, with a run's weights, sampled as in its evaluation."""
+"""``lightning sample``: write images or videos from a run's weights, sampled as in its evaluation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from lit_vgrpo.training.evaluation import EvaluationSpec, sides_of
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 
-FRAMES_PER_SECOND = 16  # what Wan was trained on
 USED = ("model.policy", "model.objective", "model.evaluation")
 
 
@@ -95,7 +94,7 @@ def sample_images(options: SampleOptions) -> int:
                     image = image_of(policy, spec, row, seed)
                     write_png(strips(image[None])[0], path)
                     if image.ndim == 4:
-                        write_video(image, path.with_suffix(".webp"))
+                        write_video(image, path.with_suffix(".webp"), policy.frames_per_second)
                     bar.update()
                     bar.write(str(path))
         say(f"Sampled with the {saved.origin(variant) if saved else 'reference weights'}.", error=True)
@@ -116,7 +115,7 @@ def spec_of(recipe: dict[str, Any], options: SampleOptions) -> RolloutSpec:
 def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
     """Sample an image ``(3, H, W)``, or a video ``(F, 3, H, W)``, in [0, 1].
 
-    It depends only on its row, its seed and the weights.
+    The result depends only on the row, the seed and the weights.
 
     The noise is what the family's pipeline draws with a CPU generator of the seed. Each image is sampled alone,
     since a batch rounds differently.
@@ -143,9 +142,9 @@ def write_png(image: Tensor, path: Path) -> None:
     _write([to_uint8(image)], path, format="PNG")
 
 
-def write_video(video: Tensor, path: Path) -> None:
-    """Write a video ``(F, 3, H, W)`` in [0, 1] as an animated WebP file, without loss; see :func:`write_png`."""
-    _write(list(to_uint8(video)), path, format="WEBP", lossless=True, duration=round(1000 / FRAMES_PER_SECOND), loop=0)
+def write_video(video: Tensor, path: Path, frames_per_second: int) -> None:
+    """Write a video ``(F, 3, H, W)`` in [0, 1] as a lossless animated WebP file; see :func:`write_png`."""
+    _write(list(to_uint8(video)), path, format="WEBP", lossless=True, duration=round(1000 / frames_per_second), loop=0)
 
 
 def _write(frames: list[Tensor], path: Path, **options: Any) -> None:

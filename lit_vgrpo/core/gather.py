@@ -1,7 +1,7 @@
 """Collectives over all ranks; without a process group every function is the identity.
 
-Processes that share the tokens of their images (context parallelism) have the same images and count as one rank, whose
-values are those of the first of them.
+Processes that share the tokens of their images (context parallelism) have the same images and count as one rank. A
+rank's values are those of its first process.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _per_rank = 1  # processes
 
 
 def image_ranks(trainer: Any) -> tuple[int, int]:
-    """Return this process's rank among those that divide a trainer's images, and their number."""
+    """Return this process's rank and the number of ranks; processes that share images count as one rank."""
     processes = _processes_per_rank(trainer)
     return trainer.global_rank // processes, max(1, trainer.world_size // processes)
 
 
 def count_ranks_of(trainer: Any) -> None:
-    """Count as one rank the processes that share images under a trainer's strategy, from now on."""
+    """From now on, count processes that share images under a trainer's strategy as one rank."""
     global _per_rank
     _per_rank = _processes_per_rank(trainer)
 
@@ -58,7 +58,7 @@ def of_all_ranks(values: Tensor) -> Tensor:
 
 
 def of_all_processes(values: Tensor) -> Tensor:
-    """Return the same of every process, also of those that count as one rank."""
+    """Return the same for every process, including those that count as one rank."""
     return torch.cat(_of_processes(values)).cpu()
 
 

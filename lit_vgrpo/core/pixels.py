@@ -27,7 +27,7 @@ def to_uint8(images: Tensor) -> Tensor:
 
 
 def strips(images: Tensor) -> Tensor:
-    """Return videos ``(B, F, 3, H, W)`` as images of their frames side by side, ``(B, 3, H, F W)``; keep images."""
+    """Return each video's frames side by side, ``(B, F, 3, H, W)`` to ``(B, 3, H, F W)``; images stay as they are."""
     return images if images.ndim == 4 else images.movedim(1, 3).flatten(3)
 
 

@@ -89,5 +89,5 @@ def linearised(losses: Tensor, gradient: Tensor, images: Tensor) -> Tensor:
 
 
 def expanded(values: Tensor, like: Tensor) -> Tensor:
-    """Return values ``(...)`` with as many dimensions as a tensor, ``(..., 1, 1, 1)``."""
+    """Return values with trailing dimensions of size 1, up to the number of dimensions of ``like``."""
     return values[(...,) + (None,) * (like.ndim - values.ndim)]

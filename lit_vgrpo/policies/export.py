@@ -70,7 +70,7 @@ def save_kohya(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.fl
 def save_comfyui(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write an adapter of linear layers under ComfyUI's names (:attr:`PipelinePolicy.comfyui_names`).
 
-    ``B`` of a module that is several in diffusers is block-diagonal, and its rank is the sum of theirs.
+    For a module that fuses several of diffusers', ``B`` is block-diagonal and the rank is the sum of their ranks.
     """
     from safetensors.torch import save_file
 
@@ -86,7 +86,7 @@ def save_comfyui(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.
     for target, names in [*parts.items(), *((name, [name]) for name in kept)]:
         if trained.isdisjoint(names):
             continue
-        for name in set(names) - trained:  # of a fused module, but not adapted
+        for name in set(names) - trained:  # part of a fused module, but without an adapter
             layers[f"{name}.lora_A.weight"] = torch.zeros(0, modules[name].in_features, dtype=dtype)
             layers[f"{name}.lora_B.weight"] = torch.zeros(modules[name].out_features, 0, dtype=dtype)
         down, up = ([layers[f"{name}.lora_{side}.weight"] for name in names] for side in "AB")

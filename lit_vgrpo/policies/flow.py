@@ -46,7 +46,7 @@ class FlowPolicy(Policy, ABC):
     )
     """The joint attention of images and text, as in most families."""
     pipeline_solver: ClassVar[str] = "euler"
-    """The solver that the pipeline comes with."""
+    """The pipeline's default solver."""
     packed: ClassVar[int] = 1
     """Latents per side in one of the network's ``in_channels`` inputs."""
     patch: ClassVar[int] = PATCH

@@ -116,7 +116,7 @@ class Flux2Policy(LanguageModelPolicy):
             txt_ids=_ids(0, 1, 1, tokens.shape[1], z.device)[None],
             img_ids=torch.cat(
                 [_ids(STEP * i, image.shape[2], image.shape[3], 1, z.device) for i, image in enumerate(images)]
-            )[None],  # of a batch: context parallelism splits only such
+            )[None],  # with a batch dimension, which context parallelism needs
             return_dict=False,
         )[0]
         return prediction[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))

@@ -94,7 +94,7 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
 
 
 def distillation_warning(policy: PipelinePolicy) -> str | None:
-    """Return a one-line warning about training a model that its index or its name calls distilled, or ``None``."""
+    """Return a one-line warning if a model's index or name marks it as distilled, else ``None``."""
     flag, named = "is_distilled", DISTILLED_NAMES.search(Path(policy.checkpoint).name)
     if config_value(policy, INDEX, flag):
         sign = f"{flag} in its {INDEX}"
@@ -104,7 +104,7 @@ def distillation_warning(policy: PipelinePolicy) -> str | None:
         return None
     return (
         f"{KEY}={policy.checkpoint} looks distilled to a few steps ({sign}). Trained directly, it "
-        "loses detail over thousands of updates. Train its base model, or keep the run short and near its start: "
+        "may lose detail over thousands of updates. Train its base model, or keep the run short and near its start: "
         "model.objective.anchor_weight=1 model.objective.anchor_decay=0.3."
     )
 

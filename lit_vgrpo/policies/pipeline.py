@@ -64,8 +64,8 @@ class PipelinePolicy(nn.Module):
     network_name: ClassVar[str]
     default_lora_targets: ClassVar[tuple[str, ...]]
     comfyui_names: ClassVar[Mapping[str, str]] = {}
-    """ComfyUI's names of modules by the ends of diffusers' names, if ComfyUI does not read those. Modules with the same
-    name are one in ComfyUI, whose outputs are theirs in this order."""
+    """Maps suffixes of diffusers' module names to ComfyUI's, if ComfyUI does not read the former. Modules with the same
+    ComfyUI name are fused there, with their outputs in this order."""
     edits: ClassVar[bool] = False
     """True if every prompt comes with a picture, of the size of the images."""
     references: int = 1
@@ -75,7 +75,7 @@ class PipelinePolicy(nn.Module):
     """False if :meth:`vae_decode` keeps no graph."""
     network: Any  # a diffusers model, the only submodule
     latent_shape: tuple[int, ...]
-    """``(C, h, w)``, or ``(C, f, h, w)`` of a video."""
+    """``(C, h, w)``, or ``(C, f, h, w)`` for a video."""
     size_in: str = "model.policy"  # the section with height and width, for messages
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Wan 2.1, and the 5B model of Wan 2.2 (arXiv 2503.20314): videos."""
+"""Wan 2.1 and the 5B model of Wan 2.2 (arXiv 2503.20314), for video."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lit_vgrpo.system.hub import LoadError
 
 @checked
 class WanPolicy(FlowPolicy):
-    """``WanPipeline`` as a policy on a rectified flow, whose images are videos ``(B, F, 3, H, W)``.
+    """``WanPipeline`` as a policy on a rectified flow; its images are videos ``(B, F, 3, H, W)``.
 
     Latents are ``(B, C, f, h, w)``. The first solver is the pipeline's. Wan 2.2 A14B has two networks and is refused.
 
     Args:
         checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
-        num_frames: Frames of a video: 1 plus a multiple of the VAE's factor of time (4).
+        num_frames: Frames per video: 1 plus a multiple of the VAE's temporal compression factor (4).
         height: Height in pixels.
         width: Width in pixels.
         max_sequence_length: See :class:`~lit_vgrpo.policies.flow.FlowPolicy`.
@@ -44,6 +44,11 @@ class WanPolicy(FlowPolicy):
     ) -> None:
         super().__init__(checkpoint, max_sequence_length, height=height, width=width, **options)
         self.num_frames = num_frames
+
+    @property
+    def frames_per_second(self) -> int:
+        """Rate of the videos that the model was trained on."""
+        return 24 if self.pipeline.config.expand_timesteps else 16
 
     @property
     def pixels_per_latent(self) -> int:
@@ -87,6 +92,6 @@ class WanPolicy(FlowPolicy):
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         timestep = t * self.pipeline.scheduler.config.num_train_timesteps
-        if self.pipeline.config.expand_timesteps:  # a time per token
+        if self.pipeline.config.expand_timesteps:  # one timestep per token
             timestep = timestep[:, None].expand(-1, self.image_tokens())
         return self.network(z, timestep, cond.tensors["tokens"], return_dict=False)[0]

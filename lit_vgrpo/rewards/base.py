@@ -34,7 +34,7 @@ class Reward(ABC):
         differentiable: :meth:`with_gradient` gives scores with a gradient, for methods that train on it.
         compares: It compares the images of a group, so that scores of different groups are not comparable. It is
             called once per rollout with all of a rank's images, and never with held-out images.
-        takes_videos: It scores videos ``(B, F, 3, H, W)``. The others score each frame of a video, and its score is the
+        takes_videos: It scores videos ``(B, F, 3, H, W)``. Other rewards score each frame, and the video's score is the
             mean; see :class:`~lit_vgrpo.rewards.Frames` for fewer frames.
         failure: One line on why images of the last call got NaN, if the reward knows.
         key: The reward's key in a recipe, such as ``model.reward``; empty if options are typed without a prefix.
@@ -134,7 +134,7 @@ def called(
         method: Method to call instead, such as its ``with_gradient``.
 
     Raises:
-        RewardOutage: It returned something else, or scores videos and got images.
+        RewardOutage: It returned something else, or it scores videos and got images.
     """
     if reward.takes_videos and images.ndim == 4:
         raise RewardOutage(f'Reward "{reward.name}" scores videos, and the policy makes images. Use another reward.')
@@ -239,8 +239,8 @@ class ImageBatch:
         """
         if images.ndim not in (4, 5) or images.shape[-3] != 3 or not len(images) == len(prompts) == len(rows):
             raise ValueError(
-                f"Rewards take images (B, 3, H, W) with B prompts and rows, not {tuple(images.shape)}, "
-                f"{len(prompts)} prompts and {len(rows)} rows."
+                "Rewards take images (B, 3, H, W) or videos (B, F, 3, H, W) with B prompts and rows, not "
+                f"{tuple(images.shape)}, {len(prompts)} prompts and {len(rows)} rows."
             )
         is_finite = images.isfinite().flatten(1).all(1)
         finite = images.detach().where(is_finite.view(-1, *[1] * (images.ndim - 1)), 0)

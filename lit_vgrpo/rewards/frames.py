@@ -1,4 +1,4 @@
-"""Which frames of a video a reward sees."""
+"""Image rewards on selected frames of a video."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lit_vgrpo.rewards.function import RewardLike, as_reward
 
 @checked
 class Frames(Reward):
-    """The mean score of some frames of a video by a reward of images, which alone scores every frame.
+    """Mean score of an image reward over some frames of a video; without this, it scores every frame.
 
     Args:
-        reward: The reward of images.
-        every: Score every n-th frame, from the first on; null for the first alone.
+        reward: The image reward.
+        every: Score every n-th frame, starting with the first; null scores only the first.
     """
 
     takes_videos = True

@@ -40,8 +40,8 @@ class PythonReward(Reward):
             images, or a uint8 array ``(B, H, W, 3)``.
         name: Key of its score; null for the function's name.
         concurrent: Call it in a thread while the next images are sampled.
-        videos: It scores videos: a tensor ``(B, F, 3, H, W)``, or for each a list or an array of its frames. Otherwise
-            it is called with their frames.
+        videos: It scores videos: a tensor ``(B, F, 3, H, W)``, or a list or array of frames per video. Otherwise it
+            scores each frame.
         differentiable: Its scores carry the gradient of the tensor ``images``, for methods that train on it.
         options: Additional keyword arguments.
 

@@ -34,7 +34,7 @@ _MIN_CONTRAST = 0.25  # RGB distance of the shape from the background
 _MIN_AREA, _MAX_AREA = 20.0, 300.0  # pixels at 32 x 32; the task's shapes have 50 to 125
 _MIN_SHARE = 0.7  # of the foreground in the largest blob: rejects images of two shapes
 _MAX_COLOUR_DISTANCE = 0.35  # RGB; the closest two colours of the palette are 0.52 apart
-NOTHING = -2  # what is recognised of an image without exactly one shape
+NOTHING = -2  # index where nothing was recognised
 _MIN_MOTION = 4.0  # pixels at 32 x 32
 _MIN_OVERLAP = 0.7  # intersection over union with the best template
 _COLOUR_SCALE, _PLACE_SCALE, _OVERLAP_SCALE = 0.3, 4.0, 0.05  # RGB distance, pixels, intersection over union
@@ -148,7 +148,7 @@ class RecolourReward(Reward):
 class MotionReward(Reward):
     """Correctness of colour, shape and motion of videos for prompts such as ``a red circle moves up``.
 
-    Each check is 0 or 1; a video with a frame without exactly one shape fails all of them. Colour and shape must be
+    Each check is 0 or 1; a video fails all of them unless every frame shows exactly one shape. Colour and shape must be
     right in every frame. From the first frame to the last, the shape must move by at least 4 of 32 pixels, and at least
     twice as far in the right direction as across it. The attributes come from the row's fields ``colour``, ``shape``
     and ``motion``, else from the prompt; a prompt that does not name them scores NaN.

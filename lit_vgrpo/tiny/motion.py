@@ -1,4 +1,4 @@
-"""Videos of one coloured shape that moves, and prompts that say where to."""
+"""Videos of one moving coloured shape, and prompts that name its direction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIRECTIONS: dict[str, tuple[int, int]] = {  # unit step, x to the right, y down
 }
 CHOICES: dict[str, tuple[str, ...]] = {"colour": COLOURS, "shape": SHAPES, "motion": tuple(DIRECTIONS)}
 _TRAVEL = (8.0, 12.0)  # pixels from the first frame to the last
-_JITTER = 3.0  # pixels around the picture's centre, half way
+_JITTER = 3.0  # pixels around the image's centre, halfway through
 
 
 def prompt_of(colour: str, shape: str, motion: str) -> str:

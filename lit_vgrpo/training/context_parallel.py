@@ -1,4 +1,4 @@
-"""Context parallelism: processes share the tokens of their images, with diffusers' plan of the network.
+"""Context parallelism: processes share the tokens of their images, following diffusers' plan for the network.
 
 Private names are those of diffusers 0.42.1.
 """
@@ -19,9 +19,9 @@ OPTION = "trainer.strategy.context_parallel"
 
 
 def context_errors(policy: Policy, degree: int, sides: tuple[int | None, int | None] = (None, None)) -> list[str]:
-    """Return why a policy's tokens cannot be shared by ``degree`` processes, in one line.
+    """Return at most one line on why ``degree`` processes cannot share a policy's tokens.
 
-    Before the policy is loaded, its configuration is read if it is on this machine; its images are not checked.
+    Before the policy is loaded, its configuration is read if it is on this machine; image tokens are not checked.
 
     Args:
         policy: The policy.
@@ -46,15 +46,15 @@ def context_errors(policy: Policy, degree: int, sides: tuple[int | None, int | N
 
 
 def share_tokens(network: Any, degree: int, processes: int, device: str) -> None:
-    """Let each ``degree`` consecutive processes compute a part of every image's tokens (Ulysses, arXiv 2309.14509).
+    """Split every image's tokens over each ``degree`` consecutive processes (Ulysses, arXiv 2309.14509).
 
     Attention is over all tokens, with a part of the heads in each process. The output is gathered. In the backward pass
-    each process keeps the gradient of its part of the output, so the sum over processes is the gradient.
+    each process keeps the gradient of its part of the output, so the gradients sum to the full gradient.
     """
     from diffusers import ContextParallelConfig
 
     mesh = init_device_mesh(device, (processes // degree, 1, degree), mesh_dim_names=("rank", "ring", "ulysses"))
-    # diffusers takes the process's number modulo the number of accelerators, which is 0 on a CPU.
+    # diffusers takes the rank modulo the number of accelerators, which is 0 on a CPU.
     one = patch("torch.accelerator.device_count", return_value=1) if device == "cpu" else nullcontext()
     with quiet_libraries(), one:
         network.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree, mesh=mesh))

@@ -77,7 +77,7 @@ def module_errors(module: Any, sizes: Sizes) -> list[str]:
 
 
 def errors_under(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> list[str]:
-    """Return these errors and those that depend on the trainer's strategy, its ranks or held-out prompts."""
+    """Return the module's errors and those that depend on the trainer's strategy, its ranks or held-out prompts."""
     optimizer, spec = module.optimization.optimizer, module.objective.rollout_spec(0)
     return [
         *filter(None, [launcher_error(trainer.world_size)]),
@@ -160,7 +160,8 @@ def _video_errors(module: Any) -> list[str]:
     if hasattr(module.policy, "num_frames"):
         return []
     names = [part.name for part in module.evaluator.observed.parts if part.reward.takes_videos]
-    return [f"The reward {name} scores videos, but {type(module.policy).__name__} makes images." for name in names][:1]
+    made = f"but {type(module.policy).__name__} makes images. Use another reward, such as PickScore."
+    return [f"The reward {name} scores videos, {made}" for name in names][:1]
 
 
 def gradient_note(module: Any) -> list[str]:

@@ -230,9 +230,9 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
     """Fully sharded data parallelism; see :func:`shard`.
 
     Args:
-        shard_size: Consecutive processes, such as those of a machine, that shard the weights; the other processes hold
-            replicas (HSDP). ``None`` for all.
-        context_parallel: Consecutive processes that share the tokens of their images, for long sequences.
+        shard_size: Number of consecutive processes, such as those of one machine, that shard the weights; the other
+            processes hold replicas (HSDP). ``None`` uses all processes.
+        context_parallel: Number of consecutive processes that share the tokens of their images, for long sequences.
     """
 
     def __init__(self, shard_size: PositiveInt | None = None, context_parallel: PositiveInt = 1) -> None:
@@ -240,7 +240,7 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
         self.shard_size, self.context_parallel = shard_size, context_parallel
 
     def mesh_errors(self) -> list[str]:
-        """Return why the processes cannot be divided as asked, one line each."""
+        """Return one line for each option that does not divide the number of processes."""
         options, processes = ("shard_size", "context_parallel"), self.num_nodes * self.num_processes
         return [
             f"trainer.strategy.{name}={size} does not divide {processes} processes. "
@@ -274,7 +274,7 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # FSDP2 averages over all processes, but those that share tokens each have a part of the gradient.
+        # FSDP2 averages over all processes, but each process that shares tokens has only a part of the gradient.
         return super().backward(closure_loss * self.context_parallel, *args, **kwargs)
 
     @override

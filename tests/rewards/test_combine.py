@@ -225,7 +225,9 @@ def test_a_wrong_combination_is_refused(options, said):
 
 def test_counts_and_shapes_must_agree():
     for images, prompts in ((IMAGES, PROMPTS[:3]), (IMAGES[:, :1], PROMPTS)):
-        with pytest.raises(ValueError, match=r"Rewards take images \(B, 3, H, W\) with B prompts and rows"):
+        with pytest.raises(
+            ValueError, match=r"images \(B, 3, H, W\) or videos \(B, F, 3, H, W\) with B prompts and rows"
+        ):
             Weighted([Field()]).score(images, prompts, ROWS)
 
 
