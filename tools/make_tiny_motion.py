@@ -12,6 +12,7 @@ import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -38,17 +39,17 @@ def random_videos(count: int, generator: torch.Generator, prompt_noise: float) -
             is_wrong = float(torch.rand(1, generator=generator)) < prompt_noise
             true.append(values[pick])
             said.append(values[(pick + 1 + other) % len(values)] if is_wrong else values[pick])
-        videos.append(render(*true, generator))
+        videos.append(render(true[0], true[1], true[2], generator))
         prompts.append(prompt_of(*said))
     return torch.stack(videos), prompts
 
 
-def train_vae(seed: int, steps: int, batch_size: int) -> AutoencoderKLWan:
+def train_vae(seed: int, steps: int, batch_size: int) -> Any:
     """Train a video autoencoder, 5 x 32 x 32 to 3 x 8 x 8 latents, and store the statistics of its latents."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        vae = AutoencoderKLWan(
+        vae: Any = AutoencoderKLWan(
             base_dim=8,
             z_dim=CHANNELS,
             dim_mult=[1, 2, 2],

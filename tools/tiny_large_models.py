@@ -155,7 +155,7 @@ def build_flux2(folder: str | Path, seed: int = 0, *, is_distilled: bool = False
 def build_wan(
     folder: str | Path,
     seed: int = 0,
-    vae: AutoencoderKLWan | None = None,
+    vae: Any = None,
     words: list[str] | None = None,
     heads: int = 2,
     layers: int = 2,
@@ -175,7 +175,7 @@ def build_wan(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        decoder = vae or AutoencoderKLWan(
+        decoder: Any = vae or AutoencoderKLWan(
             base_dim=8,
             z_dim=_CHANNELS,
             dim_mult=[1, 1, 2],
