@@ -56,7 +56,8 @@ def test_prompts_without_a_mask_are_not_padded(families):
 
 @pytest.mark.parametrize("name", repeating(LARGE, slow=LARGE[1:]))
 def test_the_memory_estimate_follows_the_network(families, name):
-    policy = policy_on_meta(families(name).policy_class(str(families(name).folder), height=64, width=64, lora_rank=2))
+    family, options = families(name), {"height": 64, "width": 64, "lora_rank": 2}
+    policy = policy_on_meta(family.policy_class(str(family.folder), **{**family.options, **options}))
     plain, trained = (peak_of_pass(policy, Pass(2, 1.0, with_grad)) for with_grad in (False, True))
     guided = peak_of_pass(policy, Pass(2, 3.0, False))
     assert 0 < plain < trained
