@@ -236,7 +236,7 @@ def test_a_reward_explains_its_failures_without_control_characters():
         raise SystemExit("\x1b[2Jgone\nwrong")
 
     batch = score(Field("bad", trouble))
-    assert batch.errors["bad"].endswith(".py:234: SystemExit: ?[2Jgone wrong.")
+    assert batch.errors["bad"].endswith(".py:236: SystemExit: ?[2Jgone wrong.")
 
     def tells(scores, images, rows):
         own.failure = "\x1b[2J told\r"
