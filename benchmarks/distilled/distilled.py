@@ -1,12 +1,12 @@
 """Distil the tiny pipeline to three steps, and show what training does to such a model.
 
-    D=benchmarks/distilled; python $D/distilled.py make /tmp/tiny_turbo
+    D=benchmarks/distilled; python $D/distilled.py make runs/tiny_turbo
     S="--settings published --seeds 3 --iterations 30 --evaluate-every 10 --jobs 1 data.prompts_per_iteration=16"
-    T="$S data.heldout_images_per_prompt=8 model.policy.checkpoint=/tmp/tiny_turbo"
+    T="$S data.heldout_images_per_prompt=8 model.policy.checkpoint=runs/tiny_turbo"
     R="model.objective.rollout.steps=3 model.objective.rollout.solver=euler"
-    lightning compare tiny_shapes --methods vgrpo,vgrpo_anchor,nft,awm $T $R --out /tmp/turbo
-    lightning compare tiny_shapes --methods $D/mixgrpo.yaml $T --out /tmp/turbo_mixgrpo
-    python $D/distilled.py table /tmp/turbo /tmp/turbo_mixgrpo
+    lightning compare tiny_shapes --methods vgrpo,vgrpo_anchor,nft,awm $T $R --out runs/turbo
+    lightning compare tiny_shapes --methods $D/mixgrpo.yaml $T --out runs/turbo_mixgrpo
+    python $D/distilled.py table runs/turbo runs/turbo_mixgrpo
 
 The student is trained on pairs of noise and the image that the teacher makes from it in 20 Euler steps. At the three
 times of its sampler, it predicts the velocity of the straight line between them (arXiv 2209.03003 and 2309.06380).
