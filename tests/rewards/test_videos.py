@@ -1,9 +1,12 @@
 """Rewards of videos: frame by frame, on some frames, and as a whole."""
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from lit_vgrpo.core.pixels import strips
+from lit_vgrpo.cli.sample import write_video
+from lit_vgrpo.core.pixels import strips, to_uint8
 from lit_vgrpo.rewards import Frames, JPEGCompressibility, MotionReward, PythonReward, RewardOutage, Weighted
 from lit_vgrpo.tiny import motion
 
@@ -75,3 +78,14 @@ def another(name, row):
 def test_an_unknown_prompt_is_no_zero():
     assert MotionReward()(VIDEOS[:1], ["a dog"], [{}]).isnan().all()
     assert "names no colour" in MotionReward().prompt_error("a dog", {})
+
+
+def test_a_video_file_holds_every_frame(tmp_path):
+    write_video(VIDEOS[0], tmp_path / "video.webp", frames_per_second=16)
+    with Image.open(tmp_path / "video.webp") as file:
+        for number in range(file.n_frames):
+            file.seek(number)
+            assert torch.equal(
+                torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1), to_uint8(VIDEOS[0, number])
+            )
+        assert file.n_frames == 4
