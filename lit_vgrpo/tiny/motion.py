@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_vgrpo.tiny import shapes
 from lit_vgrpo.tiny.shapes import BACKGROUND, COLOURS, IMAGE_SIZE, PALETTE, SHAPES, area_of, coverage
 
 FRAMES = 5
@@ -53,12 +54,5 @@ def render(colour: str, shape: str, motion: str, generator: torch.Generator) -> 
 
 
 def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return all 72 prompts, 60 to train on and 12 held out; the split is fixed and balanced in every attribute."""
-    train: list[dict[str, str]] = []
-    heldout: list[dict[str, str]] = []
-    for i, colour in enumerate(COLOURS):
-        for j, shape in enumerate(SHAPES):
-            for k, motion in enumerate(DIRECTIONS):
-                row = {"prompt": prompt_of(colour, shape, motion), "colour": colour, "shape": shape, "motion": motion}
-                (heldout if (len(DIRECTIONS) * j + k) % len(COLOURS) == i else train).append(row)
-    return train, heldout
+    """Return the prompts to train on and those held out, see :func:`lit_vgrpo.tiny.shapes.prompt_rows`."""
+    return shapes.prompt_rows(CHOICES, prompt_of)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -179,13 +179,22 @@ def redness(images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, 
     return (images[:, 0] - images[:, 1:].amax(1)).clamp(min=0).mean((1, 2))
 
 
-def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return all 72 prompts, 60 to train on and 12 held out; the split is fixed and balanced in every attribute."""
+def prompt_rows(
+    choices: Mapping[str, Sequence[str]] = CHOICES, prompt: Callable[..., str] = prompt_of
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Return all 72 prompts, 60 to train on and 12 held out; the split is fixed and balanced in every attribute.
+
+    Args:
+        choices: The values of each of three attributes, by name.
+        prompt: Returns the prompt of one value of each.
+    """
     train: list[dict[str, str]] = []
     heldout: list[dict[str, str]] = []
-    for i, colour in enumerate(COLOURS):
-        for j, shape in enumerate(SHAPES):
-            for k, place in enumerate(PLACES):
-                row = {"prompt": prompt_of(colour, shape, place), "colour": colour, "shape": shape, "place": place}
-                (heldout if (len(PLACES) * j + k) % len(COLOURS) == i else train).append(row)
+    first, second, third = choices.values()
+    for i, one in enumerate(first):
+        for j, two in enumerate(second):
+            for k, three in enumerate(third):
+                row = dict(zip(choices, (one, two, three), strict=True))
+                part = heldout if (len(third) * j + k) % len(first) == i else train
+                part.append({"prompt": prompt(**row), **row})
     return train, heldout
