@@ -62,17 +62,20 @@ _LUMINA = (
 )
 
 
+_VIDEO_VAE: dict[str, Any] = {  # four pixels to a latent
+    "base_dim": 8,
+    "z_dim": _CHANNELS,
+    "dim_mult": [1, 1, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, True],
+    "latents_mean": [-0.5, 0.2, 0.9, 0.1],
+    "latents_std": [0.5, 1.5, 0.8, 1.2],
+}
+
+
 def _qwen_vae() -> AutoencoderKLQwenImage:
-    """Return Qwen-Image's VAE, four pixels to a latent."""
-    return AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=_CHANNELS,
-        dim_mult=[1, 1, 2],
-        num_res_blocks=1,
-        temperal_downsample=[False, True],
-        latents_mean=[-0.5, 0.2, 0.9, 0.1],
-        latents_std=[0.5, 1.5, 0.8, 1.2],
-    )
+    """Return Qwen-Image's VAE."""
+    return AutoencoderKLQwenImage(**_VIDEO_VAE)
 
 
 def build_qwen_image_edit(folder: str | Path) -> Path:
@@ -175,17 +178,7 @@ def build_wan(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        decoder: Any = vae or AutoencoderKLWan(
-            base_dim=8,
-            z_dim=_CHANNELS,
-            dim_mult=[1, 1, 2],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            latents_mean=[-0.5, 0.2, 0.9, 0.1],
-            latents_std=[0.5, 1.5, 0.8, 1.2],
-            scale_factor_temporal=2,
-            scale_factor_spatial=4,
-        )
+        decoder: Any = vae or AutoencoderKLWan(**_VIDEO_VAE, scale_factor_temporal=2, scale_factor_spatial=4)
     transformer = {
         "num_attention_heads": heads,
         "attention_head_dim": 16,
