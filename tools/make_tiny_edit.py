@@ -9,7 +9,7 @@ import argparse
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.policies import Conditioning, KontextPolicy
+from lit_vgrpo.policies import Conditioning, KontextPolicy, Policy
 from lit_vgrpo.policies.flux import REFERENCE_LATENTS
 from lit_vgrpo.tiny.shapes import COLOURS, IMAGE_SIZE, PLACES, SHAPES, edit_of, prompt_rows, render
 
@@ -73,17 +73,33 @@ def pretrain(policy: KontextPolicy, seed: int, steps: int, batch_size: int, prom
     prompts = [edit_of(colour) for colour in COLOURS]
     with torch.no_grad():
         texts = Conditioning(policy.encode_prompts(prompts))
+
+    def batch() -> tuple[Tensor, Conditioning]:
+        before, after, asked = random_edits(batch_size, generator, prompt_noise)
+        with torch.no_grad():
+            latents, x = (policy.vae_encode(pictures * 2 - 1) for pictures in (before, after))
+        rows = torch.tensor([prompts.index(prompt) for prompt in asked])
+        return x, Conditioning({**texts.select(rows).tensors, REFERENCE_LATENTS: latents})
+
+    train_to_denoise(policy, steps, batch, generator)
+
+
+def train_to_denoise(
+    policy: Policy, steps: int, batch: Callable[[], tuple[Tensor, Conditioning]], generator: torch.Generator
+) -> None:
+    """Train a policy's weights on clean latents with their conditioning, and replace them by their average.
+
+    Args:
+        batch: draws the latents and the conditioning of one step.
+        generator: of times and noise.
+    """
     weights = trainable_parameters(policy)
     averages = {name: weight.detach().clone() for name, weight in weights.items()}
     optimizer = torch.optim.AdamW(weights.values(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.05)
     for step in range(steps):
-        before, after, asked = random_edits(batch_size, generator, prompt_noise)
-        with torch.no_grad():
-            latents, x = (policy.vae_encode(pictures * 2 - 1) for pictures in (before, after))
-        rows = torch.tensor([prompts.index(prompt) for prompt in asked])
-        cond = Conditioning({**texts.select(rows).tensors, REFERENCE_LATENTS: latents})
-        t = (torch.randperm(batch_size, generator=generator) + torch.rand(1, generator=generator)) / batch_size
+        x, cond = batch()
+        t = (torch.randperm(len(x), generator=generator) + torch.rand(1, generator=generator)) / len(x)
         eps = torch.randn(x.shape, generator=generator)
         loss = (policy(policy.path.interpolate(x, eps, t), t, cond) - (eps - x)).square().mean()
         optimizer.zero_grad()

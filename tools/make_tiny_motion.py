@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
+from make_tiny_edit import train_to_denoise
 from tiny_large_models import build_wan
 from torch import Tensor
 
-from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies import Conditioning, WanPolicy
 from lit_vgrpo.tiny.motion import CHOICES, FRAMES, prompt_of, prompt_rows, render
 
@@ -95,28 +95,12 @@ def pretrain(policy: WanPolicy, seed: int, steps: int, batch_size: int, prompt_n
         videos, asked = random_videos(2048, generator, prompt_noise)
         latents = policy.encode_images(videos)
     rows = torch.tensor([prompts.index(prompt) for prompt in asked])
-    weights = trainable_parameters(policy)
-    averages = {name: weight.detach().clone() for name, weight in weights.items()}
-    optimizer = torch.optim.AdamW(weights.values(), lr=2e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.05)
-    for step in range(steps):
+
+    def batch() -> tuple[Tensor, Conditioning]:
         chosen = torch.randint(len(rows), (batch_size,), generator=generator)
-        x, cond = latents[chosen], texts.select(rows[chosen])
-        t = (torch.randperm(batch_size, generator=generator) + torch.rand(1, generator=generator)) / batch_size
-        eps = torch.randn(x.shape, generator=generator)
-        loss = (policy(policy.path.interpolate(x, eps, t), t, cond) - (eps - x)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
-        optimizer.step()
-        schedule.step()
-        for name, weight in weights.items():
-            averages[name].lerp_(weight.detach(), min(0.01, 1 / (1 + step)))
-        if step % 100 == 0:
-            _log.info("network, step %d: loss %.3f", step, loss.item())
-    with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(averages[name])
+        return latents[chosen], texts.select(rows[chosen])
+
+    train_to_denoise(policy, steps, batch, generator)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
