@@ -31,7 +31,10 @@ from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "tools"))
+sys.path += [str(HERE.parent / "tools"), str(HERE.parent / "tests" / "support")]
+
+from real_architectures import SD35_MEDIUM  # noqa: E402
+
 SMALL = (
     *("data.prompts_per_iteration=2", "data.group_size=4", "data.micro_batch_size=4", "trainer.max_epochs=2"),
     *("data.heldout_limit=2", "data.heldout_images_per_prompt=1", "data.eval_batch_size=2"),
@@ -266,24 +269,29 @@ def _fewer(place: Place) -> tuple[str, ...]:
 
 
 def iteration(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """Time each phase of an ``sd3_pickscore`` iteration: 48 x 24 images, 40 steps, PickScore's ViT-H."""
-    yield f"sd3_pickscore, {place.prompts} prompts", lambda: _phases(place)
+    """Time each phase of an iteration: 24 images or 8 videos per prompt, and PickScore's ViT-H."""
+    for recipe in ("sd3_pickscore", "wan_pickscore"):
+        for compiled in (False, True) if place.is_gpu else (False,):
+            words = (f"model.policy.compile={str(compiled).lower()}",)
+            words += (f"data.prompts_per_iteration={place.prompts}",) if place.is_gpu else ()
+            what = f"{recipe}, {place.prompts} prompts{', compiled' if compiled else ''}"
+            yield what, lambda r=recipe, w=words: _phases(place, r, *w)
 
 
-def _phases(place: Place) -> Row:
-    found, peak = _iteration(place, *([f"data.prompts_per_iteration={place.prompts}"] if place.is_gpu else []))
+def _phases(place: Place, recipe: str, *words: str) -> Row:
+    found, peak = _iteration(place, *words, recipe=recipe)
     seconds = {f"{name}: s": value for name, value in found["seconds"].items()}
     return {**seconds, "iteration: s": found["iteration"], "outside the network's passes": found["outside"], **peak}
 
 
-def _iteration(place: Place, *words: str) -> tuple[dict[str, Any], Row]:
-    """Return ``overhead.py``'s result for one real iteration, and the estimated and measured peak memory."""
+def _iteration(place: Place, *words: str, recipe: str = "sd3_pickscore") -> tuple[dict[str, Any], Row]:
+    """Return ``overhead.py``'s result for one real iteration, and the estimated and measured peaks of memory."""
     import overhead
 
     from lit_vgrpo.apps.memory.estimate import estimate
     from lit_vgrpo.launch.build import build
 
-    given = [*real_recipe(place), *words, "data.heldout=null"]
+    given = [*real_recipe(place, recipe), *words, "data.heldout=null"]
     cli = build([*given, f"run_dir={place.folder / 'estimated'}"], make_folder=False)
     device, is_given = torch.device(place.device), "data.micro_batch_size=auto" not in words
     row = {"estimated GiB": estimate(cli, device).peak / 2**30} if is_given else {}
@@ -291,56 +299,80 @@ def _iteration(place: Place, *words: str) -> tuple[dict[str, Any], Row]:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     found = overhead.measure(given[0], 1, given[1:])
-    return found, {**row, "measured GiB": found["peak_memory_bytes"] / 2**30}  # on a CPU, of the whole process
+    row["allocated GiB"] = max(found["peak_by_phase"].values()) / 2**30  # on a CPU, resident, of the whole process
+    return found, {**row, "reserved GiB": found["peak_memory_bytes"] / 2**30}
 
 
-def real_recipe(place: Place) -> list[str]:
-    """``sd3_pickscore`` on random weights of its architectures, which are written once.
+def real_recipe(place: Place, recipe: str = "sd3_pickscore") -> list[str]:
+    """A recipe on random weights of its architectures, which are written once.
 
     The text encoders have their real widths and one layer each: they take a few seconds of an iteration at most.
     """
+    from tiny_large_models import build_wan
     from tiny_pipelines import build_clip, build_sd3
 
-    policy, reward = place.folder / "sd35m", place.folder / "pickscore"
+    policy, reward, is_video = place.folder / recipe, place.folder / "pickscore", recipe == "wan_pickscore"
     if not policy.exists():
-        build_sd3(policy, small=True, t5=True, shift=3.0)
+        _ = build_wan(policy) if is_video else build_sd3(policy, small=True, t5=True, shift=3.0)
+        if place.is_gpu:
+            _write_real_sizes(policy, REAL_SIZES[recipe], place.device)
+    if not reward.exists():
         build_clip(reward)
         if place.is_gpu:
-            _write_real_sizes(policy, reward, place.device)
-    words = ["sd3_pickscore", f"model.policy.checkpoint={policy}", f"model.reward.checkpoint={reward}"]
-    words.append("model.heldout_reward=null")
+            _write_real_reward(reward, place.device)
+    scorer = "model.reward.reward" if is_video else "model.reward"
+    words = [recipe, f"model.policy.checkpoint={policy}", f"{scorer}.checkpoint={reward}", "model.heldout_reward=null"]
     words += [place.accelerator, "trainer.enable_progress_bar=false"]
     if not place.is_gpu:
         words += ["data.prompts_per_iteration=2", "data.group_size=2", "data.micro_batch_size=2"]
         words += ["model.policy.height=32", "model.policy.width=32", "model.policy.max_sequence_length=8"]
         words += ["model.objective.rollout.steps=2", "model.policy.dtype=float32", "model.rollout_batch_size=4"]
+        words += ["model.policy.num_frames=5"] if is_video else []
     return words
 
 
-def _write_real_sizes(policy: Path, reward: Path, device: str) -> None:
+VAE = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "norm_num_groups": 32}
+VAE |= {"latent_channels": 16, "mid_block_add_attention": True}
+VAE |= {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
+WAN = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30, "in_channels": 16}
+WAN |= {"out_channels": 16, "text_dim": 4096, "freq_dim": 256, "rope_max_seq_len": 1024}
+WAN_VAE = {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True]}
+WAN_VAE |= {"num_res_blocks": 2, "scale_factor_temporal": 4, "scale_factor_spatial": 8}
+WAN_VAE |= {"latents_mean": [0.0] * 16, "latents_std": [1.0] * 16}
+REAL_SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "sd3_pickscore": {
+        "transformer": SD35_MEDIUM["transformer"],
+        "vae": VAE,
+        "text_encoder": {"hidden_size": 768, "projection_dim": 768},
+        "text_encoder_2": {"hidden_size": 1280, "projection_dim": 1280},
+        "text_encoder_3": {"d_model": 4096},
+    },
+    "wan_pickscore": {"transformer": WAN, "vae": WAN_VAE, "text_encoder": {"d_model": 4096}},
+}
+"""The published sizes of SD 3.5 medium and of Wan 2.1 (1.3B)."""
+
+
+def _write_real_sizes(pipeline: Path, sizes: dict[str, dict[str, Any]], device: str) -> None:
     import diffusers
     import transformers
-    from policy_speed import SD35M
+
+    index = json.loads((pipeline / "model_index.json").read_text())
+    for part, changed in sizes.items():
+        library, name = index[part]
+        kind = getattr(diffusers if library == "diffusers" else transformers, name)
+        with torch.device(device):
+            if library == "diffusers":
+                config = {k: v for k, v in kind.load_config(pipeline / part).items() if not k.startswith("_")}
+                model = kind.from_config({**config, **changed})
+            else:
+                model = kind(kind.config_class.from_pretrained(pipeline / part, **changed))
+        model.to(torch.bfloat16).save_pretrained(pipeline / part)
+        del model
+
+
+def _write_real_reward(reward: Path, device: str) -> None:
     from reward_speed import clip, clip_processor
 
-    vae = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "norm_num_groups": 32}
-    kinds = {
-        "transformer": (diffusers.SD3Transformer2DModel, SD35M),
-        "vae": (diffusers.AutoencoderKL, {**vae, "latent_channels": 16, "mid_block_add_attention": True}),
-        "text_encoder": (transformers.CLIPTextModelWithProjection, {"hidden_size": 768, "projection_dim": 768}),
-        "text_encoder_2": (transformers.CLIPTextModelWithProjection, {"hidden_size": 1280, "projection_dim": 1280}),
-        "text_encoder_3": (transformers.T5EncoderModel, {"d_model": 4096}),
-    }
-    for part, (kind, sizes) in kinds.items():
-        with torch.device(device):
-            if part in ("transformer", "vae"):
-                config = {k: v for k, v in kind.load_config(policy / part).items() if not k.startswith("_")}
-                blocks = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
-                model = kind.from_config({**config, **sizes, **(blocks if part == "vae" else {})})
-            else:
-                model = kind(kind.config_class.from_pretrained(policy / part, **sizes))
-        model.to(torch.bfloat16).save_pretrained(policy / part)
-        del model
     with torch.device(device):
         model = clip("ViT-H/14")
     model.to(torch.bfloat16).save_pretrained(reward)
@@ -381,8 +413,8 @@ def _compared(place: Place, methods: str, words: list[str]) -> Row:
 PARTS = {"runs": runs, "answers": answers, "speed": speed, "memory": memory, "iteration": iteration, "race": race}
 
 
-def measured(part: str, device: str, folder: str, prompts: int = 48) -> list[Row]:
-    """A row for every step of a part; what fails is a row with its error, and the next step goes on."""
+def measured(part: str, device: str, folder: str, prompts: int, out: Path) -> None:
+    """Write a row for every step of a part, as it ends; what fails is a row with its error, and the next goes on."""
     rows = []
     for what, step in PARTS[part](Place(device, Path(folder), prompts)):
         row: Row = {"part": part, "what": what}
@@ -392,7 +424,7 @@ def measured(part: str, device: str, folder: str, prompts: int = 48) -> list[Row
             traceback.print_exception(error)
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
         rows.append(row)
-    return rows
+        out.write_text(json.dumps(rows))
 
 
 def about(device: str) -> dict[str, Any]:
@@ -445,16 +477,16 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _in_its_own_process(part: str, *words: str) -> list[Row]:
-    """The rows of a part; a process that dies, as after an illegal access on the GPU, is one row."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        code = "import sys, json, gpu; _, out, *words, n = sys.argv; "
-        code += "json.dump(gpu.measured(*words, int(n)), open(out, 'w'))"
+    """The rows of a part; a process that dies, as after an illegal access on the GPU, adds one."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        code = "import sys, gpu; _, out, *words, n = sys.argv; gpu.measured(*words, int(n), gpu.Path(out))"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
-        command = [sys.executable, "-c", code, file.name, part, *words]
-        done = subprocess.run(command, env=environment, stdout=sys.stderr)
-        if done.returncode != 0:
-            return [{"part": part, "what": "the part", "error": f"its process ended with status {done.returncode}"}]
-        return json.loads(Path(file.name).read_text())
+        done = subprocess.run([sys.executable, "-c", code, str(out), part, *words], env=environment, stdout=sys.stderr)
+        rows = json.loads(out.read_text()) if out.exists() else []
+    if done.returncode != 0:
+        rows.append({"part": part, "what": "the part", "error": f"its process ended with status {done.returncode}"})
+    return rows
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def _table(iterations: list[dict[str, Tensor]], clock: int) -> dict[str, Any]:
 
 
 def measure(recipe: str, iterations: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return seconds per iteration by phase, the shares outside the network, and the peak of memory in bytes."""
+    """Return seconds per iteration by phase, the shares outside the network, and the peaks of memory in bytes."""
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         cli = build([recipe, *overrides, f"trainer.max_epochs={iterations + 1}", f"run_dir={folder}/run"])
@@ -160,6 +160,7 @@ def measure(recipe: str, iterations: int, overrides: Sequence[str]) -> dict[str,
         "overrides": list(overrides),
         **_table(measured, 0),
         "cpu": _table(measured, 1),
+        "peak_by_phase": dict(cli.model.ledger.memory.of_phase),
         "peak_memory_bytes": peak_memory_bytes(cli.trainer.strategy.root_device, cli.model.ledger.memory),
     }
 

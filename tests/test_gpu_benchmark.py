@@ -3,6 +3,7 @@
 The race is ``lightning compare``, which apps/compare/test_compare.py runs.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def gpu():
         import gpu
 
         yield gpu
-        for name in ("gpu", "overhead", "policy_speed"):
+        for name in ("gpu", "overhead", "policy_speed", "real_architectures"):
             sys.modules.pop(name, None)
 
 
@@ -26,7 +27,8 @@ def gpu():
 @pytest.mark.parametrize("part", ["speed", "iteration", "runs", "memory", "answers"])
 def test_every_step_has_figures(gpu, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = gpu.measured(part, "cpu", str(tmp_path))
+    gpu.measured(part, "cpu", str(tmp_path), 48, tmp_path / "rows.json")
+    rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row for row in rows if "error" in row or not row["found"]] == []
     text = gpu.table(rows)
     for row in rows:

@@ -75,7 +75,7 @@ class PeakMemory:
     def enter(self, phase: str) -> str:
         """Start a phase (an empty name for none), and return the previous one."""
         left, self._phase = self._phase, phase
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() and torch.cuda.max_memory_reserved():
             peak, whole = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             torch.cuda.reset_peak_memory_stats()
         else:
