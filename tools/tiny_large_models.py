@@ -165,6 +165,7 @@ def build_wan(
     shift: float = 3.0,
     *,
     expanded: bool = False,
+    boundary: float | None = None,
 ) -> Path:
     """Write a `WanPipeline` folder: 4 x 3 x 8 x 8 latents and 48 tokens for 5 frames of 32 x 32 pixels.
 
@@ -175,6 +176,7 @@ def build_wan(
         layers: layers of the network.
         shift: shift of the scheduler's sigmas.
         expanded: give the network one timestep per token, as in Wan 2.2 5B.
+        boundary: add a second network for the times below, as in Wan 2.2 A14B.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -194,8 +196,16 @@ def build_wan(
     texts: list[Any] = [(t5_tokenizer(words=words), umt5_encoder, _WIDTH)]
     denoiser = WanTransformer3DModel, transformer
     louder = {} if vae is not None else {"*.attn2.to_v.weight": 4.0, "*.attn2.to_out.0.weight": 4.0}
-    options = {"expand_timesteps": expanded, "transformer_2": None}
+    options: dict[str, Any] = {"expand_timesteps": expanded, "transformer_2": None, "boundary_ratio": boundary}
+    if boundary is not None:
+        first = build_wan(folder, seed + 10, decoder, words, heads, layers, shift)
+        options["transformer_2"] = WanTransformer3DModel.from_pretrained(first, subfolder="transformer")
     return build_pipeline(WanPipeline, folder, seed, decoder, denoiser, scheduler, texts, louder, **options)
+
+
+def build_wan22(folder: str | Path, seed: int = 0) -> Path:
+    """Write a `WanPipeline` folder with two networks; see `build_wan`."""
+    return build_wan(folder, seed, boundary=0.8)
 
 
 def build_z_image(folder: str | Path, seed: int = 0) -> Path:

@@ -145,8 +145,8 @@ def disk_errors(cli: RecipeCLI) -> list[str]:
 def checkpoint_bytes(cli: RecipeCLI) -> int:
     """Estimate the size of a checkpoint from a local pipeline folder; return a lower bound without one."""
     policy = cli.model.policy
-    network = resolve_path(policy.checkpoint) / policy.network_name
-    if policy.lora_rank is not None or not network.is_dir():
+    networks = [resolve_path(policy.checkpoint) / name for name in policy.network_names]
+    if policy.lora_rank is not None or not networks[0].is_dir():
         return SMALLEST_NEED
-    size = sum(file.stat().st_size for file in weight_files(network, policy.variant))
+    size = sum(file.stat().st_size for network in networks for file in weight_files(network, policy.variant))
     return max(SMALLEST_NEED, COPIES_OF_WEIGHTS * size)

@@ -109,7 +109,7 @@ class Policy(PipelinePolicy):
             pipeline.vae.enable_tiling()
         self.pipeline = pipeline
         self.prompt_encoder = PromptEncoder(self)
-        self.network = getattr(pipeline, self.network_name)
+        self.network = self.joined([getattr(pipeline, name) for name in self.network_names])
         for encoder in self.encoders():
             cast(encoder, self.dtype)
             encoder.register_forward_pre_hook(unmasked_on_meta, with_kwargs=True)
@@ -118,10 +118,11 @@ class Policy(PipelinePolicy):
         choose_trained(self, self.unused_weights())
         if put_start is not None:
             put_start(self)
-        if self.gradient_checkpointing:
-            self.network.enable_gradient_checkpointing()
-        if self.attention_backend is not None:
-            set_attention_backend(self.network, self.attention_backend)
+        for network in self.networks().values():
+            if self.gradient_checkpointing:
+                network.enable_gradient_checkpointing()
+            if self.attention_backend is not None:
+                set_attention_backend(network, self.attention_backend)
         if self.compile_network:
             compile_network(self.network)
         self.path = self.build_path()
@@ -183,7 +184,11 @@ class Policy(PipelinePolicy):
         """Return why no scale but 1 may be used, in one line, or ``None``; the policy need not be loaded."""
         return None
 
-    def guided(self, with_prompt: Tensor, without: Tensor, guidance: float) -> Tensor:
+    def guidance_at(self, t: Tensor, guidance: float) -> Any:
+        """Return the guidance scale at times ``(B,)``: a number, or a tensor that the predictions broadcast with."""
+        return guidance
+
+    def guided(self, with_prompt: Tensor, without: Tensor, guidance: Any) -> Tensor:
         """Return the guided prediction of two passes, ``(B, C, h, w)``, float32.
 
         A scale of 1 is ``with_prompt`` in every family, regardless of its pipeline's convention.
@@ -305,15 +310,15 @@ class Policy(PipelinePolicy):
         if self.embeds_guidance or guidance == 1.0:
             with self.autocast():
                 return self.predict(z, t, cond).float()
-        negative = self.negative_of(cond)
+        negative, scale = self.negative_of(cond), self.guidance_at(t, guidance)
         with self.autocast():
             if detach_negative:
                 with torch.no_grad():
                     without = self.predict(z, t, negative).float()
-                return self.guided(self.predict(z, t, cond).float(), without, guidance)
+                return self.guided(self.predict(z, t, cond).float(), without, scale)
             both = self.predict(torch.cat([z, z]), torch.cat([t, t]), negative.joined_with(cond)).float()
         without, with_prompt = both.chunk(2)
-        return self.guided(with_prompt, without, guidance)
+        return self.guided(with_prompt, without, scale)
 
     def guidance_factor(self, guidance: float) -> int:
         """Return the network passes per prediction: two with classifier-free guidance."""

@@ -24,6 +24,7 @@ from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import Conditioning, RolloutSpec
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.export import lora_options
 from lit_vgrpo.system.hub import quiet_libraries
 
 PROMPTS = ("a red circle on the left", "a blue square", "a green triangle at the top", "dogs")
@@ -250,24 +251,27 @@ def saved_weights_are_read_back(policy: Policy) -> str:
 
 def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Conditioning]) -> Tensor:
     """Return the prediction with the adapter that the pipeline loaded instead of the policy's."""
-    network = policy.network
+    networks = policy.networks()
     try:
         with quiet_libraries(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # peft warns of another adapter
-            policy.pipeline.load_lora_weights(str(folder), adapter_name="read_back")
-        network.set_adapter("read_back")
+            for options in lora_options(policy):
+                policy.pipeline.load_lora_weights(str(folder), adapter_name="read_back", **options)
+        for network in networks.values():
+            network.set_adapter("read_back")
         return policy(*given)
     finally:
-        network.set_adapter("default")
-        if "read_back" in network.peft_config:
-            network.delete_adapters("read_back")
+        for network in networks.values():
+            network.set_adapter("default")
+            if "read_back" in network.peft_config:
+                network.delete_adapters("read_back")
 
 
 def _with_weights(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Conditioning]) -> Tensor:
     """Return the prediction of the network that diffusers loads from the saved folder."""
     with quiet_libraries():
-        saved = type(policy.network).from_pretrained(folder, subfolder=policy.network_name).to(policy.device)
-    with policy.using(saved):
+        parts = [type(part).from_pretrained(folder, subfolder=name) for name, part in policy.networks().items()]
+    with policy.using(policy.joined(parts).to(policy.device)):
         return policy(*given)
 
 

@@ -21,14 +21,25 @@ def save_policy(policy: PipelinePolicy, folder: Path, weights: Mapping[str, Tens
     if policy.lora_rank is None:
         _save_pipeline(policy, folder, weights, dtype)
         return
-    layers = _layers_of_adapter(policy, weights, dtype)
-    config = {
-        **policy.network.peft_config["default"].to_dict(),
-        "lora_alpha": policy.lora_rank,
-        "base_model_name_or_path": base_name(policy.checkpoint),
-    }
     name = f"{policy.network_name}_lora"
-    policy.pipeline.save_lora_weights(folder, **{f"{name}_layers": layers, f"{name}_adapter_metadata": config})
+    for (key, network), options in zip(policy.networks().items(), lora_options(policy), strict=True):
+        config = {
+            **network.peft_config["default"].to_dict(),
+            "lora_alpha": policy.lora_rank,
+            "base_model_name_or_path": base_name(policy.checkpoint),
+        }
+        layers = _layers_of_adapter(network, _weights_of(policy, key, weights), dtype)
+        given = {f"{name}_layers": layers, f"{name}_adapter_metadata": config}
+        policy.pipeline.save_lora_weights(folder, weight_name=options.get("weight_name"), **given)
+
+
+def lora_options(policy: PipelinePolicy) -> list[dict[str, Any]]:
+    """Return the options of ``load_lora_weights`` for an adapter's files, one per network of the pipeline."""
+    if len(policy.network_names) == 1:
+        return [{}]
+    name = "pytorch_lora_weights"
+    second = {"weight_name": f"{name}_2.safetensors", f"load_into_{policy.network_names[1]}": True}
+    return [{"weight_name": f"{name}.safetensors"}, second]
 
 
 def save_merged(policy: PipelinePolicy, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -39,9 +50,10 @@ def save_merged(policy: PipelinePolicy, folder: Path, dtype: torch.dtype = torch
     Args:
         dtype: Dtype of everything written; a 16-bit type loses small updates by rounding.
     """
-    policy.network.float()
-    policy.network.fuse_lora()
-    policy.network.unload_lora()
+    for network in policy.networks().values():
+        network.float()
+        network.fuse_lora()
+        network.unload_lora()
     _save_pipeline(policy, folder, None, dtype)
 
 
@@ -53,7 +65,7 @@ def save_kohya(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.fl
     from diffusers.utils import convert_state_dict_to_kohya
     from safetensors.torch import save_file
 
-    layers = {f"unet.{name}": tensor for name, tensor in _layers_of_adapter(policy, None, dtype).items()}
+    layers = {f"unet.{name}": tensor for name, tensor in _layers_of_adapter(policy.network, None, dtype).items()}
     config, rank = policy.network.config, str(policy.lora_rank)
     is_xl, is_second = config.addition_embed_type == "text_time", config.cross_attention_dim == SD2_TEXT_WIDTH
     header = {
@@ -74,7 +86,7 @@ def save_comfyui(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.
     """
     from safetensors.torch import save_file
 
-    layers, modules = _layers_of_adapter(policy, None, dtype), dict(policy.network.named_modules())
+    layers, modules = _layers_of_adapter(policy.network, None, dtype), dict(policy.network.named_modules())
     trained = {name.removesuffix(".lora_A.weight") for name in layers if ".lora_A." in name}
     parts: dict[str, list[str]] = {}
     for old, new in policy.comfyui_names.items():
@@ -95,17 +107,23 @@ def save_comfyui(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.
     save_file(tensors, file)
 
 
-def _layers_of_adapter(
-    policy: PipelinePolicy, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
-) -> dict[str, Tensor]:
+def _weights_of(policy: PipelinePolicy, name: str, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """Return the weights of one of a policy's networks, by their names in it."""
+    if weights is None or len(policy.network_names) == 1:
+        return None if weights is None else dict(weights)
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+
+
+def _layers_of_adapter(network: Any, weights: dict[str, Tensor] | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the adapter's tensors by peft's names, with the scale alpha / rank multiplied into the B matrices.
 
     Few programs read alpha from a file's header; without it they assume a scale of 1, which is then correct.
     """
     from peft.utils import get_peft_model_state_dict
 
-    config = policy.network.peft_config["default"]
-    layers = get_peft_model_state_dict(policy.network, state_dict=dict(weights) if weights is not None else None)
+    config = network.peft_config["default"]
+    layers = get_peft_model_state_dict(network, state_dict=weights)
     scale = config.lora_alpha / config.r
     scaled = {name: scale * tensor if ".lora_B." in name else tensor for name, tensor in layers.items()}
     return {name: tensor.to(dtype).contiguous() for name, tensor in scaled.items()}
@@ -114,14 +132,17 @@ def _layers_of_adapter(
 def _save_pipeline(
     policy: PipelinePolicy, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
 ) -> None:
-    pipeline, network = policy.pipeline, policy.network
-    whole = network if weights is None else _whole(network, weights)
+    pipeline, networks, whole = policy.pipeline, policy.networks(), policy.networks()
+    for name, network in networks.items() if weights is not None else ():
+        whole[name] = _whole(network, _weights_of(policy, name, weights) or {})
     try:
-        setattr(pipeline, policy.network_name, whole)
-        with quiet_libraries(), written_in([*policy.helpers(), whole], dtype):
+        for name, network in whole.items():
+            setattr(pipeline, name, network)
+        with quiet_libraries(), written_in([*policy.helpers(), *whole.values()], dtype):
             pipeline.save_pretrained(folder)
     finally:
-        setattr(pipeline, policy.network_name, network)
+        for name, network in networks.items():
+            setattr(pipeline, name, network)
 
 
 def _whole(network: Any, weights: Mapping[str, Tensor]) -> nn.Module:

@@ -74,7 +74,7 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
 
     # Trained weights and the VAE must not be rounded when loaded.
     network_dtype = torch.float32 if policy.lora_rank is None else policy.dtype
-    dtypes = {policy.network_name: network_dtype, "vae": torch.float32, "default": policy.dtype}
+    dtypes = {**dict.fromkeys(policy.network_names, network_dtype), "vae": torch.float32, "default": policy.dtype}
     with quiet_libraries():
         family = getattr(diffusers, policy.pipeline_class)  # imports lazily
     folder = local_folder(policy.checkpoint)

@@ -67,7 +67,7 @@ def put_lora(policy: PipelinePolicy, file: Path) -> None:
     Raises:
         LoadError: The file is not a LoRA of this network, or the policy does not train all of its layers.
     """
-    kind = type(policy.network)
+    kind = type(next(iter(policy.networks().values())))
     with torch.device("meta"):
         network = kind.from_config(policy.network.config)
     updates = read_lora(policy, file, network)
@@ -96,6 +96,10 @@ def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
     Raises:
         LoadError: The file cannot be read, or a tensor of it has no place in the network.
     """
+    if len(policy.network_names) > 1:
+        raise LoadError(
+            f"{KEY}={policy.start_from} is a LoRA of one network, but the model has two. Name a run instead."
+        )
     with loading(f"{KEY}={policy.start_from}", "Download or save it again."):
         tensors, config = _read(policy, file)
         attempts: list[list[str]] = []

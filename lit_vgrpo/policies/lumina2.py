@@ -52,7 +52,7 @@ class Lumina2Policy(LanguageModelPolicy):
     def encode_negative(self) -> dict[str, Tensor]:
         return self.encode_texts([self.negative_prompt])
 
-    def guided(self, with_prompt: Tensor, without: Tensor, guidance: float) -> Tensor:
+    def guided(self, with_prompt: Tensor, without: Tensor, guidance: Any) -> Tensor:
         combined = super().guided(with_prompt, without, guidance)
         return combined * with_prompt.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
 

@@ -113,7 +113,8 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
             if index["_class_name"] != twin.pipeline_class:  # as in the policy's check
                 raise missing
             parts = _components(folder, index, nulls)
-            parts[twin.network_name].to(torch.float32 if twin.trains_all else twin.dtype)
+            for name in twin.network_names:
+                parts[name].to(torch.float32 if twin.trains_all else twin.dtype)
             family = getattr(diffusers, twin.pipeline_class)
             pipeline = family.from_pretrained(folder, local_files_only=True, **nulls, **parts)
         except (OSError, ValueError, KeyError) as error:
@@ -121,7 +122,7 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
         twin.adopt(pipeline)
     twin.autocast = lambda dtype=None: AutocastOnMeta(dtype or twin.dtype, device_type)  # type: ignore[method-assign]
     # Recomputation in the backward pass must use the same dtypes.
-    networks = [(twin.network, None)] if twin.gradient_checkpointing else []
+    networks = [(network, None) for network in twin.networks().values()] if twin.gradient_checkpointing else []
     for network, dtype in (*networks, (twin.pipeline.vae, twin.decode_dtype)):
         with suppress(ValueError):  # this VAE does not support it
             contexts = partial(_contexts, twin, dtype)
@@ -135,8 +136,8 @@ def flops_per_image(policy: Policy) -> tuple[int, int]:
     Recomputation by gradient checkpointing is not counted. Raises as in :func:`policy_on_meta`.
     """
     twin = policy_on_meta(policy)
-    if twin.gradient_checkpointing:
-        twin.network.disable_gradient_checkpointing()
+    for network in twin.networks().values() if twin.gradient_checkpointing else ():
+        network.disable_gradient_checkpointing()
     cond = twin.encode(["a"], twin.blank_references(1))
     z, t = torch.empty(1, *twin.latent_shape, device="meta"), torch.empty(1, device="meta")
     with FlopCounterMode(display=False) as forward, torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -174,9 +174,24 @@ class PipelinePolicy(nn.Module):
     def device(self) -> torch.device:
         return next(self.network.parameters()).device
 
+    @property
+    def network_names(self) -> tuple[str, ...]:
+        """The names of the trained networks in the pipeline; ``network`` then has several as submodules."""
+        return (self.network_name,)
+
+    def networks(self) -> dict[str, Any]:
+        """Return the trained networks by their names in the pipeline."""
+        names = self.network_names
+        return {name: self.network if len(names) == 1 else getattr(self.network, name) for name in names}
+
+    def joined(self, networks: Sequence[Any]) -> Any:
+        """Return the pipeline's networks, in the order of :attr:`network_names`, as one."""
+        return networks[0]
+
     def helpers(self) -> list[nn.Module]:
         """Return the frozen parts: text encoders and VAE."""
-        return [c for c in self.pipeline.components.values() if isinstance(c, nn.Module) and c is not self.network]
+        parts = self.pipeline.components.items()
+        return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.network_names]
 
     def encoders(self) -> list[nn.Module]:
         """Return the frozen parts that encode prompts."""

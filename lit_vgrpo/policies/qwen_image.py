@@ -78,7 +78,7 @@ class QwenImagePolicy(QwenVAEPolicy):
         """Return the network's image tokens ``(B, N, C)``, those of ``z`` first, and the shape of each image."""
         return packed(z), [token_shape(z)]
 
-    def guided(self, with_prompt: Tensor, without: Tensor, guidance: float) -> Tensor:
+    def guided(self, with_prompt: Tensor, without: Tensor, guidance: Any) -> Tensor:
         combined = super().guided(with_prompt, without, guidance)
         ratio = _token_norms(with_prompt) / _token_norms(combined)
         return combined * F.interpolate(ratio, scale_factor=PATCH, mode="nearest")

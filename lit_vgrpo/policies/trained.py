@@ -62,7 +62,8 @@ def _add_adapter(policy: PipelinePolicy, rank: int) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(policy.init_seed)
-        network.add_adapter(config)
+        for part in policy.networks().values():
+            part.add_adapter(config)
 
 
 def _refuse_unmatched(option: str, network: nn.Module, unmatched: Sequence[str], names: Sequence[str]) -> None:

@@ -1,14 +1,21 @@
-"""Wan 2.1 and the 5B model of Wan 2.2 (arXiv 2503.20314), for video."""
+"""Wan 2.1 and Wan 2.2 (arXiv 2503.20314), for video."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.types import Conditioning
+from lit_vgrpo.core.gather import rank_and_world_size
+from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
+from lit_vgrpo.core.types import Conditioning, RolloutSpec
+from lit_vgrpo.errors import counted
 from lit_vgrpo.policies.flow import FlowPolicy
+from lit_vgrpo.policies.loading import config_value
+from lit_vgrpo.policies.pipeline import INDEX
 from lit_vgrpo.policies.qwen_image import channel_statistics
 from lit_vgrpo.system.hub import LoadError
 
@@ -17,7 +24,8 @@ from lit_vgrpo.system.hub import LoadError
 class WanPolicy(FlowPolicy):
     """``WanPipeline`` as a policy on a rectified flow; its images are videos ``(B, F, 3, H, W)``.
 
-    Latents are ``(B, C, f, h, w)``. The first solver is the pipeline's. Wan 2.2 A14B has two networks and is refused.
+    Latents are ``(B, C, f, h, w)``. The first solver is the pipeline's. Wan 2.2 A14B has two networks, for early and
+    late times; both are trained.
 
     Args:
         checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
@@ -25,6 +33,7 @@ class WanPolicy(FlowPolicy):
         height: Height in pixels.
         width: Width in pixels.
         max_sequence_length: See :class:`~lit_vgrpo.policies.flow.FlowPolicy`.
+        guidance_scale_2: Guidance scale of the second network, if sampling uses guidance; ``None`` uses the first's.
         **options: See :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
@@ -40,10 +49,12 @@ class WanPolicy(FlowPolicy):
         height: Annotated[int, Range(1, 16_384)] = 480,
         width: Annotated[int, Range(1, 16_384)] = 832,
         max_sequence_length: int = 512,
+        guidance_scale_2: PositiveFloat | None = None,
         **options: Any,
     ) -> None:
         super().__init__(checkpoint, max_sequence_length, height=height, width=width, **options)
-        self.num_frames = num_frames
+        self.num_frames, self.guidance_scale_2 = num_frames, guidance_scale_2
+        self._rows_share_time = False
 
     @property
     def frames_per_second(self) -> int:
@@ -55,12 +66,45 @@ class WanPolicy(FlowPolicy):
         return int(self.pipeline.vae_scale_factor_spatial)
 
     def misfit(self, pipeline: Any) -> str | None:
-        if pipeline.transformer_2 is not None or pipeline.transformer is None:
-            return "has two networks, for early and late times. Only models with one are supported."
+        number = sum(network is not None for network in (pipeline.transformer, pipeline.transformer_2))
+        if number != (1 if pipeline.config.boundary_ratio is None else 2) or pipeline.transformer is None:
+            ratio = pipeline.config.boundary_ratio
+            return f"has {counted(number, 'network')} and boundary_ratio={ratio}. Two networks need one, and no others."
+        if number == 1 and self.guidance_scale_2 is not None:
+            return "has one network, so model.policy.guidance_scale_2 has no effect. Leave it out."
         config = pipeline.scheduler.config
         if config.get("use_flow_sigmas") and config.get("prediction_type") == "flow_prediction":
             return None
         return f"comes with {type(pipeline.scheduler).__name__}, but Wan needs UniPC with use_flow_sigmas."
+
+    @property
+    def network_names(self) -> tuple[str, ...]:
+        ratio = self.pipeline.config.boundary_ratio if self.loaded else config_value(self, INDEX, "boundary_ratio")
+        return ("transformer",) if ratio is None else ("transformer", "transformer_2")
+
+    def joined(self, networks: Sequence[Any]) -> Any:
+        boundary = (self.pipeline.config.boundary_ratio or 0.0) * self.pipeline.scheduler.config.num_train_timesteps
+        first, *second = networks
+        return TwoNetworks(first, second[0], boundary) if second else first
+
+    @contextmanager
+    def sampling(self, spec: RolloutSpec | None = None) -> Iterator[None]:
+        with super().sampling(spec):
+            self._rows_share_time = True
+            try:
+                yield
+            finally:
+                self._rows_share_time = False
+
+    def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
+        second = {} if self.guidance_scale_2 is None else {"guidance_scale_2": self.guidance_scale_2}
+        return super().pipeline_guidance(guidance, prompts) | second
+
+    def guidance_at(self, t: Tensor, guidance: float) -> Any:
+        if self.guidance_scale_2 is None:
+            return guidance
+        is_early = t * self.pipeline.scheduler.config.num_train_timesteps >= self.network.boundary
+        return torch.where(is_early, guidance, self.guidance_scale_2)[:, None, None, None, None]
 
     def find_latent_shape(self) -> tuple[int, ...]:
         factor, frames = int(self.pipeline.vae_scale_factor_temporal), self.num_frames
@@ -94,4 +138,41 @@ class WanPolicy(FlowPolicy):
         timestep = t * self.pipeline.scheduler.config.num_train_timesteps
         if self.pipeline.config.expand_timesteps:  # one timestep per token
             timestep = timestep[:, None].expand(-1, self.image_tokens())
-        return self.network(z, timestep, cond.tensors["tokens"], return_dict=False)[0]
+        last = {"return_dict": False} if len(self.network_names) == 1 else {"rows_share_time": self._rows_share_time}
+        return self.network(z, timestep, cond.tensors["tokens"], **last)[0]
+
+
+class TwoNetworks(nn.Module):
+    """The two networks of Wan 2.2 A14B as one, which passes each row to the network of its time.
+
+    Args:
+        transformer: Network of the times from the boundary on.
+        transformer_2: Network of the earlier times.
+        boundary: In timesteps.
+    """
+
+    _repeated_blocks: ClassVar[tuple[str, ...]] = ("WanTransformerBlock",)
+    _no_split_modules: ClassVar[tuple[str, ...]] = _repeated_blocks
+
+    def __init__(self, transformer: Any, transformer_2: Any, boundary: float) -> None:
+        super().__init__()
+        self.transformer, self.transformer_2, self.boundary = transformer, transformer_2, boundary
+        self.config, self._cp_plan = transformer.config, transformer._cp_plan
+
+    def forward(self, z: Tensor, timestep: Tensor, tokens: Tensor, rows_share_time: bool = False) -> tuple[Tensor]:
+        """Return the predictions ``(B, C, f, h, w)``, in a tuple as diffusers' networks do.
+
+        Args:
+            rows_share_time: Leave a network out if it has no row. Otherwise it does so only in a single process:
+                collective operations on sharded weights need it in the passes of all processes.
+        """
+        if z.is_meta:  # without times; both networks have one size
+            return self.transformer(z, timestep, tokens, return_dict=False)
+        is_early, outputs, order = timestep >= self.boundary, [], []
+        for network, chosen in ((self.transformer, is_early), (self.transformer_2, ~is_early)):
+            rows = chosen.nonzero()[:, 0]
+            used = rows if len(rows) or rows_share_time or rank_and_world_size()[1] == 1 else rows.new_zeros(1)
+            if len(used):
+                outputs.append(network(z[used], timestep[used], tokens[used], return_dict=False)[0][: len(rows)])
+            order.append(rows)
+        return (torch.cat(outputs)[torch.cat(order).argsort()],)

@@ -264,8 +264,8 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
         if not any(is_sharded(p) for p in network.parameters()):
             for error in context_errors(module.policy, degree, module.evaluator.sides):
                 raise ValueError(error)
-            if degree > 1:
-                share_tokens(network, degree, self.world_size, device)
+            for part in module.policy.networks().values() if degree > 1 else ():
+                share_tokens(part, degree, self.world_size, device)
             size = self.shard_size or self.world_size
             shape, names = (self.world_size // size, size), ("replicate", "shard")
             mesh = init_device_mesh(device, shape, mesh_dim_names=names)

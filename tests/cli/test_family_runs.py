@@ -37,6 +37,7 @@ FAMILIES = {
     "krea2": ("Krea2Policy", 48),
     "lumina2": ("Lumina2Policy", 48),
     "wan": ("WanPolicy", 16),
+    "wan22": ("WanPolicy", 16),
 }
 CASES = [*((family,) for family in FAMILIES), ("qwen_image", "--merge"), ("lumina2", "--format=comfyui")]
 SIDE, SEED, STEPS, GUIDANCE = 32, 3, 3, 2.0
@@ -63,7 +64,7 @@ def runs(tmp_path_factory, large_folder, flux_folder):
         checkpoint = flux_folder(False, True) if family == "kontext" else large_folder(network)
         side = 2 * SIDE if family.startswith("flux2") else SIDE  # FLUX.2 edits pictures of at least 64 pixels
         options = {"checkpoint": str(checkpoint), "max_sequence_length": length, "height": side, "width": side}
-        options |= {"num_frames": 5} if family == "wan" else {}
+        options |= {"num_frames": 5} if family.startswith("wan") else {}
         edits = getattr(policies, policy).edits
         recipe = yaml.safe_load(RECIPE)
         recipe["model"]["policy"] = {"class_path": policy, "init_args": {**options, "lora_rank": 2, "lora_alpha": 4}}

@@ -30,6 +30,7 @@ from lit_vgrpo.policies import (
 
 SLOW = ("qwen_image_edit", "flux2_edit", "flux2_dev_edit")
 LARGE = ("qwen_image", "flux2", "z_image", "chroma", "lumina2", "qwen_image21", "flux2_dev", "krea2", "sana", "wan")
+LARGE += ("wan22",)
 FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", "kontext", *LARGE, *SLOW)
 FIRST = ("sd3", "unet_eps", "flux")
 REPEATS = tuple(name for name in FAMILIES if name not in FIRST)
@@ -100,9 +101,11 @@ def make_large_family(name, folder):
     if name == "krea2":
         limits = {"prompt_limit": 43, "limited_by": "Qwen3VL"}
         return Family(Krea2Policy, folder, options, guidance=from_zero, pack=pack, **limits)
-    if name == "wan":
+    if name.startswith("wan"):
         options = {"max_sequence_length": 16, "num_frames": 5}
-        return Family(WanPolicy, folder, options, size=(32, 48), train_only="*attn1.to_q*", **UMT5)
+        limits = {"size": (32, 48), "train_only": "*attn1.to_q*", **UMT5}
+        options |= {"guidance_scale_2": 1.5} if name == "wan22" else {}
+        return Family(WanPolicy, folder, options, **limits)
     if name == "sana":
         limits = {"prompt_limit": 15, "limited_by": "Gemma2", "train_only": "*attn*.to_q*"}
         return Family(SanaPolicy, folder, {"max_sequence_length": 16}, guidance=unbinned, size=(32, 64), **limits)

@@ -19,6 +19,7 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import Conditioning
 from lit_vgrpo.policies.checks import inputs_count
+from lit_vgrpo.policies.export import lora_options
 from lit_vgrpo.policies.meta import AutocastOnMeta
 
 COLOURS, SHAPES = ("red", "blue", "green", "yellow"), ("circle", "square", "triangle")
@@ -104,7 +105,7 @@ def test_checkpointing_changes_no_gradient(family):
     for policy in policies:
         policy(*inputs(policy), 2.0).square().mean().backward()
     plain, cheap = (trainable_parameters(policy) for policy in policies)
-    assert policies[1].network.is_gradient_checkpointing
+    assert all(network.is_gradient_checkpointing for network in policies[1].networks().values())
     for name, parameter in plain.items():
         torch.testing.assert_close(cheap[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
 
@@ -271,7 +272,8 @@ def test_an_adapter_is_saved_so_that_the_pipeline_loads_it(family, tmp_path):
     folder = tmp_path / "lora"
     policy.save(folder)
     pipeline = family.pipeline()
-    pipeline.load_lora_weights(str(folder))
+    for options in lora_options(policy):
+        pipeline.load_lora_weights(str(folder), **options)
     other = family.policy_class(str(family.folder), **family.all_options({})).adopt(pipeline)
     with torch.no_grad():
         trained = policy(*inputs(policy))

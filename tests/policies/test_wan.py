@@ -1,16 +1,19 @@
 """Wan's video models, beyond the contract of all families."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from policies import contract
 from policies.contract import Family
+from safetensors.torch import save_file
 
 from lit_vgrpo import RolloutSpec
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.policies import WanPolicy
 from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.training.saved_weights import load_policy
 
 OPTIONS = {"max_sequence_length": 16, "num_frames": 5}
 
@@ -50,14 +53,40 @@ def test_a_size_that_cannot_be_made_is_one_line(folder, option, value, said):
         WanPolicy(str(folder), **{"height": 32, "width": 48, **OPTIONS, option: value}).load()
 
 
-def test_two_networks_are_refused(folder, tmp_path):
-    import shutil
+@pytest.fixture(scope="module")
+def two(large_folder):
+    return large_folder("wan22")
 
-    two = tmp_path / "two"
-    shutil.copytree(folder, two)
-    shutil.copytree(two / "transformer", two / "transformer_2")
+
+def test_each_row_goes_to_the_network_of_its_time(two):
+    policy = WanPolicy(str(two), height=32, width=48, **OPTIONS).load()
+    z, cond = torch.randn(4, *policy.latent_shape), policy.encode(["a red circle"]).expand(4)
+    t = torch.tensor([0.8, 0.1, 1.0, 0.799])  # the boundary is 0.8
+    found = policy(z, t, cond)
+    for row, name in enumerate(("transformer", "transformer_2", "transformer", "transformer_2")):
+        network = getattr(policy.pipeline, name)
+        one = network(z[row : row + 1], 1000 * t[row : row + 1], cond.tensors["tokens"][:1], return_dict=False)[0]
+        torch.testing.assert_close(found[row], one[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("removed", "options", "said"),
+    [
+        ("boundary_ratio", {}, "has 2 networks and boundary_ratio=None"),
+        ("transformer_2", {}, "has 1 network and boundary_ratio=0.8"),
+        (("boundary_ratio", "transformer_2"), {"guidance_scale_2": 3.0}, "guidance_scale_2 has no effect"),
+        ((), {"start_from": "LORA"}, "is a LoRA of one network, but the model has two. Name a run instead."),
+    ],
+)
+def test_what_does_not_fit_two_networks_is_one_line(two, tmp_path, removed, options, said):
     index = json.loads((two / "model_index.json").read_text())
-    index["transformer_2"] = index["transformer"]
-    (two / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.9}))
-    with pytest.raises(LoadError, match="two networks, for early and late times. Only models with one are supported"):
-        WanPolicy(str(two), height=32, width=48, **OPTIONS).load()
+    for name in [removed] if isinstance(removed, str) else removed:
+        index[name] = [None, None] if name == "transformer_2" else None
+    shutil.copytree(two, tmp_path / "two")
+    (tmp_path / "two" / "model_index.json").write_text(json.dumps(index))
+    if "start_from" in options:
+        save_file({"a.lora_A.weight": torch.ones(1, 1)}, tmp_path / "lora.safetensors")
+        options = {"start_from": str(tmp_path / "lora.safetensors"), "lora_rank": 2}
+    policy = WanPolicy(str(tmp_path / "two"), height=32, width=48, **OPTIONS, **options)
+    with pytest.raises(LoadError, match=said):
+        load_policy(policy)

@@ -39,6 +39,7 @@ PLANNED = {
     "flux_cfg",
     "flux2_dev",
     "wan",
+    "wan22",
     *(f for f in FAMILIES if "edit" in f),
 }
 CLOCKS = ("cost/", "memory/", "time/")

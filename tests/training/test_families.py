@@ -1,6 +1,7 @@
 """One iteration of every model family on two processes against one: the same weights, exports that diffusers reads."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -15,14 +16,16 @@ WORKER = Path(__file__).with_name("worker.py")
 LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
 LARGE |= {"qwen_image_edit": "QwenImageEditPolicy", "qwen_image21": "QwenImage21Policy", "chroma": "ChromaPolicy"}
 LARGE |= {"flux2_dev": "Flux2DevPolicy", "krea2": "Krea2Policy", "lumina2": "Lumina2Policy", "sana": "SanaPolicy"}
-LARGE |= {"wan": "WanPolicy"}
-LENGTHS = {"chroma": 16, "sana": 16, "wan": 16}
+LARGE |= {"wan": "WanPolicy", "wan22": "WanPolicy"}
+LENGTHS = {"chroma": 16, "sana": 16, "wan": 16, "wan22": 16}
 FAMILIES = {"unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
 FAMILIES |= {"kontext": "KontextPolicy", **LARGE}
 UNUSED = dict.fromkeys(
     ("qwen_image", "qwen_image_edit"), ("transformer_blocks.1.attn.to_add_out.", "transformer_blocks.1.txt_mlp.")
 )
 """Starts of the names of weights that no output depends on, which are not trained."""
+FILES = {"wan22": [{"weight_name": "pytorch_lora_weights.safetensors"}]}
+FILES["wan22"].append({"weight_name": "pytorch_lora_weights_2.safetensors", "load_into_transformer_2": True})
 EDIT = ("kontext", "qwen_image_edit")
 KINDS = ["lora", "full"]
 RUNS = [("lora", "fsdp2"), ("full", "fsdp2"), ("lora", "zero2")]
@@ -40,7 +43,7 @@ def options(unet_folder, sdxl_folder, flux_folder, large_folder):
     sizes = {"height": 32, "width": 32}
     made["kontext"] = lambda: {**made["flux"](), "checkpoint": str(flux_folder(True, True))}
     for name in LARGE:
-        length = {"max_sequence_length": LENGTHS.get(name, 48), **({"num_frames": 3} if name == "wan" else {})}
+        length = {"max_sequence_length": LENGTHS.get(name, 48), **({"num_frames": 3} if "wan" in name else {})}
         made[name] = lambda name=name, length=length: {"checkpoint": str(large_folder(name)), **sizes, **length}
     return lambda family: made[family]()
 
@@ -104,7 +107,7 @@ def test_one_process_trains(folder, family):
 @every_family
 def test_fsdp2_exports_what_it_trained(folder, options, family):
     average = load(folder, family, "full", "fsdp2")["callbacks"]["EMA"]["average"]
-    network = dict(network_of(plain(folder / f"{family}-full-fsdp2-export")).named_parameters())
+    network = weights_of(plain(folder / f"{family}-full-fsdp2-export"))
     trained = {f"policy.network.{name}" for name in network if not name.startswith(UNUSED.get(family, ()))}
     assert trained == average.keys()
     for name, value in average.items():
@@ -112,8 +115,9 @@ def test_fsdp2_exports_what_it_trained(folder, options, family):
 
     average = load(folder, family, "lora", "fsdp2")["callbacks"]["EMA"]["average"]
     pipeline = plain(Path(options(family)["checkpoint"]))
-    pipeline.load_lora_weights(folder / f"{family}-lora-fsdp2-export")
-    found = {name.replace("default_0", "default"): p for name, p in network_of(pipeline).named_parameters()}
+    for file in FILES.get(family, [{}]):
+        pipeline.load_lora_weights(folder / f"{family}-lora-fsdp2-export", **file)
+    found = {re.sub(r"default_\d", "default", name): weight for name, weight in weights_of(pipeline).items()}
     assert {name for name in found if "lora" in name} == {name.removeprefix("policy.network.") for name in average}
     for name, value in average.items():
         assert torch.equal(found[name.removeprefix("policy.network.")], value), name
@@ -125,5 +129,10 @@ def plain(folder):
     return diffusers.DiffusionPipeline.from_pretrained(folder, **missing)
 
 
-def network_of(pipeline):
-    return pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
+def weights_of(pipeline):
+    """By the names that a run gives them: two networks have their names in front."""
+    networks = {name: getattr(pipeline, name, None) for name in ("unet", "transformer", "transformer_2")}
+    networks = {name: network for name, network in networks.items() if network is not None}
+    several = len(networks) > 1
+    weights = [(name, *item) for name, network in networks.items() for item in network.named_parameters()]
+    return {f"{name}.{key}" if several else key: weight for name, key, weight in weights}

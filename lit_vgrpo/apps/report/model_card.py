@@ -18,6 +18,7 @@ from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.export import lora_options
 from lit_vgrpo.policies.loading import config_folder
 from lit_vgrpo.system.hub import base_name, file_at_hand, source_of
 from lit_vgrpo.system.paths import copy_file, write_atomically
@@ -58,7 +59,10 @@ def add_card(
     name, base = str(dtype).removeprefix("torch."), source_of(policy.checkpoint)
     if is_adapter:
         what = f"LoRA of rank {policy.lora_rank}, {name}"
-        lines = [from_pretrained(policy, base, policy.dtype), f"pipe.load_lora_weights({_quoted(written)})"]
+        lines = [from_pretrained(policy, base, policy.dtype)]
+        for options in lora_options(policy):
+            given = [_quoted(written), *(f"{key}={value!r}" for key, value in options.items())]
+            lines.append(f"pipe.load_lora_weights({', '.join(given)})")
     else:
         what = f"pipeline in {name}{', with the LoRA merged in' if merged else ''}"
         lines = [from_pretrained(policy, str(written), dtype, folder)]
