@@ -27,11 +27,18 @@ class Frames(Reward):
         self.reward = as_reward(reward)
         self.every = every
         self.name, self.concurrent = self.reward.name, self.reward.concurrent
+        self.compares, self.differentiable = self.reward.compares, self.reward.differentiable
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        scores = called(self.reward, images[:, :: self.every or images.shape[1]], prompts, rows)
+        scores = called(self.reward, self._chosen(images), prompts, rows)
         self.failure = self.reward.failure
         return scores
+
+    def with_gradient(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+        return called(self.reward, self._chosen(images), prompts, rows, self.reward.with_gradient)
+
+    def _chosen(self, videos: Tensor) -> Tensor:
+        return videos[:, :: self.every or videos.shape[1]]
 
     def found_at(self, key: str) -> Reward:
         self.reward.found_at(key)

@@ -29,6 +29,20 @@ def test_the_score_is_the_mean_over_the_frames(reward, frames):
     torch.testing.assert_close(Weighted([reward]).score(*GIVEN).total, expected)
 
 
+def test_the_gradient_reaches_the_scored_frames():
+    reward, videos = Frames(PythonReward(brightness, differentiable=True), every=3), VIDEOS.clone().requires_grad_()
+    assert reward.differentiable
+    reward.with_gradient(videos, *GIVEN[1:]).sum().backward()
+    assert videos.grad.flatten(2).any(2).tolist() == [[True, False, False, True]] * 2
+
+
+def test_frames_of_a_comparing_reward_are_compared():
+    class Ranks(JPEGCompressibility):
+        compares = True
+
+    assert Frames(Ranks()).compares
+
+
 def test_a_frame_that_fails_fails_its_video():
     broken = VIDEOS.clone()
     broken[1, 2, 0, 0, 0] = torch.nan
