@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from PIL import Image, ImageDraw, ImageFont
+from PIL import ExifTags, Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from lit_vgrpo.apps.report.run_data import LAYOUT, TO_EDIT
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.pictures import references_of, stacked_references
-from lit_vgrpo.core.pixels import strips, to_uint8
+from lit_vgrpo.core.pixels import save_webp, strips, to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.prompts import Rows
-from lit_vgrpo.system.paths import new_file
+from lit_vgrpo.system.paths import new_file, write_error
 from lit_vgrpo.training.loggers import log_picture
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class SampleGrid(L.Callback):
 
     One row per prompt. The first column shows the frozen reference, the second the policy on the same noise, the others
     the policy on other noise; the last shows the picture that the prompt edits, if there is one. The policy uses the
-    EMA's weights if that callback is used.
+    EMA's weights if that callback is used. In these grids a video is a strip of its frames; ``RUN/samples/*.webp`` are
+    the same grids with moving videos, for the report.
 
     Args:
         num_prompts: Number of rows.
@@ -86,7 +87,8 @@ class SampleGrid(L.Callback):
                 rows = torch.cat([rows, given.flatten(0, -4).unflatten(0, (len(rows), -1))], dim=1)
             labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
             labels += [] if given is None else [""] * (columns - 1) + [TO_EDIT]
-            picture = draw_grid(rows, [row["prompt"] for row in self._rows], labels, self.min_pixels)
+            captions = [row["prompt"] for row in self._rows], labels, self.min_pixels
+            picture = draw_grid(strips(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]), *captions)
             log_picture(trainer.loggers, "samples", picture, trainer.global_step)
             path = Path(trainer.default_root_dir) / "samples" / f"{name}.png"
             try:
@@ -95,14 +97,22 @@ class SampleGrid(L.Callback):
                 notes.add_text(LAYOUT, picture.info[LAYOUT])
                 with new_file(path) as file:
                     picture.save(file, format="PNG", pnginfo=notes)
-            except OSError as error:
-                rank_zero_warn(f"Cannot write {path}: {error.strerror}. Training continues without it.")
+                if rows.ndim == 6:
+                    path = path.with_suffix(".webp")
+                    moving = [draw_grid(frames, *captions) for frames in rows.unbind(2)]
+                    exif = Image.Exif()
+                    exif[ExifTags.Base.ImageDescription] = moving[0].info[LAYOUT]
+                    duration = round(1000 / pl_module.policy.frames_per_second)
+                    is_enlarged = rows.shape[-1] < self.min_pixels
+                    with new_file(path) as file:
+                        save_webp(moving, file, duration, lossless=is_enlarged, exif=exif)
+            except (OSError, RuntimeError) as error:  # Pillow's, if a WebP file would have a side of over 16,383 pixels
+                rank_zero_warn(f"Cannot write {path}: {write_error(error).rstrip('.')}. Training continues without it.")
 
 
 def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
-    """Return held-out images ``(B, 3, H, W)`` of rows, on the CPU."""
-    images = module.evaluator.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows))
-    return strips(images).cpu()
+    """Return held-out images ``(B, 3, H, W)``, or videos ``(B, F, 3, H, W)``, of rows, on the CPU."""
+    return module.evaluator.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows)).cpu()
 
 
 def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels: int) -> Image.Image:

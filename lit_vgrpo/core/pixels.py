@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Sequence
+from typing import IO, Any
 
 import torch
 from PIL import Image
@@ -39,6 +40,18 @@ def to_pil(images: Tensor) -> list[Image.Image]:
     """
     pictures = to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()
     return [Image.fromarray(picture) for picture in pictures]
+
+
+def save_webp(frames: list[Image.Image], file: IO[bytes], duration: int, **options: Any) -> None:
+    """Write frames of one size as an animated WebP file that repeats.
+
+    Args:
+        duration: Time per frame, milliseconds.
+        **options: Of Pillow's WebP files, such as ``lossless``.
+    """
+    # lossless, method 0 takes a tenth of the default's time, and the file is a third larger
+    options |= {"save_all": True, "append_images": frames[1:], "duration": duration, "loop": 0, "method": 0}
+    frames[0].save(file, format="WEBP", **options)
 
 
 def encode_png(image: Tensor) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import report
-from PIL import Image
+from PIL import Image, ImageSequence
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.apps.report import verdict
@@ -220,6 +220,28 @@ def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux
     assert len(set(shown)) == 2
     # one prompt with two pictures is two prompts for the intervals too
     assert [count for _, count in read_scores(Path("runs/edits"))[2]["reward"]] == [2, 2]
+
+
+@pytest.mark.slow
+def test_videos_move_with_the_frames_of_the_strips(trained, monkeypatch, large_folder):
+    monkeypatch.chdir(trained)
+    options = f"{{checkpoint: {large_folder('wan')}, max_sequence_length: 16, height: 32, width: 48, num_frames: 5}}"
+    policy = f"model.policy={{class_path: WanPolicy, init_args: {options}}}"
+    reward = "model.reward={class_path: Frames, init_args: {reward: helpers.Brightness}}"
+    train("name=moving", policy, reward, "trainer.max_epochs=2", "trainer.callbacks+=Report")
+    page, run = Parsed("runs/moving/report.html"), Path("runs/moving")
+    strips = Image.open(run / "samples" / "after.png")
+    layout = json.loads(strips.info["layout"])
+    for time, x in zip(("before", "after"), layout["left"], strict=True):
+        for prompt, top in zip(HELDOUT, layout["top"], strict=True):
+            frames = [strips.crop((left, top, left + 48, top + 32)).tobytes() for left in range(x, x + 240, 48)]
+            (image,) = [image for image in page.all("img") if image["alt"] == f"{time}: {prompt}"]
+            with Image.open(io.BytesIO(base64.b64decode(image["src"].partition(",")[2]))) as file:
+                assert [frame.convert("RGB").tobytes() for frame in ImageSequence.Iterator(file)] == frames
+                assert (file.info["duration"], len(set(frames))) == (62, 5)
+    stills = [source for source in page.all("source") if source["media"] == "(prefers-reduced-motion: reduce)"]
+    assert len(stills) == 4
+    assert all(source["srcset"].startswith("data:image/png;base64,") for source in stills)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from PIL import Image
+from PIL import ExifTags, Image, ImageSequence
 
 from lit_vgrpo.apps.report import verdict
 from lit_vgrpo.apps.report.curves import plots
@@ -31,6 +31,7 @@ from lit_vgrpo.apps.report.run_data import (
     read_run,
 )
 from lit_vgrpo.apps.report.verdict import Verdict
+from lit_vgrpo.core.pixels import save_webp
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.resume import how_to_resume, newest_checkpoint
 
@@ -43,8 +44,8 @@ PHASES = {
 MOST_PROMPTS = 12
 MOST_CHANGED = 4
 """Pairs of images shown as evidence."""
-SIDE, EDITED_SIDE = 384, 128
-"""Maximum longer sides of an image, and of a picture that a prompt edits, in pixels."""
+SIDE, MOVING_SIDE, EDITED_SIDE = 384, 256, 128
+"""Maximum longer sides of an image, of a moving video, and of a picture that a prompt edits, in pixels."""
 PIXEL_ART = 128
 """Images up to this size are stored without loss, and enlarged without smoothing."""
 REASONS = {"best": "Best", "worst": "Worst", "disagreement": "Rewards disagree most"}
@@ -54,15 +55,18 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, SyntaxError, Image.Decom
 """Errors of files that are damaged or being replaced."""
 MARK = "<!-- lightning report -->"
 """First line of the page; only files that start with it are overwritten."""
+Frames = Sequence[Image.Image]
+"""An image, or a video's frames, of one size."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image as a ``data:`` address."""
+    """An image, or a moving video, as a ``data:`` address, and a video's first frame as ``still``."""
 
     source: str
     width: int
     height: int
+    still: str | None = None
 
     @property
     def is_small(self) -> bool:
@@ -91,17 +95,24 @@ def read_pairs(run: Path) -> list[Pair]:
     files = sorted((run / "samples").glob("*.png"), key=lambda file: (order.get(file.stem, 1), file.stem))
     for file in reversed(files):
         try:
-            with Image.open(file) as image:
-                sheet, layout = image.convert("RGB"), json.loads(image.info[LAYOUT])
-            before, after = (_column(sheet, layout, column) for column in (0, 1))
-            edited: list[Any] = [None] * len(before)
-            if TO_EDIT in layout["labels"]:
-                edited = _column(sheet, layout, layout["labels"].index(TO_EDIT))
+            moving = file.with_suffix(".webp")
+            with Image.open(moving if moving.exists() else file) as sheet:
+                layout = json.loads(sheet.info.get(LAYOUT) or sheet.getexif()[ExifTags.Base.ImageDescription])
+                before, after = (_column(sheet, layout, column) for column in (0, 1))
+                edited: list[Any] = [None] * len(before)
+                if TO_EDIT in layout["labels"]:
+                    edited = [cell for (cell,) in _column(sheet, layout, layout["labels"].index(TO_EDIT))]
+                duration = sheet.info.get("duration", 0)
             time = file.stem if file.stem in order else f"iteration {int(file.stem.split('_')[1])}"
         except UNREADABLE:
             continue
         pairs = [
-            Pair(prompt, {"before": picture(a), time: picture(b)}, c and picture(c, EDITED_SIDE), _difference(a, b))
+            Pair(
+                prompt,
+                {"before": video(a, duration), time: video(b, duration)},
+                c and picture(c, EDITED_SIDE),
+                _difference(a, b),
+            )
             for prompt, a, b, c in zip(layout["prompts"], before, after, edited, strict=False)
         ]
         return sorted(pairs, key=lambda pair: -pair.change)
@@ -121,16 +132,19 @@ def side_by_side(runs: Sequence[RunPage]) -> list[Pair]:
     return list(found.values())
 
 
-def _difference(image: Image.Image, other: Image.Image) -> float:
-    return float(np.mean((np.asarray(image, dtype=np.float64) - np.asarray(other)) ** 2) ** 0.5)
+def _difference(frames: Frames, others: Frames) -> float:
+    pairs = zip(frames, others, strict=True)
+    return float(np.mean([np.mean((np.asarray(a, dtype=np.float64) - np.asarray(b)) ** 2) for a, b in pairs]) ** 0.5)
 
 
-def _column(sheet: Image.Image, layout: dict[str, Any], column: int) -> list[Image.Image]:
-    """Return a grid's images in a column: 0 is the reference, 1 the policy on the same noise."""
+def _column(sheet: Image.Image, layout: dict[str, Any], column: int) -> list[Frames]:
+    """Return the frames of a grid's images in a column: 0 is the reference, 1 the policy on the same noise."""
     (width, height), left, zoom = layout["size"], layout["left"][column], layout["zoom"]
-    cells = [sheet.crop((left, top, left + width, top + height)) for top in layout["top"][:MOST_PROMPTS]]
+    boxes = [(left, top, left + width, top + height) for top in layout["top"][:MOST_PROMPTS]]
     small = (width // zoom, height // zoom)
-    return [cell.resize(small, Image.Resampling.NEAREST) for cell in cells]
+    frames = (frame.convert("RGB") for frame in ImageSequence.Iterator(sheet))
+    cells = [[frame.crop(box).resize(small, Image.Resampling.NEAREST) for box in boxes] for frame in frames]
+    return list(zip(*cells, strict=True))
 
 
 def read_kept(run: Path, known: set[str]) -> dict[str, list[dict[str, Any]]]:
@@ -172,6 +186,21 @@ def picture(image: Image.Image, side: int = SIDE) -> Picture:
         image.thumbnail((side, side))
     image.save(buffer, kind, quality=85, optimize=True)
     return Picture(f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}", *image.size)
+
+
+def video(frames: Frames, duration: int) -> Picture:
+    """Return a video for the page as an animated WebP, lossless if it is small; a single frame is a :func:`picture`.
+
+    Args:
+        duration: Time per frame, milliseconds.
+    """
+    if len(frames) == 1:
+        return picture(frames[0])
+    first, buffer = picture(frames[0], MOVING_SIDE), io.BytesIO()
+    scaled = [frame.resize((first.width, first.height)) for frame in frames]
+    save_webp(scaled, buffer, duration, lossless=first.is_small)
+    source = f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return replace(first, source=source, still=first.source)
 
 
 class RunPage:
