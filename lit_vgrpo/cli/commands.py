@@ -260,26 +260,16 @@ def sample(
     checkpoint: Checkpoint = None,
     steps: Annotated[int | None, Option(min=1, max=1000, help="Sampling steps; by default the recipe's.")] = None,
     guidance: Annotated[float | None, Option(min=1, max=1000, help="Guidance scale; 1 disables it.")] = None,
+    format: Annotated[Literal["webp", "mp4"], Option(help="File format of videos.")] = "webp",
     out: Out = None,
 ) -> int:
     """Generate images with a run's weights."""
     with _loading():
         from lit_vgrpo.cli.sample import SampleOptions, sample_images
-    options = SampleOptions(
-        words=[run, *(words or [])],
-        no_ema=no_ema,
-        named=checkpoint,
-        reference=reference,
-        typed_prompts=prompt or [],
-        prompt_file=prompts,
-        image=image,
-        seed=seed,
-        count=count,
-        steps=steps,
-        guidance=guidance,
-        out=out,
-    )
-    return sample_images(options)
+    given: dict[str, Any] = {"words": [run, *(words or [])], "no_ema": no_ema, "named": checkpoint, "out": out}
+    given |= {"reference": reference, "typed_prompts": prompt or [], "prompt_file": prompts, "image": image}
+    given |= {"seed": seed, "count": count, "steps": steps, "guidance": guidance, "format": format}
+    return sample_images(SampleOptions(**given))
 
 
 @app.command(rich_help_panel=LOOK)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 from tqdm import tqdm
 
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.pictures import PICTURE, references_of
-from lit_vgrpo.core.pixels import strips, to_uint8
+from lit_vgrpo.core.pixels import save_webp, strips, to_pil
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import all_finite
 from lit_vgrpo.core.types import RolloutSpec
@@ -25,7 +26,7 @@ from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.system.paths import new_file, vacant_folder
+from lit_vgrpo.system.paths import new_file, vacant_folder, write_error
 from lit_vgrpo.training.evaluation import EvaluationSpec, sides_of
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
@@ -49,6 +50,7 @@ class SampleOptions(RunOptions):
     count: int
     steps: int | None
     guidance: float | None
+    format: Literal["webp", "mp4"]
     out: Any
     rows: Rows = field(init=False)
 
@@ -58,6 +60,8 @@ class SampleOptions(RunOptions):
             raise UserError("--no-ema and --reference are both given. Sample once with each, with the same --seed.")
         if self.prompt_file is None and not self.typed_prompts:
             raise UserError('No prompt given. Add --prompt "a red circle", or --prompts FILE.')
+        if self.format == "mp4" and not (find_spec("imageio") and find_spec("imageio_ffmpeg")):
+            raise UserError('--format mp4 needs imageio and imageio-ffmpeg. Run: pip install "lit-vgrpo[video]"')
         try:
             self.rows = read_prompts(self.prompt_file) if self.prompt_file is not None else []
         except (ValueError, ModuleNotFoundError) as error:
@@ -92,9 +96,10 @@ def sample_images(options: SampleOptions) -> int:
                 for seed in range(options.seed, options.seed + options.count):
                     path = options.out / f"{number:03d}_seed{seed}.png"
                     image = image_of(policy, spec, row, seed)
-                    write_png(strips(image[None])[0], path)
+                    write_frames(strips(image[None]), path)
                     if image.ndim == 4:
-                        write_video(image, path.with_suffix(".webp"), policy.frames_per_second)
+                        path = path.with_suffix(f".{options.format}")
+                        write_frames(image, path, policy.frames_per_second)
                     bar.update()
                     bar.write(str(path))
         say(f"Sampled with the {saved.origin(variant) if saved else 'reference weights'}.", error=True)
@@ -137,23 +142,29 @@ def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
     return image
 
 
-def write_png(image: Tensor, path: Path) -> None:
-    """Write an image ``(3, H, W)`` in [0, 1] to a file atomically; raise UserError if it cannot be written."""
-    _write([to_uint8(image)], path, format="PNG")
+def write_frames(frames: Tensor, path: Path, frames_per_second: int = 1) -> None:
+    """Write an image or a video to a file atomically.
 
+    Args:
+        frames: Shape ``(F, 3, H, W)``, float in [0, 1]; an image has F = 1.
+        path: Ends in ``.png``, ``.webp`` (lossless), or ``.mp4`` (H.264 needs even sides, so an odd one gets its last
+            pixels twice).
 
-def write_video(video: Tensor, path: Path, frames_per_second: int) -> None:
-    """Write a video ``(F, 3, H, W)`` in [0, 1] as a lossless animated WebP file; see :func:`write_png`."""
-    _write(list(to_uint8(video)), path, format="WEBP", lossless=True, duration=round(1000 / frames_per_second), loop=0)
-
-
-def _write(frames: list[Tensor], path: Path, **options: Any) -> None:
-    first, *others = (Image.fromarray(frame.permute(1, 2, 0).cpu().numpy()) for frame in frames)
-    if others:
-        options |= {"save_all": True, "append_images": others}
+    Raises:
+        UserError: The file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as file:
-            first.save(file, **options)
+            if path.suffix == ".mp4":
+                from diffusers.utils import export_to_video
+
+                even = F.pad(frames, (0, frames.shape[-1] % 2, 0, frames.shape[-2] % 2), mode="replicate")
+                # the default block of 16 would rescale to its multiples
+                export_to_video(to_pil(even), file.name, frames_per_second, quality=8, macro_block_size=1)
+            elif path.suffix == ".webp":
+                save_webp(to_pil(frames), file, round(1000 / frames_per_second), lossless=True)
+            else:
+                to_pil(frames)[0].save(file, format="PNG")
     except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror or error}. Set --out to another folder.") from error
+        raise UserError(f"Cannot write {path}: {write_error(error)}. Set --out to another folder.") from error

@@ -5,11 +5,12 @@ import io
 import json
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from commands import report
+from commands import report, sample_images
 from PIL import Image, ImageSequence
 from saved_runs import assert_one_line, folder_with, train
 
@@ -223,7 +224,7 @@ def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux
 
 
 @pytest.mark.slow
-def test_videos_move_with_the_frames_of_the_strips(trained, monkeypatch, large_folder):
+def test_videos_move_with_the_frames_of_the_strips(trained, monkeypatch, capsys, large_folder):
     monkeypatch.chdir(trained)
     options = f"{{checkpoint: {large_folder('wan')}, max_sequence_length: 16, height: 32, width: 48, num_frames: 5}}"
     policy = f"model.policy={{class_path: WanPolicy, init_args: {options}}}"
@@ -242,6 +243,17 @@ def test_videos_move_with_the_frames_of_the_strips(trained, monkeypatch, large_f
     stills = [source for source in page.all("source") if source["media"] == "(prefers-reduced-motion: reduce)"]
     assert len(stills) == 4
     assert all(source["srcset"].startswith("data:image/png;base64,") for source in stills)
+
+    capsys.readouterr()
+    asked = ["runs/moving", "--prompt=a red circle", "--format=mp4"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "imageio_ffmpeg", None)
+        line = 'needs imageio and imageio-ffmpeg. Run: pip install "lit-vgrpo[video]"'
+        assert_one_line(sample_images, asked, capsys, line)
+    pytest.importorskip("imageio_ffmpeg", reason="needs the extra video")
+    assert sample_images(asked) == 0
+    assert capsys.readouterr().out == "runs/moving/sample/001_seed0.mp4\n"
+    assert {path.name for path in (run / "sample").iterdir()} == {"001_seed0.png", "001_seed0.mp4"}
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_vgrpo.cli.sample import write_video
+from lit_vgrpo.cli.sample import write_frames
 from lit_vgrpo.core.pixels import strips, to_uint8
 from lit_vgrpo.rewards import Frames, JPEGCompressibility, MotionReward, PythonReward, RewardOutage, Weighted
 from lit_vgrpo.tiny import motion
@@ -95,7 +95,7 @@ def test_an_unknown_prompt_is_no_zero():
 
 
 def test_a_video_file_holds_every_frame(tmp_path):
-    write_video(VIDEOS[0], tmp_path / "video.webp", frames_per_second=16)
+    write_frames(VIDEOS[0], tmp_path / "video.webp", frames_per_second=16)
     with Image.open(tmp_path / "video.webp") as file:
         for number in range(file.n_frames):
             file.seek(number)
@@ -103,3 +103,19 @@ def test_a_video_file_holds_every_frame(tmp_path):
                 torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1), to_uint8(VIDEOS[0, number])
             )
         assert file.n_frames == 4
+
+
+def test_an_mp4_file_has_the_rate_and_an_odd_size_is_not_rescaled(tmp_path):
+    imageio = pytest.importorskip("imageio", reason="needs the extra video")
+    pytest.importorskip("imageio_ffmpeg", reason="needs the extra video")
+    down, right = torch.meshgrid(torch.linspace(0, 1, 45), torch.linspace(0, 1, 61), indexing="ij")
+    video = torch.stack([torch.stack([down, right, torch.full_like(down, frame / 4)]) for frame in range(5)])
+    write_frames(video, tmp_path / "video.mp4", frames_per_second=16)
+    with imageio.get_reader(tmp_path / "video.mp4") as file:
+        assert file.get_meta_data()["fps"] == 16
+        found = torch.stack([torch.from_numpy(np.array(frame)) for frame in file]).permute(0, 3, 1, 2)
+    assert found.shape == (5, 3, 46, 62)
+    difference = (found[..., :45, :61].float() - 255 * video).abs()
+    assert difference.mean() < 2
+    assert difference.max() < 12
+    assert list(tmp_path.iterdir()) == [tmp_path / "video.mp4"]
