@@ -17,6 +17,7 @@ def shown_objective():
     return code
 
 
+@pytest.mark.slow
 def test_the_objective_of_the_page_trains_and_costs_what_it_says(tiny_sd3, tmp_path):
     names: dict = {}
     exec(shown_objective(), names)

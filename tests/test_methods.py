@@ -189,6 +189,7 @@ def test_a_step_that_the_scaler_skips_moves_no_clock(tiny_sd3, tmp_path, copy):
         assert torch.equal(tensor.cpu(), module.reference.tensors[name].cpu())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_method_is_refused_and_holds_no_reference(tiny_sd3, tmp_path):
     _, trainer = run(tiny_sd3, tmp_path, METHODS["DiffusionNFT"][0], 1)
     trainer.save_checkpoint(tmp_path / "nft.ckpt")

@@ -69,6 +69,7 @@ def test_a_constant_reward_moves_nothing(tiny_sd3, tmp_path, plugins):
     assert "update" not in module.ledger.counts
 
 
+@pytest.mark.slow
 def test_the_iterations_beside_it_train_and_it_resumes(tiny_sd3, tmp_path):
     save = SaveAt(tmp_path / "within.ckpt", 1, 1)
     whole, trainer, ema, table = train(tiny_sd3, tmp_path, ConstantAt(1), 3, [save])

@@ -88,6 +88,7 @@ def test_trains_stops_within_an_iteration_and_goes_on(make, real, tiny_clip, tmp
     assert iteration["latents"].device == iteration["rows"].device == torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, 2])
 def test_a_gpu_starts_from_the_weights_and_the_noise_of_a_cpu(tiny_sd3, tmp_path, lora):
     def train(accelerator):

@@ -45,12 +45,8 @@ WHOLE_UPDATE = {"micro_batch_size": 4}
 MIDDLE = {"micro_batch_size": 2}
 
 
-WITHIN = ("V-GRPO, replay", "DGPO, moving", "Flow-GRPO, guidance, KL")
-"""Methods that remember an anchor and the last groups, moving copies, and a chain's noise."""
-
-
-# Flow-GRPO has DanceGRPO's chain too, and test_after_any_step stops between three steps.
-@pytest.mark.parametrize("name", repeating(METHODS | REPLAYED, slow={*METHODS} - {*WITHIN}))
+# V-GRPO with replay remembers an anchor and the last groups; test_after_any_step stops between three steps.
+@pytest.mark.parametrize("name", repeating(METHODS | REPLAYED, slow={*METHODS, *REPLAYED} - {"V-GRPO, replay"}))
 def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
     make, _, _ = (METHODS | REPLAYED)[name]
     split = "V-GRPO" not in name
@@ -103,6 +99,7 @@ def test_after_any_step(tiny_sd3, tmp_path, undisturbed, name, step):
     assert same(weights(resumed), expected)
 
 
+@pytest.mark.slow
 def test_the_middle_of_an_iteration_goes_on_with_other_micro_batches(tiny_sd3, tmp_path):
     make, _, _ = METHODS["V-GRPO, three steps"]
     whole, *_ = run(tiny_sd3, tmp_path, make, 2, [SaveAt(tmp_path / "middle.ckpt", 1, 1)], micro_batch_size=4)
@@ -120,6 +117,7 @@ class OneUpdate(VGRPO):
         return loss * (1 if self.num_updates == 0 else math.nan), metrics
 
 
+@pytest.mark.slow
 def test_copies_that_follow_iterations_remember_the_update_before_the_stop(tiny_sd3, tmp_path):
     def run(callbacks, ckpt=None):
         objective = OneUpdate(RolloutSpec(steps=2), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3)
@@ -136,6 +134,7 @@ def test_copies_that_follow_iterations_remember_the_update_before_the_stop(tiny_
     assert same(resumed.objective.anchor.tensors, anchor)
 
 
+@pytest.mark.slow
 def test_images_of_other_sizes_are_refused(tiny_sd3, tmp_path):
     make, _, _ = METHODS["AWM"]
     saver = SaveAt(tmp_path / "middle.ckpt", 1, 1)

@@ -60,6 +60,7 @@ def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3):
         SD3Policy(str(tiny_sd3)).encode(["a cat"])
 
 
+@pytest.mark.slow
 def test_a_loader_is_no_data_module(tiny_sd3, tmp_path):
     with pytest.raises(TypeError, match="datamodule=DataLoader is not a data module. Pass datamodule=PromptDataModule"):
         make_trainer(tmp_path).fit(make_module(tiny_sd3), datamodule=DataLoader(["a cat"]))
@@ -68,6 +69,7 @@ def test_a_loader_is_no_data_module(tiny_sd3, tmp_path):
             getattr(make_trainer(tmp_path), verb)(make_module(tiny_sd3), DataLoader(["a cat"]))
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_is_already_in_memory_and_a_second_fit(tiny_sd3):
     pipeline = SD3Policy(str(tiny_sd3)).load().pipeline
     policy = SD3Policy("my pipeline", max_sequence_length=1).adopt(pipeline)
@@ -82,6 +84,7 @@ def test_a_pipeline_that_is_already_in_memory_and_a_second_fit(tiny_sd3):
     assert module.ledger.counts["anchor"]["without_grad"] == 2 * 16
 
 
+@pytest.mark.slow
 def test_a_plain_lightning_cli(tiny_sd3, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(
@@ -99,6 +102,7 @@ trainer: {{max_epochs: 1, accelerator: cpu, logger: false, enable_checkpointing:
     assert isinstance(cli.model.reward.rewards[0], Brightness)
 
 
+@pytest.mark.slow
 def test_fit_test_the_best_and_go_on(tiny_sd3, tmp_path):
     """Do what a training script of lightning-hydra-template does, in its order."""
 

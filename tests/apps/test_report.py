@@ -89,6 +89,7 @@ def summary(name="tiny"):
     return json.loads(Path(f"runs/{name}/summary.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["tiny"], ["tiny", "other"]])
 def test_a_page_needs_nothing_else_and_is_accessible(inside, names, capsys):
     assert report([*(f"runs/{name}" for name in names), "--out=page.html"]) == 0

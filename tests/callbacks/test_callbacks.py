@@ -138,6 +138,7 @@ def test_summary(tiny_sd3, tmp_path):
     assert {"torch", "lightning", "diffusers", "lit-vgrpo", "python"} <= summary["versions"].keys()
 
 
+@pytest.mark.slow
 def test_held_out_end_is_that_of_the_last_weights(tiny_sd3, tmp_path):
     found = []
     for every in (1, 2):

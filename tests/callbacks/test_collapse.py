@@ -75,6 +75,7 @@ def test_only_iterations_in_a_row_count(tiny_sd3, tmp_path):
 UNIT = math.sqrt(sum((i - 3.5) ** 2 for i in range(8)) / 8)  # of the rewards 0 to 7
 
 
+@pytest.mark.slow
 def test_a_fall_is_measured_by_the_spread_of_the_first_rewards(tiny_sd3, tmp_path, capfd):
     """Best at iteration 1; then 0.9 of the unit below it, which is not enough, and twice 1.1 of it."""
     means = [0.0, 5.0, 5.0 - 0.9 * UNIT, 5.0 - 1.1 * UNIT, 5.0 - 1.1 * UNIT, 9.0]

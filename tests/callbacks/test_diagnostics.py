@@ -41,6 +41,7 @@ def train(folder, tmp_path, callback, objective=None, **sizes):
     return module, list(csv.DictReader((tmp_path / "metrics.csv").open()))
 
 
+@pytest.mark.slow
 def test_it_is_logged_by_time_and_changes_nothing(tiny_sd3, tmp_path):
     callback = SurrogateDiagnostics(snr_every_n_iterations=2)
     module, rows = train(tiny_sd3, tmp_path / "with", callback)
@@ -57,6 +58,7 @@ def test_it_is_logged_by_time_and_changes_nothing(tiny_sd3, tmp_path):
     assert all(torch.equal(value, weights(plain)[name]) for name, value in weights(module).items())
 
 
+@pytest.mark.slow
 def test_split_updates_log_the_variation_of_all_images(tiny_sd3, tmp_path):
     _, rows = train(tiny_sd3, tmp_path, SurrogateDiagnostics(), updates_per_iteration=2, split_updates=True)
     assert [row["epoch"] for row in rows if row.get("surrogate/cv_within")] == ["0", "1"]

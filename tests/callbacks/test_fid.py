@@ -31,6 +31,7 @@ def distances(images, script, real):
     return fid, kernel_distance(features, reference.features)
 
 
+@pytest.mark.slow
 def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, script, real):
     """The last evaluation is RunSummary's own, after training: it too is of the EMA's weights."""
     callbacks = [EMA(0.7), FID(real, script, kid=True), RunSummary()]
@@ -48,6 +49,7 @@ def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, scri
     assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "finished"
 
 
+@pytest.mark.slow
 def test_no_image_is_sampled_for_it(tiny_sd3, tmp_path, script, real):
     alone, _ = train(tiny_sd3, tmp_path, [], 1, {"heldout_images_per_prompt": 1})
     with pytest.warns(UserWarning, match="FID of 4 images with 6 features is biased upwards"):
@@ -56,6 +58,7 @@ def test_no_image_is_sampled_for_it(tiny_sd3, tmp_path, script, real):
     assert measured.evaluator.latest["heldout/reward"] == alone.evaluator.latest["heldout/reward"]
 
 
+@pytest.mark.slow
 def test_validation_alone(tiny_sd3, tmp_path, script, real):
     trainer = make_trainer(tmp_path, 1, [FID(real, script)])
     (found,) = trainer.validate(make_module(tiny_sd3), datamodule=make_data(heldout_limit=8), verbose=False)

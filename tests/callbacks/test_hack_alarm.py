@@ -85,6 +85,7 @@ def hacked(tmp_path, callbacks, iterations=8, ckpt=None, heldout_limit=8, **opti
     return trainer, [str(warning.message) for warning in said if "Reward hacking?" in str(warning.message)]
 
 
+@pytest.mark.slow
 def test_a_run_that_hacks_its_reward_is_stopped_and_says_why(tmp_path, capfd):
     trainer, _ = hacked(tmp_path, [RewardHackAlarm(action="stop")], heldout_limit=12)
     assert trainer.current_epoch == 2

@@ -53,6 +53,7 @@ def test_without_a_terminal_it_prints_lines(tiny_sd3, tmp_path, capsys):
     assert len(lines) == 3
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_is_a_bar(tiny_sd3, tmp_path, monkeypatch):
     with terminal(monkeypatch) as sent:
         train(tiny_sd3, tmp_path)

@@ -63,6 +63,7 @@ def test_a_launcher_of_several_processes_on_one_device(tiny_recipe, capsys, monk
     assert check([str(tiny_recipe)]) == 0
 
 
+@pytest.mark.slow
 def test_scouts(tiny_recipe, capsys):
     key = "model.objective.rollout.scouts"
     assert check([str(tiny_recipe), f"{key}={{factor: 3, steps: 1}}"]) == 0
@@ -76,6 +77,7 @@ def test_scouts(tiny_recipe, capsys):
         assert any(found.endswith(line) or line in found for found in lines(capsys)), words
 
 
+@pytest.mark.slow
 def test_weights_of_a_reward_that_cannot_be_had(tiny_recipe, capsys):
     assert check([str(tiny_recipe), "model.reward=PickScore", "model.reward.checkpoint=/none"]) == 2
     assert "/none" in lines(capsys)[0]
@@ -88,6 +90,7 @@ def test_no_estimate_is_mentioned_where_an_error_prevents_it(tiny_recipe, capsys
     assert "memory" not in out
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_fails(tiny_recipe, capsys):
     (tiny_recipe.parent / "fails.py").write_text("def divide(images, prompts):\n    return [1 / 0 for _ in prompts]\n")
     assert check([str(tiny_recipe), "model.reward={python: 'fails:divide', name: mine}"]) == 2
@@ -140,6 +143,7 @@ def test_a_recipe_that_is_not_there(tiny_recipe, capsys):
     assert "Did you mean tiny_shapes?" in lines(capsys)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", repeating([2, 4], slow=[2]))
 def test_the_plan_is_that_of_the_world_size(tiny_recipe, capsys, devices):
     status = check([str(tiny_recipe), f"trainer.devices={devices}", "trainer.strategy=ddp"])

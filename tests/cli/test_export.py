@@ -173,6 +173,7 @@ def test_the_average_is_another_adapter(drawn):
     torch.testing.assert_close(drawn["sd3_merged"][0], drawn["sd3_lora"][0], rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", repeating(FAMILIES, slow=[*FAMILIES][1:]))
 def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path, family):
     """B @ A of the file is the update that was trained, although alpha is not the rank."""
@@ -222,6 +223,7 @@ def assert_same_updates(found, policy, named):
     assert any(update.any() for update in expected.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["pytorch_lora_weights.safetensors", "kohya.safetensors"])
 def test_every_kind_of_layer_is_read_back(unet_folder, tmp_path, file):
     """Linear layers in and out of the attention, and convolutions, whose weights lie with the channels last."""
@@ -273,6 +275,7 @@ def test_merging_loses_no_small_update(sd3_folder, tmp_path):
     torch.testing.assert_close(after - before, update, rtol=0, atol=2e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "partial", "merged"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_path, kind, dtype):

@@ -33,6 +33,7 @@ def hub(place, monkeypatch):
         yield hub
 
 
+@pytest.mark.slow
 def test_the_hub_receives_exactly_the_files_that_were_listed(hub, capsys):
     assert export(["runs/tiny", TO, "--yes"]) == 0
     out = capsys.readouterr().out
@@ -68,6 +69,7 @@ def test_nothing_is_uploaded_that_was_not_confirmed(hub, monkeypatch, capsys):
     assert hub.changes == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("token", "to", "line"),
     [

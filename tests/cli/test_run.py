@@ -135,6 +135,7 @@ def test_continuing_without_held_out_prompts(tiny_recipe, capsys):
     assert capsys.readouterr().out.count("Held-out reward") == 1
 
 
+@pytest.mark.slow
 def test_loggers_and_checkpoints_can_be_chosen(tiny_recipe):
     arguments = ["trainer.logger=false", "trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false"]
     assert run([str(tiny_recipe), "trainer.max_epochs=1", *arguments]) == 0
@@ -154,6 +155,7 @@ def test_a_value_that_is_refused_in_training_is_one_line(tiny_recipe, capfd):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_recipe_is_one_line(tiny_recipe, capfd):
     assert run([str(tiny_recipe), "trainer.max_epochs=1", "model.policy.lora_rank=2", "name=lora"]) == 0
     capfd.readouterr()
@@ -164,6 +166,7 @@ def test_a_checkpoint_of_another_recipe_is_one_line(tiny_recipe, capfd):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_one_word_swaps_the_method_and_its_settings_are_its_own(tiny_recipe, capsys):
     text = tiny_recipe.read_text().replace("num_mc_samples: 2", "num_mc_samples: 2, kl_weight: 1.0, anchor_decay: 0.3")
     tiny_recipe.write_text(text)

@@ -49,6 +49,7 @@ def test_a_saved_recipe_has_the_same_sources(recipe):
     cli.give_back()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "words", "said"),
     [

@@ -45,6 +45,7 @@ def fact(row):
     return (row["tag"], place, tuple(things) if place else frozenset(things))
 
 
+@pytest.mark.slow
 def test_geneval_rows_are_sound_and_no_fact_is_on_both_sides():
     train, heldout = geneval_rows()
     assert not [row for row in train + heldout if row_error(row)]

@@ -21,6 +21,7 @@ def side(prompt, fraction):
     return bool(is_held_out(prompt_keys([prompt]), fraction)[0])
 
 
+@pytest.mark.slow
 @quick
 @given(TEXT)
 def test_what_does_not_make_another_prompt_plays_no_part(text):

@@ -57,6 +57,7 @@ def test_images_come_in_any_order_and_those_that_are_not_finite_are_left_out():
     assert found["heldout/saturation"] == 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_images_of_its_start(tiny_sd3, tmp_path):
     def trained(iterations, ckpt=None):
         module = make_module(tiny_sd3)

@@ -86,6 +86,7 @@ def test_loss_and_gradient_are_those_of_the_kl_in_float64(tiny_sd3, unet_folder,
     assert_same_gradient(gradient, torch.cat([g.flatten() for g in flat]).float(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_only_the_student_is_trained_saved_and_exported(tiny_sd3, tmp_path):
     module = make_student(tiny_sd3, tmp_path)
     trainer = make_trainer(tmp_path, 2)

@@ -160,6 +160,7 @@ def difference(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.slow
 def test_images_are_nearly_the_same_and_follow_the_weights(policy):
     full = sampled(policy, RolloutSpec(steps=4))
     first = sampled(policy, INT8)
@@ -174,6 +175,7 @@ def test_images_are_nearly_the_same_and_follow_the_weights(policy):
         assert torch.equal(sampled(policy, INT8), first)
 
 
+@pytest.mark.slow
 def test_a_run_quantises_its_rollouts_alone(torchao, tmp_path):
     module = make_module("shipped:assets/tiny_sd3", VGRPO(INT8, num_mc_samples=2))
     trainer = make_trainer(tmp_path)
@@ -293,6 +295,7 @@ def flux(flux_folder):
     policy.network.reset_attention_backend()
 
 
+@pytest.mark.slow
 def test_every_layer_of_this_network_alone_takes_the_backend(flux):
     default = _AttentionBackendRegistry.get_active_backend()
     with torch.no_grad():

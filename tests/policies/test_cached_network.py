@@ -59,6 +59,7 @@ def test_a_cache_skips_blocks_and_says_how_many(policy, guidance):
         assert policy.blocks_run == pytest.approx(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cache", repeating([TAYLOR, FIRST, HALF], slow=[FIRST]), ids=["taylorseer", "first_block", "all_skipped"]
 )
@@ -77,6 +78,7 @@ def test_nothing_is_kept_between_batches_rollouts_and_weights(policy, cache):
     assert torch.equal(images(policy, cache), changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [TAYLOR, HALF], ids=["taylorseer", "first_block"])
 def test_passes_outside_of_the_rollout_see_no_hook(policy, cache):
     noise, times = policy.prior(image_generators(1, 0, 0, [0, 1])), torch.tensor([0.3, 0.7])
@@ -105,6 +107,7 @@ def test_a_rollout_says_what_ran_and_a_rollout_without_a_cache_does_not(sd3):
     assert roll_out(policy, request, RolloutSpec("flow_sde", STEPS)).blocks_run is None
 
 
+@pytest.mark.slow
 def test_a_run_caches_its_rollouts_alone_and_logs_the_share(tiny_sd3, tmp_path):
     module = make_module(tiny_sd3, VGRPO(RolloutSpec(steps=4, cache=TAYLOR), num_mc_samples=2))
     trainer = make_trainer(tmp_path)

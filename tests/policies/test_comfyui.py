@@ -81,6 +81,7 @@ ALL = ["to_q", "to_k", "to_v", "to_out.0", "linear", "linear_1", "linear_2", "li
 ALL.append("caption_embedder.1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [None, ["attn.to_k", "attn.to_q", "x_embedder"], ALL])
 def test_comfyuis_weights_of_lumina2_change_as_diffusers_do(large_folder, tmp_path, targets):
     policy = trained("Lumina2Policy", large_folder("lumina2"), max_sequence_length=48, lora_targets=targets)

@@ -142,6 +142,7 @@ def test_a_group_edits_its_own_picture(editor, tmp_path):
     assert (both.conditioning.tensors["reference_latents"][0] - both.conditioning.tensors["reference_latents"][1]).any()
 
 
+@pytest.mark.slow
 def test_the_memory_estimate_counts_the_picture(editor):
     """Its tokens in a training pass, and what the encoders take for it."""
     options = {**editor.options, "height": 64, "width": 64, "lora_rank": 2}

@@ -49,6 +49,7 @@ def policy_class(code):
     return names["Lumina2Policy"]
 
 
+@pytest.mark.slow
 def test_the_command_finds_nothing_wrong(here, folder, capsys):
     words = [f"{name}={value}" for name, value in OPTIONS.items()]
     assert verify.main(["my_models.Lumina2Policy", f"checkpoint={folder}", *words]) == 0
@@ -63,6 +64,7 @@ UNSHIFTED = "type(self.pipeline.scheduler)(shift=1.0)"
 UNSHIFTED_DPM = f"{UNSHIFTED} if solver == 'dpm++' else self.pipeline.scheduler"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong", "found"),
     [
@@ -107,6 +109,7 @@ def test_a_folder_whose_prompts_hardly_show_is_refused(tmp_path):
         checks["prompts change the images"](policy)
 
 
+@pytest.mark.slow
 def test_a_path_the_other_way_is_found(folder):
     """The pipeline's pictures cannot show it: rollouts would be right and the loss wrong."""
     turned = CODE.replace("return -prediction", "return prediction").replace(
@@ -134,6 +137,7 @@ def test_the_checks_leave_the_policy_as_it_was(folder, trained):
     assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
+@pytest.mark.slow
 def test_one_iteration_through_the_command(here, folder, capsys):
     (block,) = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
     recipe = yaml.safe_load(block)

@@ -54,6 +54,7 @@ def test_prompts_without_a_mask_are_not_padded(families):
         cond.joined_with(Conditioning({"tokens": cond.tensors["tokens"][:, :5]}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", repeating(LARGE, slow=LARGE[1:]))
 def test_the_memory_estimate_follows_the_network(families, name):
     family, options = families(name), {"height": 64, "width": 64, "lora_rank": 2}

@@ -61,6 +61,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_flags_draw_the_pipelines_picture(families, tmp_path, model):
     name, network, flags, scheduler, entries = PUBLISHED[model]
@@ -95,6 +96,7 @@ MISFITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MISFITS)
 def test_a_scheduler_that_would_train_wrongly_is_refused(families, tmp_path, kind):
     name, entries, message = MISFITS[kind]
@@ -300,6 +302,7 @@ def test_the_size_is_the_pipelines_own_when_none_is_asked_for(families, name, si
 # --- UNets ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", repeating(["unet_eps", "sdxl"], slow=["sdxl"]))
 def test_channels_last_changes_the_layout_alone(families, tmp_path, name):
     family = families(name)

@@ -29,6 +29,7 @@ EACH = [("nf4", "bfloat16"), ("int8", "float32"), ("nf4", "float32"), ("int8", "
 either = pytest.mark.parametrize("kind", repeating(["nf4", "int8"], slow={"int8"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), repeating(EACH, slow={*EACH[2:]}))
 def test_predictions_are_near_and_the_same_with_and_without_gradient(kind, dtype):
     whole, narrow = policy(dtype=dtype).load(), policy(dtype=dtype, quantisation=kind).load()
@@ -71,6 +72,7 @@ def test_a_run_trains_resumes_samples_and_is_exported_merged(kind, tiny_recipe):
     assert third < 1e-3 * first  # the LoRA's rank is 2, that of rounding would be full
 
 
+@pytest.mark.slow
 @either
 def test_the_ratio_is_one_before_an_update(kind, tmp_path):
     options = {"lora_rank": 2, "dtype": "bfloat16", "quantisation": kind}

@@ -34,6 +34,7 @@ def aesthetic(head_file, clip_folder, image):
     return float(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_scores_are_the_published_arithmetic(rewards, clip_folder, aesthetic_file, size):
     images = torch.stack([clip_pixels.photo(*size, seed) for seed in range(4)])

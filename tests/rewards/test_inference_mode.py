@@ -41,6 +41,7 @@ def build(tmp_path_factory):
         yield lambda name: special.get(name, lambda: getattr(rewards, name)(**stand_ins.reward(name)))()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_every_reward_scores_the_same_in_inference_mode(build, name, tmp_path):
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))

@@ -52,6 +52,7 @@ def test_neither_batch_size_nor_neighbours_matter(build, images, kind):
     assert reward(images[:0], [], []).shape == (0,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
 def test_pictures_are_resized_on_a_gpu_as_on_a_cpu(build, images, kind):
     """Off the CPU torchvision would round other pixels than PIL does: these scores moved by 2e-3 to 7e-2."""

@@ -111,6 +111,7 @@ def test_failed_images_can_stop_the_run(tiny_sd3, tmp_path):
         train(module, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_held_out_reward_is_looked_at_and_never_trained_on(tiny_sd3, tmp_path):
     class Untrained(Darkness):
         calls = 0

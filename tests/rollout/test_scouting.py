@@ -55,6 +55,7 @@ def train(folder, tmp_path, module, iterations=1, **data):
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [VGRPO, DiffusionNFT])
 def test_what_is_trained_on_is_what_the_noise_gives_without_scouts(tiny_sd3, tmp_path, make):
     module, plain = make_module(tiny_sd3, scouting(make)), make_module(tiny_sd3, make(RolloutSpec(steps=STEPS)))

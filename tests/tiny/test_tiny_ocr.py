@@ -58,6 +58,7 @@ def test_words_are_of_the_letters_and_none_is_in_both_parts() -> None:
         assert {word[place] for word in HELDOUT} <= {word[place] for word in TRAIN}
 
 
+@pytest.mark.slow
 def test_shipped_prompts_are_the_generated_ones() -> None:
     for name, rows, words in zip(("train", "heldout"), prompt_rows(), (TRAIN, HELDOUT), strict=True):
         written = files()[f"words_{name}.jsonl"]

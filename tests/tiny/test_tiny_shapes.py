@@ -94,6 +94,7 @@ def test_shapes_stay_inside_the_picture() -> None:
         assert (edge - edge[:, -1:]).abs().max() < 0.1  # a triangle's tip may shade the outermost row
 
 
+@pytest.mark.slow
 def test_captions_are_swapped_at_the_given_rate_and_pictures_stay_true() -> None:
     rows = prompt_rows()[0] * 20
     prompts = [row["prompt"] for row in rows]

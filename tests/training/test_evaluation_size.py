@@ -39,6 +39,7 @@ def test_only_held_out_images_have_another_size(tiny_sd3, tmp_path):
     assert torch.equal(kept.images[0], drawn)
 
 
+@pytest.mark.slow
 def test_the_plan_and_the_memory_estimate_know_the_size(tiny_recipe):
     small, usual = (
         build([str(tiny_recipe), word], make_folder=False) for word in (OTHER, "model.evaluation={steps: 2}")

@@ -86,6 +86,7 @@ def test_predict_returns_images(tiny_sd3, tmp_path):
     torch.testing.assert_close(one, module.evaluator.generate(texts[2:], [2]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_evaluation_keeps_the_trainers_limit(tiny_sd3, tmp_path):
     for limit, images in ((1, 1), (0.5, 1), (1.0, 2)):
         module = make_module(tiny_sd3, reward=(reward := Counted()))

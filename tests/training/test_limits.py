@@ -79,6 +79,7 @@ def test_a_limit_that_cuts_none_is_kept(tiny_sd3, tmp_path, limit):
     assert limit_error(make_module(tiny_sd3), trainer, sizes, has_heldout=True) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", repeating([True, 2], slow=[2]))
 def test_fast_dev_run_is_that_many_whole_small_iterations(tiny_sd3, tmp_path, number):
     module, data = (

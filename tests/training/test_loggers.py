@@ -165,6 +165,7 @@ def test_another_logger_leaves_tensorboard(tmp_path):
     assert kinds(False) == [MetricsTable]
 
 
+@pytest.mark.slow
 def test_a_run_gives_tensorboard_its_recipe_and_grids(tiny_recipe, monkeypatch):
     monkeypatch.setenv("SECRET", "first.txt")
     (tiny_recipe.parent / "first.txt").write_text("a red circle\n")

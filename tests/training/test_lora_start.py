@@ -232,6 +232,7 @@ def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, ti
     assert "start.safetensors does not exist." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "options", "words"),
     [

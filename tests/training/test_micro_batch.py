@@ -27,6 +27,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     repeating(
@@ -49,6 +50,7 @@ def test_a_run_is_the_one_with_the_size_that_was_chosen(tiny_sd3, tmp_path, caps
         assert same(found.objective.copies[copy].tensors, snapshot.tensors)
 
 
+@pytest.mark.slow
 def test_rewards_models_take_their_room_first(tiny_sd3, tmp_path, monkeypatch, tiny_clip):
     """Training will find that much less."""
     there, room = [], Trial.room
@@ -63,6 +65,7 @@ def test_rewards_models_take_their_room_first(tiny_sd3, tmp_path, monkeypatch, t
     assert there == [[True]]
 
 
+@pytest.mark.slow
 def test_less_memory_makes_smaller_micro_batches(tiny_sd3, tmp_path, capsys, monkeypatch):
     """The size that is chosen was tried and fits, the next one does not; a run goes on within an iteration with it."""
     make, _, _ = METHODS["V-GRPO, three steps"]

@@ -84,6 +84,7 @@ def test_what_depends_on_the_network_is_the_recipes_for_all_methods_that_have_it
     assert cap({"class_path": "VGRPO", "init_args": {"scale_cap": 3.0}}) == 3.0
 
 
+@pytest.mark.slow
 def test_a_method_that_cannot_run_on_the_policy_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (error,) = errors_of(entrants, compare_options(["tiny_unet", "--methods", "vgrpo,awm"]))
@@ -155,6 +156,7 @@ def test_an_overlay_may_start_from_a_shipped_methods_published_settings(tmp_path
     assert read_overlay(path).published == nft
 
 
+@pytest.mark.slow
 def test_a_sweep_may_be_a_list_of_points(tmp_path, tiny_recipe):
     points = [{"model.optimizer.lr": 0.1}, {"model.optimizer.lr": 0.2, "model.objective.clip": None}]
     path = overlay_file(tmp_path, sweep=points)
@@ -204,6 +206,7 @@ def test_all_errors_come_before_the_first_run(tmp_path, tiny_recipe):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_an_override_that_a_method_undoes_is_refused(tiny_recipe):
     words = [str(tiny_recipe), "--methods", "vgrpo", "--settings", "published"]
     lost = ["model.objective.num_mc_samples=3", "model.optimizer.lr=0.5", "model.objective=VGRPO"]

@@ -122,6 +122,7 @@ def test_one_seed_is_no_conclusion(tmp_path, monkeypatch):
     assert "One seed: no conclusion." in (tmp_path / "compare.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_plot_shows_the_methods(tmp_path):
     curves = [curve("vgrpo", s, [0.2, 0.9 - s / 10]) for s in range(2)]
     curves += [curve("nft", 0, [0.2, 0.4]), curve("nft", 0, [0.2, 0.4], settings="tuned")]
@@ -140,6 +141,7 @@ def rows_of(file):
         return list(csv.DictReader(opened))
 
 
+@pytest.mark.slow
 def test_the_files_of_a_race(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["tiny_shapes", "--methods", "vgrpo", "--target", "0.5", "--seeds", "2", "--out", "."]
