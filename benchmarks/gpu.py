@@ -414,7 +414,7 @@ PARTS = {"runs": runs, "answers": answers, "speed": speed, "memory": memory, "it
 
 
 def measured(part: str, device: str, folder: str, prompts: int, out: Path) -> None:
-    """Write a row for every step of a part, as it ends; what fails is a row with its error, and the next goes on."""
+    """Write a row for every step of a part, as it ends; a failed step is a row with its error."""
     rows = []
     for what, step in PARTS[part](Place(device, Path(folder), prompts)):
         row: Row = {"part": part, "what": what}

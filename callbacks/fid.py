@@ -57,7 +57,7 @@ class FID(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
         errors = self.check()
-        if hasattr(pl_module.policy, "num_frames"):
+        if pl_module.policy.num_frames is not None:
             errors.append("FID compares images, but the policy makes videos. Remove it from trainer.callbacks.")
         if not getattr(getattr(trainer, "datamodule", None), "has_heldout", False):
             errors.append("FID needs held-out prompts. Set data.heldout.")

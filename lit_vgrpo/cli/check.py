@@ -125,8 +125,9 @@ def further_errors(recipe: Recipe) -> list[str]:
 
 
 def reward_errors(cli: RecipeCLI) -> list[str]:
-    """Score random images with the rewards that load nothing, and return their errors."""
-    images = torch.rand(2, 3, *(cli.model.policy.image_size or (64, 64)))
+    """Score random images or videos with the rewards that load nothing, and return their errors."""
+    frames = [] if cli.model.policy.num_frames is None else [cli.model.policy.num_frames]
+    images = torch.rand(2, *frames, 3, *(cli.model.policy.image_size or (64, 64)))
     return cli.model.evaluator.observed.errors_on(images, list(islice(cli.datamodule.training_rows(), 64)))
 
 

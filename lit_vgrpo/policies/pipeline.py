@@ -70,6 +70,8 @@ class PipelinePolicy(nn.Module):
     """True if every prompt comes with a picture, of the size of the images."""
     references: int = 1
     """Pictures per prompt, for a family that edits."""
+    num_frames: int | None = None
+    """Frames per video; ``None`` for images."""
     uses_latent_shift: ClassVar[bool] = True
     decodes_with_gradient: ClassVar[bool] = True
     """False if :meth:`vae_decode` keeps no graph."""

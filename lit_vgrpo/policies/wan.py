@@ -42,6 +42,8 @@ class WanPolicy(FlowPolicy):
     solvers: ClassVar[tuple[str, ...]] = ("unipc", "euler", "dpm++")
     default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
 
+    num_frames: int
+
     def __init__(
         self,
         checkpoint: str,

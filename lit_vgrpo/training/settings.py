@@ -157,7 +157,7 @@ def _gradient_errors(module: Any) -> list[str]:
 
 
 def _video_errors(module: Any) -> list[str]:
-    if hasattr(module.policy, "num_frames"):
+    if module.policy.num_frames is not None:
         return []
     names = [part.name for part in module.evaluator.observed.parts if part.reward.takes_videos]
     made = f"but {type(module.policy).__name__} makes images. Use another reward, such as PickScore."

@@ -49,6 +49,7 @@ PASSES = {
     "sdxl_preference": {"rollout": (0, 8), "update": (4, 0)},
     "tiny_edit": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
     "tiny_hacked": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
+    "tiny_motion": {"rollout": (0, 5), "anchor": (0, 2), "update": (2, 0)},  # only the second has advantages
     "tiny_ocr": {"rollout": (0, 5), "anchor": (0, 1), "update": (1, 0)},  # one iteration of the two has advantages
     "tiny_ocr_pretrain": {"update": (2, 0)},
     "tiny_opd": {"rollout": (0, 5), "teacher": (0, 5), "update": (5, 0)},
@@ -98,7 +99,7 @@ REPEATS = (
     *(f"{model}_pickscore" for model in NEWER),
     *("sd3_pickscore_nft", "kontext_edit", "sd15_aesthetic", "flux_multireward", "sdxl_preference"),
     *("sd3_pickscore_fast", "sd3_pickscore_flowbp", "flux_hps_flowbp", "tiny_hacked"),
-    *("tiny_ocr", "tiny_edit", "tiny_opd"),
+    *("tiny_ocr", "tiny_edit", "tiny_opd", "tiny_motion"),
     *("sd3_pickscore_flowgrpo", "sd3_pickscore_ram", "sd35m_stage5", "sd35m_opd", "tiny_ocr_pretrain"),
 )
 """The stages are sd3_pickscore with other rewards; pre-trainings differ in their pictures, other methods in their loss,
@@ -110,7 +111,7 @@ CHECKED = {
 """A large recipe, one without a reward, and the families that memory/test_estimate.py does not know, which are slow."""
 SHOWN = ("evaluation", "samples")
 """Phases that nothing is trained on."""
-BLIND = ("sd35m_stage2", "sd35m_stage4", "sd35m_stage5", "tiny_ocr", "tiny_edit")
+BLIND = ("sd35m_stage2", "sd35m_stage4", "sd35m_stage5", "tiny_ocr", "tiny_edit", "tiny_motion")
 """Random pictures seldom hold the objects or the text asked for, so that all of so few groups may lack spread."""
 
 
@@ -260,7 +261,7 @@ def test_the_preference_stages_add_raw_scores_as_diffusionnft_does(stage):
     assert (VGRPO.advantage_aggregate, VGRPO.advantage_std) == ("rewards", "global")
 
 
-@pytest.mark.parametrize("kind", ["tiny_sd3", "tiny_unet", "tiny_ocr", "tiny_edit"])
+@pytest.mark.parametrize("kind", ["tiny_sd3", "tiny_unet", "tiny_ocr", "tiny_edit", "tiny_motion"])
 def test_shipped_pipelines_are_small(kind):
     folder = ROOT / "assets" / kind
     assert 1e6 < sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 8e6
