@@ -285,7 +285,7 @@ def _phases(place: Place, recipe: str, *words: str) -> Row:
 
 
 def _iteration(place: Place, *words: str, recipe: str = "sd3_pickscore") -> tuple[dict[str, Any], Row]:
-    """Return ``overhead.py``'s result for one real iteration, and the estimated and measured peaks of memory."""
+    """Return ``overhead.py``'s result for one real iteration, and the estimated and measured peak memory."""
     import overhead
 
     from lit_vgrpo.apps.memory.estimate import estimate
@@ -299,7 +299,7 @@ def _iteration(place: Place, *words: str, recipe: str = "sd3_pickscore") -> tupl
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     found = overhead.measure(given[0], 1, given[1:])
-    row["allocated GiB"] = max(found["peak_by_phase"].values()) / 2**30  # on a CPU, resident, of the whole process
+    row["allocated GiB"] = max(found["peak_by_phase"].values()) / 2**30  # on a CPU, the whole process's resident memory
     return found, {**row, "reserved GiB": found["peak_memory_bytes"] / 2**30}
 
 
@@ -414,7 +414,7 @@ PARTS = {"runs": runs, "answers": answers, "speed": speed, "memory": memory, "it
 
 
 def measured(part: str, device: str, folder: str, prompts: int, out: Path) -> None:
-    """Write a row for every step of a part, as it ends; a failed step is a row with its error."""
+    """Write a row for every step of a part when it ends; a failed step's row has its error."""
     rows = []
     for what, step in PARTS[part](Place(device, Path(folder), prompts)):
         row: Row = {"part": part, "what": what}
@@ -477,7 +477,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _in_its_own_process(part: str, *words: str) -> list[Row]:
-    """The rows of a part; a process that dies, as after an illegal access on the GPU, adds one."""
+    """The rows of a part; a process that dies, such as after an illegal access on the GPU, adds one."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         code = "import sys, gpu; _, out, *words, n = sys.argv; gpu.measured(*words, int(n), gpu.Path(out))"

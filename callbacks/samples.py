@@ -37,7 +37,7 @@ class SampleGrid(L.Callback):
 
     One row per prompt. The first column shows the frozen reference, the second the policy on the same noise, the others
     the policy on other noise; the last shows the picture that the prompt edits, if there is one. The policy uses the
-    EMA's weights if that callback is used. In these grids a video is a strip of its frames; ``RUN/samples/*.webp`` are
+    EMA's weights if that callback is used. In these grids, a video is a strip of its frames. ``RUN/samples/*.webp`` are
     the same grids with moving videos, for the report.
 
     Args:
@@ -106,7 +106,7 @@ class SampleGrid(L.Callback):
                     is_enlarged = rows.shape[-1] < self.min_pixels
                     with new_file(path) as file:
                         save_webp(moving, file, duration, lossless=is_enlarged, exif=exif)
-            except (OSError, RuntimeError) as error:  # Pillow's, if a WebP file would have a side of over 16,383 pixels
+            except (OSError, RuntimeError) as error:  # Pillow's, if a side of a WebP file exceeds 16,383 pixels
                 rank_zero_warn(f"Cannot write {path}: {write_error(error).rstrip('.')}. Training continues without it.")
 
 

@@ -176,7 +176,7 @@ def build_wan(
         layers: layers of the network.
         shift: shift of the scheduler's sigmas.
         expanded: give the network one timestep per token, as in Wan 2.2 5B.
-        boundary: add a second network for the times below, as in Wan 2.2 A14B.
+        boundary: add a second network for the times below it, as in Wan 2.2 A14B.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

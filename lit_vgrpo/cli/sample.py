@@ -147,8 +147,8 @@ def write_frames(frames: Tensor, path: Path, frames_per_second: int = 1) -> None
 
     Args:
         frames: Shape ``(F, 3, H, W)``, float in [0, 1]; an image has F = 1.
-        path: Ends in ``.png``, ``.webp`` (lossless), or ``.mp4`` (H.264 needs even sides, so an odd one gets its last
-            pixels twice).
+        path: Ends in ``.png``, ``.webp`` (lossless), or ``.mp4`` (H.264 needs even sides, so an odd side repeats its
+            last pixels).
 
     Raises:
         UserError: The file cannot be written.
@@ -160,7 +160,7 @@ def write_frames(frames: Tensor, path: Path, frames_per_second: int = 1) -> None
                 from diffusers.utils import export_to_video
 
                 even = F.pad(frames, (0, frames.shape[-1] % 2, 0, frames.shape[-2] % 2), mode="replicate")
-                # the default block of 16 would rescale to its multiples
+                # the default block size of 16 would rescale frames to its multiples
                 export_to_video(to_pil(even), file.name, frames_per_second, quality=8, macro_block_size=1)
             elif path.suffix == ".webp":
                 save_webp(to_pil(frames), file, round(1000 / frames_per_second), lossless=True)

@@ -43,13 +43,13 @@ def to_pil(images: Tensor) -> list[Image.Image]:
 
 
 def save_webp(frames: list[Image.Image], file: IO[bytes], duration: int, **options: Any) -> None:
-    """Write frames of one size as an animated WebP file that repeats.
+    """Write frames of one size as an animated WebP file that loops.
 
     Args:
         duration: Time per frame, milliseconds.
-        **options: Of Pillow's WebP files, such as ``lossless``.
+        **options: Pillow's options for WebP files, such as ``lossless``.
     """
-    # lossless, method 0 takes a tenth of the default's time, and the file is a third larger
+    # for lossless files, method 0 takes a tenth of the default's time; the file is a third larger
     options |= {"save_all": True, "append_images": frames[1:], "duration": duration, "loop": 0, "method": 0}
     frames[0].save(file, format="WEBP", **options)
 

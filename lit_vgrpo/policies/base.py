@@ -185,7 +185,7 @@ class Policy(PipelinePolicy):
         return None
 
     def guidance_at(self, t: Tensor, guidance: float) -> Any:
-        """Return the guidance scale at times ``(B,)``: a number, or a tensor that the predictions broadcast with."""
+        """Return the guidance scale at times ``(B,)``: a number, or a tensor that broadcasts with the predictions."""
         return guidance
 
     def guided(self, with_prompt: Tensor, without: Tensor, guidance: Any) -> Tensor:

@@ -108,7 +108,7 @@ def save_comfyui(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.
 
 
 def _weights_of(policy: PipelinePolicy, name: str, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Return the weights of one of a policy's networks, by their names in it."""
+    """Return the weights of one of a policy's networks, by their names in that network."""
     if weights is None or len(policy.network_names) == 1:
         return None if weights is None else dict(weights)
     prefix = f"{name}."

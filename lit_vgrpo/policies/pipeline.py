@@ -178,7 +178,7 @@ class PipelinePolicy(nn.Module):
 
     @property
     def network_names(self) -> tuple[str, ...]:
-        """The names of the trained networks in the pipeline; ``network`` then has several as submodules."""
+        """The names of the trained networks in the pipeline; several are submodules of ``network``."""
         return (self.network_name,)
 
     def networks(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class WanPolicy(FlowPolicy):
         number = sum(network is not None for network in (pipeline.transformer, pipeline.transformer_2))
         if number != (1 if pipeline.config.boundary_ratio is None else 2) or pipeline.transformer is None:
             ratio = pipeline.config.boundary_ratio
-            return f"has {counted(number, 'network')} and boundary_ratio={ratio}. Two networks need one, and no others."
+            return f"has {counted(number, 'network')} and boundary_ratio={ratio}. Set it for two networks, not for one."
         if number == 1 and self.guidance_scale_2 is not None:
             return "has one network, so model.policy.guidance_scale_2 has no effect. Leave it out."
         config = pipeline.scheduler.config
@@ -145,12 +145,12 @@ class WanPolicy(FlowPolicy):
 
 
 class TwoNetworks(nn.Module):
-    """The two networks of Wan 2.2 A14B as one, which passes each row to the network of its time.
+    """The two networks of Wan 2.2 A14B as one, which passes each row to the network for its time.
 
     Args:
-        transformer: Network of the times from the boundary on.
-        transformer_2: Network of the earlier times.
-        boundary: In timesteps.
+        transformer: Network for the times at or above the boundary.
+        transformer_2: Network for the times below it.
+        boundary: The boundary, in timesteps.
     """
 
     _repeated_blocks: ClassVar[tuple[str, ...]] = ("WanTransformerBlock",)
@@ -165,10 +165,10 @@ class TwoNetworks(nn.Module):
         """Return the predictions ``(B, C, f, h, w)``, in a tuple as diffusers' networks do.
 
         Args:
-            rows_share_time: Leave a network out if it has no row. Otherwise it does so only in a single process:
+            rows_share_time: Skip a network that has no rows. Otherwise, it is skipped only in a single process:
                 collective operations on sharded weights need it in the passes of all processes.
         """
-        if z.is_meta:  # without times; both networks have one size
+        if z.is_meta:  # there are no times; both networks have the same size
             return self.transformer(z, timestep, tokens, return_dict=False)
         is_early, outputs, order = timestep >= self.boundary, [], []
         for network, chosen in ((self.transformer, is_early), (self.transformer_2, ~is_early)):

@@ -56,12 +56,12 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, SyntaxError, Image.Decom
 MARK = "<!-- lightning report -->"
 """First line of the page; only files that start with it are overwritten."""
 Frames = Sequence[Image.Image]
-"""An image, or a video's frames, of one size."""
+"""An image, or a video's frames, all of one size."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, or a moving video, as a ``data:`` address, and a video's first frame as ``still``."""
+    """An image or a moving video as a ``data:`` address; ``still`` is a video's first frame."""
 
     source: str
     width: int

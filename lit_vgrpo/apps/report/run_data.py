@@ -29,7 +29,7 @@ SCORES_NAME, IMAGES_NAME = "scores.jsonl", "images.json"
 LAYOUT, TO_EDIT = "layout", "to edit"
 """In a sample grid's PNG, the text with the places of its images, and the label of the pictures that prompts edit.
 
-A grid of moving videos, a WebP file, has this text as the description of its EXIF data.
+A grid of moving videos is a WebP file, with this text as its EXIF image description.
 """
 AXES = {"iterations": "Iterations", "images": "Images", "seconds": "Minutes of training", "passes": "Network passes"}
 """Costs on the curves' x axes."""
