@@ -19,7 +19,7 @@ from lit_vgrpo.system.paths import vacant_folder, write_new_folder
 from lit_vgrpo.training.folder import candidates
 
 DIFFUSERS, KOHYA, COMFYUI = "diffusers", "kohya", "comfyui"
-MODELS = {KOHYA: "the UNets of SD 1.x, 2.x and XL", COMFYUI: "Lumina 2"}
+MODELS = {KOHYA: "the UNets of SD 1.x, 2.x and XL", COMFYUI: "Lumina 2 and Wan"}
 HUB_PREFIX = "hub:"
 
 

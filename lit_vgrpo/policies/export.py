@@ -82,14 +82,21 @@ def save_kohya(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.fl
 def save_comfyui(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write an adapter of linear layers under ComfyUI's names (:attr:`PipelinePolicy.comfyui_names`).
 
-    For a module that fuses several of diffusers', ``B`` is block-diagonal and the rank is the sum of their ranks.
+    For a module that fuses several of diffusers', ``B`` is block-diagonal and the rank is the sum of their ranks. The
+    file of a second network has ``_2`` at the end of its name.
     """
+    for number, network in enumerate(policy.networks().values(), start=1):
+        place = file if number == 1 else file.with_stem(f"{file.stem}_{number}")
+        _save_comfyui(network, policy.comfyui_names, place, dtype)
+
+
+def _save_comfyui(network: Any, comfyui_names: Mapping[str, str], file: Path, dtype: torch.dtype) -> None:
     from safetensors.torch import save_file
 
-    layers, modules = _layers_of_adapter(policy.network, None, dtype), dict(policy.network.named_modules())
+    layers, modules = _layers_of_adapter(network, None, dtype), dict(network.named_modules())
     trained = {name.removesuffix(".lora_A.weight") for name in layers if ".lora_A." in name}
     parts: dict[str, list[str]] = {}
-    for old, new in policy.comfyui_names.items():
+    for old, new in comfyui_names.items():
         for name in modules:
             if f".{name}".endswith(f".{old}"):
                 parts.setdefault(name.removesuffix(old) + new, []).append(name)

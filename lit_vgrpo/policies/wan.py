@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
@@ -41,6 +41,21 @@ class WanPolicy(FlowPolicy):
     pipeline_solver: ClassVar[str] = "unipc"
     solvers: ClassVar[tuple[str, ...]] = ("unipc", "euler", "dpm++")
     default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    comfyui_names: ClassVar[Mapping[str, str]] = {
+        **{f"attn1.to_{name}": f"self_attn.{name}" for name in "qkv"},
+        **{f"attn2.to_{name}": f"cross_attn.{name}" for name in "qkv"},
+        "attn1.to_out.0": "self_attn.o",
+        "attn2.to_out.0": "cross_attn.o",
+        "ffn.net.0.proj": "ffn.0",
+        "ffn.net.2": "ffn.2",
+        "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+        "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+        "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+        "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+        "condition_embedder.time_proj": "time_projection.1",
+        "proj_out": "head.head",
+    }
+    """The names of the model's authors; diffusers' ``_convert_non_diffusers_wan_lora_to_diffusers`` has the inverse."""
 
     num_frames: int
 

@@ -311,7 +311,7 @@ def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_p
         (["runs/sd3_lora", "--to=x", "model.policy.lora_rank=3"], " would not fit, such as "),
         (["runs/sd3_full", "--to=x", "--merge"], "--merge applies to a LoRA: runs/sd3_full trained the "),
         (["runs/sd3_lora", "--to=x", "--format=kohya"], "and XL, not for SD3Policy. Use --format diffusers."),
-        (["runs/unet_lora", "--to=x", "--format=comfyui"], "is for Lumina 2, not for UNetPolicy. Use --format kohya."),
+        (["runs/unet_lora", "--to=x", "--format=comfyui"], "is for Lumina 2 and Wan, not for UNetPolicy. Use "),
         (["runs/unet_lora", "--to=x", "--format=koya"], "Invalid value for '--format'"),
         (["runs/unet_lora", "--to=x", "--format=kohya", "--merge"], "but --merge removes it. Use only one of them."),
         (["runs/unet_lora", "--to=x", "--dtype=fp16"], "Invalid value for '--dtype'"),

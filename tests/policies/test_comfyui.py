@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from diffusers import WanPipeline
 from helpers import repeating
 from safetensors.torch import load_file
 
@@ -97,6 +98,31 @@ def test_comfyuis_weights_of_lumina2_change_as_diffusers_do(large_folder, tmp_pa
     assert not tensors
     adapted = {name for name, layer in policy.network.named_modules() if hasattr(layer, "lora_A")}
     assert adapted <= compared
+
+
+WAN = {f"blocks.N.{block}.{name}" for block in ("self_attn", "cross_attn") for name in "qkvo"}
+WAN |= {f"{name}.{number}" for name in ("blocks.N.ffn", "text_embedding", "time_embedding") for number in (0, 2)}
+WAN |= {"time_projection.1", "head.head"}
+"""All linear layers of ComfyUI's ``WanModel`` (``comfy/ldm/wan/model.py`` at 93d859c), under ``diffusion_model.``."""
+
+
+@pytest.mark.parametrize("family", repeating(["wan22", "wan"], slow=["wan"]))
+@pytest.mark.parametrize(
+    "targets", [None, ["to_q", "net.0.proj", "net.2", "linear_1", "linear_2", "time_proj", "proj_out"]]
+)
+def test_the_names_of_wans_authors_lead_back_to_diffusers(large_folder, tmp_path, family, targets):
+    sizes = {"max_sequence_length": 16, "num_frames": 5, "lora_targets": targets}
+    policy = trained("WanPolicy", large_folder(family), **sizes)
+    save_comfyui(policy, tmp_path / "a.safetensors")
+    for file, network in zip(("a", "a_2"), policy.networks().values(), strict=False):
+        tensors = load_file(tmp_path / f"{file}.safetensors")
+        assert unnumbered(tensors, "diffusion_model.") < WAN
+        read = WanPipeline.lora_state_dict(dict(tensors))
+        adapted = {name: layer for name, layer in network.named_modules() if hasattr(layer, "lora_A")}
+        assert len(read) == 2 * len(adapted)
+        for name, layer in adapted.items():
+            up, down = (read[f"transformer.{name}.lora_{side}.weight"] for side in "BA")
+            torch.testing.assert_close(up @ down, layer.get_delta_weight("default"), msg=name)
 
 
 DIFFUSERS = {
