@@ -125,6 +125,7 @@ def test_fit_test_the_best_and_go_on(tiny_sd3, tmp_path):
     assert (trainer.global_step, trainer.current_epoch, module.record.iteration) == (3, 3, 2)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_alone_says_what_else_it_needs(tiny_sd3, tmp_path):
     module = make_module(tiny_sd3)
     trainer = make_trainer(tmp_path, 1)

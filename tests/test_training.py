@@ -53,6 +53,7 @@ def test_a_checkpoint_holds_no_frozen_tensor_and_loads_weights_only(tiny_sd3, tm
     assert size < 3 * trained + 200_000  # weights and Adam's two moments, plus names
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_recipe_is_refused(tiny_sd3, tmp_path):
     _, trainer = train(tiny_sd3, tmp_path, policy_options={"lora_rank": 2})
     trainer.save_checkpoint(tmp_path / "lora.ckpt")
@@ -107,6 +108,7 @@ def test_metrics(tiny_sd3, tmp_path):
     assert {"heldout/reward", "heldout/brightness", "reward/no_spread", "policy/clip_fraction"} <= logged.keys()
 
 
+@pytest.mark.slow
 def test_held_out_images_do_not_depend_on_the_batch_size(tiny_sd3, tmp_path):
     many, one = (
         train(tiny_sd3, tmp_path, 1, data={"eval_batch_size": size, "heldout_images_per_prompt": 3})[0]

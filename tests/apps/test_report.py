@@ -126,6 +126,7 @@ def test_a_page_needs_nothing_else_and_is_accessible(inside, names, capsys):
         assert re.search(r"model.optimizer.lr\s+0.01\s+0.001", page.text)
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_summary(inside):
     assert report(["runs/tiny"]) == 0
     text, found = Parsed("runs/tiny/report.html").text, summary()

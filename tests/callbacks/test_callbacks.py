@@ -187,6 +187,7 @@ def test_metrics_file_has_one_row_an_iteration(tiny_sd3, tmp_path):
     assert sum(bool(row["heldout/reward"]) for row in rows) == 2  # at the start, and after two iterations
 
 
+@pytest.mark.slow
 def test_export_is_the_average_and_replaces_the_last_one_alone(tiny_sd3, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/model_index.json").write_text("of before")
@@ -201,6 +202,7 @@ def test_export_is_the_average_and_replaces_the_last_one_alone(tiny_sd3, tmp_pat
     assert not list(tmp_path.glob("writing-*"))
 
 
+@pytest.mark.slow
 def test_an_export_that_cannot_be_written_costs_no_checkpoint(tiny_sd3, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.warns(UserWarning, match=r"No export: cannot write .*taken/out: .*lightning export"):

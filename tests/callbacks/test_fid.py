@@ -65,6 +65,7 @@ def test_validation_alone(tiny_sd3, tmp_path, script, real):
     assert found["heldout/fid@8"] > 0
 
 
+@pytest.mark.slow
 def test_an_error_ends_the_run_before_training(tiny_sd3, tmp_path, script, real, monkeypatch):
     monkeypatch.setattr(VGRPOModule, "training_step", lambda *_: pytest.fail("it trained"))
     torn = tmp_path / "torn"

@@ -14,6 +14,7 @@ from lit_vgrpo.policies.meta import flops_per_image
 from lit_vgrpo.system.memory import PeakMemory
 
 
+@pytest.mark.slow
 def test_operations_are_those_of_a_real_pass_without_recomputation(tiny_sd3):
     policy = SD3Policy(str(tiny_sd3), lora_rank=2).load()
     given = torch.randn(1, *policy.latent_shape), torch.rand(1), policy.encode(["a"])

@@ -247,6 +247,7 @@ def test_every_kind_of_layer_is_read_back(unet_folder, tmp_path, file):
     assert (trained - start).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_the_folder_is_whole_and_readable(inside, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert export(["runs/sd3_full", "--to", str(tmp_path / "empty")]) == 0

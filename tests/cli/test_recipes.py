@@ -105,10 +105,10 @@ REPEATS = (
 """The stages are sd3_pickscore with other rewards; pre-trainings differ in their pictures, other methods in their loss,
 and recipes of the other families in their network."""
 CHECKED = {
-    **dict.fromkeys(("sd3_pickscore", "tiny_ocr_pretrain"), False),
-    **dict.fromkeys(("kontext_edit", *(f"{model}_pickscore" for model in NEWER)), True),
+    "sd3_pickscore": False,
+    **dict.fromkeys(("tiny_ocr_pretrain", "kontext_edit", *(f"{model}_pickscore" for model in NEWER)), True),
 }
-"""A large recipe, one without a reward, and the families that memory/test_estimate.py does not know, which are slow."""
+"""A large recipe. These are slow: one without a reward, and the families that memory/test_estimate.py does not know."""
 SHOWN = ("evaluation", "samples")
 """Phases that nothing is trained on."""
 BLIND = ("sd35m_stage2", "sd35m_stage4", "sd35m_stage5", "tiny_ocr", "tiny_edit", "tiny_motion")

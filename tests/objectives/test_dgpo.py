@@ -115,6 +115,7 @@ def test_the_gradient_is_that_of_the_preference_over_beta(policy):
     assert_same_gradient(50.0 * gradient, expected)
 
 
+@pytest.mark.slow
 def test_moving_images_of_a_group_between_micro_batches_changes_nothing(policy):
     objective = small(beta=20.0)
     spread_copies(policy, objective)

@@ -102,6 +102,7 @@ def test_the_ratio_is_one_before_an_update_whatever_the_scale(name, tiny_sd3):
     assert metrics["ratio_deviation"].max() < 1e-6
 
 
+@pytest.mark.slow
 def test_the_evaluation_has_a_scale_of_its_own(tiny_sd3):
     def draw(evaluation):
         module = make_module(tiny_sd3, VGRPO(ODE, num_mc_samples=2), evaluation=evaluation)

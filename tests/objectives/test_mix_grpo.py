@@ -29,6 +29,7 @@ def starts(objective, iterations):
     return [objective.rollout_spec(iteration).window[0] for iteration in range(iterations)]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(
     steps=st.integers(2, 60),

@@ -159,6 +159,7 @@ def test_the_memory_estimate_counts_the_picture(editor):
     assert encoding_peak(twin, 1) == pytest.approx(of_encoders.peak, rel=0.05)  # though a pass has encoded a prompt
 
 
+@pytest.mark.slow
 def test_a_negative_prompt_is_read_with_its_picture(families, tmp_path):
     """Beside a cache that holds the rows of another negative prompt."""
     family = families("qwen_image_edit")

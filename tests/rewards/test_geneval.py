@@ -96,6 +96,7 @@ def plain_color(folder, crop, label):
     return COLORS[int(torch.stack([features @ direction for direction in directions]).argmax())]
 
 
+@pytest.mark.slow
 def test_colours_are_zero_shot_classification(clip_folder, reward):
     reward.load()
     generator = np.random.default_rng(0)

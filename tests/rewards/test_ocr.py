@@ -50,7 +50,7 @@ def score(reward, image, text):
     return reward(image, [f'a sign that says "{text}"'], [{}]).item()
 
 
-@pytest.mark.parametrize("font", FONTS)
+@pytest.mark.parametrize("font", repeating(FONTS, slow=FONTS[2:]))
 def test_a_line_of_text_is_read_in_every_font(line_reward, font):
     for number, text in enumerate(TEXTS):
         colours = COLOURS[number % len(COLOURS)]

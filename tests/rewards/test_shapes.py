@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import repeating
 from torch import Tensor
 
 from lit_vgrpo.rewards.shapes import ShapesReward
@@ -35,7 +36,7 @@ def draw(*shapes: tuple[str, str, float, float, float]) -> Tensor:
     return picture[None]
 
 
-@pytest.mark.parametrize("check", ["mean", "colour", "shape", "place"])
+@pytest.mark.parametrize("check", repeating(["mean", "colour", "shape", "place"], slow=["colour", "shape", "place"]))
 def test_rendered_pictures_pass_clean_blurred_and_noisy(
     check: str, rows: list[dict[str, Any]], pictures: Tensor
 ) -> None:

@@ -88,6 +88,7 @@ def test_an_interrupted_run_saves_and_ends(tiny_recipe, when):
     assert [path.name for path in folder.iterdir()] == ["interrupted.ckpt"]
 
 
+@pytest.mark.slow
 def test_last_is_saved_every_so_often_and_at_the_end(tiny_recipe):
     cli = build([str(tiny_recipe), "trainer.max_epochs=3", "data.heldout=null"])
     cli.checkpoints.every_n_iterations = 2

@@ -132,6 +132,7 @@ def test_families_without_a_plan_are_refused(name, sd3_folder, unet_folder, sdxl
     assert bool(context_errors(policy, 2)) == (name not in PLANNED)
 
 
+@pytest.mark.slow
 def test_what_the_degree_does_not_divide_is_refused(tiny, tmp_path):
     def errors(degree, height=24, length=8, sides=(None, None), loads=True):
         policy = FluxPolicy(str(folder), max_sequence_length=length, height=height, width=32)

@@ -43,6 +43,7 @@ def test_a_held_out_reward_that_fails_says_why(tiny_sd3, tmp_path):
     assert math.isnan(found["heldout/fails"])
 
 
+@pytest.mark.slow
 def test_test_repeats_the_evaluation_with_the_average_and_changes_nothing(tiny_sd3, tmp_path):
     module, ema = make_module(tiny_sd3), EMA(0.5)
     trainer = make_trainer(tmp_path, 2, [ema])

@@ -103,6 +103,7 @@ def test_a_seed_that_missed_the_target_leaves_no_mean():
     assert (row["CPU s / nft's"], row["iterations"]) == ("-", "2.1")
 
 
+@pytest.mark.slow
 def test_a_failed_seed_is_listed_and_leaves_no_mean_cost(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     curves = [curve("nft", 0, [0.2, 0.9]), Curve("nft", "published", 1, [], "RuntimeError: no room")]
