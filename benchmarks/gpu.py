@@ -313,7 +313,10 @@ def real_recipe(place: Place, recipe: str = "sd3_pickscore") -> list[str]:
 
     policy, reward, is_video = place.folder / recipe, place.folder / "pickscore", recipe == "wan_pickscore"
     if not policy.exists():
-        _ = build_wan(policy) if is_video else build_sd3(policy, small=True, t5=True, shift=3.0)
+        if is_video:
+            build_wan(policy)
+        else:
+            build_sd3(policy, small=True, t5=True, shift=3.0)
         if place.is_gpu:
             _write_real_sizes(policy, REAL_SIZES[recipe], place.device)
     if not reward.exists():
@@ -331,9 +334,6 @@ def real_recipe(place: Place, recipe: str = "sd3_pickscore") -> list[str]:
     return words
 
 
-VAE = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "norm_num_groups": 32}
-VAE |= {"latent_channels": 16, "mid_block_add_attention": True}
-VAE |= {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
 WAN = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30, "in_channels": 16}
 WAN |= {"out_channels": 16, "text_dim": 4096, "freq_dim": 256, "rope_max_seq_len": 1024}
 WAN_VAE = {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True]}
@@ -341,15 +341,14 @@ WAN_VAE |= {"num_res_blocks": 2, "scale_factor_temporal": 4, "scale_factor_spati
 WAN_VAE |= {"latents_mean": [0.0] * 16, "latents_std": [1.0] * 16}
 REAL_SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "sd3_pickscore": {
-        "transformer": SD35_MEDIUM["transformer"],
-        "vae": VAE,
+        **{part: SD35_MEDIUM[part] for part in ("transformer", "vae")},
         "text_encoder": {"hidden_size": 768, "projection_dim": 768},
         "text_encoder_2": {"hidden_size": 1280, "projection_dim": 1280},
         "text_encoder_3": {"d_model": 4096},
     },
     "wan_pickscore": {"transformer": WAN, "vae": WAN_VAE, "text_encoder": {"d_model": 4096}},
 }
-"""The published sizes of SD 3.5 medium and of Wan 2.1 (1.3B)."""
+"""The published sizes of the networks and VAEs, and the widths of the text encoders."""
 
 
 def _write_real_sizes(pipeline: Path, sizes: dict[str, dict[str, Any]], device: str) -> None:

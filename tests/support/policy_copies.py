@@ -20,6 +20,7 @@ def load_copy(policy_class, folder, **options):
         options: in float32, and nothing that changes an encoder or the VAE.
     """
     pipeline = read(policy_class, str(folder))
-    own = (policy_class.network_name, "transformer_2", "scheduler")
+    policy = policy_class(str(folder), **options)
+    own = (*policy.network_names, "scheduler")
     shared = {id(part): part for name, part in pipeline.components.items() if name not in own}
-    return policy_class(str(folder), **options).adopt(deepcopy(pipeline, shared))
+    return policy.adopt(deepcopy(pipeline, shared))
