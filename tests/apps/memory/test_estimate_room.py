@@ -15,6 +15,7 @@ from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.rewards import (
     AestheticScore,
     CLIPImageSimilarity,
+    Frames,
     HPSv2,
     PickScore,
     PythonReward,
@@ -79,7 +80,8 @@ def test_rewards_of_held_out_images_count(tiny_recipe, tiny_clip):
     words = [str(tiny_recipe), "model.heldout_reward=PickScore", f"model.heldout_reward.checkpoint={tiny_clip}"]
     cli = build(words, make_folder=False)
     found = estimate(cli)
-    assert found.parts["reward models"] == scorers([PickScore(str(tiny_clip))], CPU)[0] > 0
+    alone = PickScore(str(tiny_clip))
+    assert found.parts["reward models"] == scorers([alone], CPU)[0] == scorers([Frames(alone)], CPU)[0] > 0
     assert memory_report(cli)[1] == []
 
 
