@@ -31,9 +31,7 @@ def local(parameter: Any) -> Tensor:
     if isinstance(parameter, DTensor):
         with torch.no_grad():
             return parameter.to_local()
-    if _is_zero3(parameter):
-        return parameter.ds_tensor.detach()
-    return parameter.detach()
+    return parameter.ds_tensor.detach() if _is_zero3(parameter) else parameter.detach()
 
 
 @torch.no_grad()

@@ -242,9 +242,7 @@ def denoising_error(error: Tensor, self_normalised: bool) -> Tensor:
         Shape ``(B, N)``.
     """
     squared = mean_over_pixels(error.square(), 2)
-    if not self_normalised:
-        return squared
-    return squared / absolute_error(error)
+    return squared / absolute_error(error) if self_normalised else squared
 
 
 def absolute_error(error: Tensor) -> Tensor:

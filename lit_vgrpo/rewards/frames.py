@@ -61,8 +61,3 @@ class Frames(Reward):
 
     def close(self) -> None:
         self.reward.close()
-
-
-def image_reward(reward: Reward) -> Reward:
-    """Return the reward that scores the images: the one inside `Frames`, or the reward itself."""
-    return image_reward(reward.reward) if isinstance(reward, Frames) else reward

@@ -17,7 +17,6 @@ from lit_vgrpo.core.sizes import Plan, Sizes, divisors
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import say
 from lit_vgrpo.policies.placement import place
-from lit_vgrpo.rewards.frames import image_reward
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.memory import available_bytes, measured_memory
 from lit_vgrpo.training.memory_passes import LiveMemory, demand, prepared
@@ -130,7 +129,7 @@ class Trial:
         place([policy.pipeline.vae], self.device)
         for reward in self.module.evaluator.observed.rewards:
             reward.load()
-            if isinstance(scorer := image_reward(reward), ModelReward):
+            if isinstance(scorer := getattr(reward, "reward", reward), ModelReward):  # within Frames
                 scorer(torch.zeros(0, 3, 1, 1, device=self.device), [], [])  # without images it only moves its model
 
     def room(self) -> int:

@@ -188,6 +188,7 @@ def test_images_are_the_cells_of_the_sample_grids_and_the_best_and_worst(inside)
     assert all(score in page.text for entry in kept for score in entry["scores"].values())
 
 
+@pytest.mark.slow
 def test_no_picture_of_another_folder_is_shown(inside):
     folder = Path("runs/tiny/report")
     Image.new("RGB", (32, 32), "red").save("secret.png")
@@ -369,6 +370,7 @@ def test_a_result_names_the_section_that_helps(outcome, end, title):
     assert found == ([f"docs/when_it_goes_wrong.md#{slug}"] if title else [])
 
 
+@pytest.mark.slow
 def test_files_of_an_earlier_part_of_a_resumed_run_do_not_count(inside):
     path = Path("runs/tiny/summary.json")
     path.write_text(json.dumps({**summary(), "iterations": 2, "outcome": "interrupted", "images": 1}))
@@ -382,6 +384,7 @@ def test_files_of_an_earlier_part_of_a_resumed_run_do_not_count(inside):
     assert list(run.scores) == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_run_without_evaluations_has_a_page(inside):
     before = Path("runs/blind/report.html").read_text()
     assert '<h1 id="verdict-title">No held-out evaluation yet</h1>' in before

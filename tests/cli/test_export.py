@@ -190,9 +190,8 @@ def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path, family):
     assert header[f"{policy.network_name}.lora_alpha"] == header[f"{policy.network_name}.r"] == 2
 
 
-@pytest.mark.parametrize(
-    ("family", "base"), [pytest.param("unet", "sd_v1", marks=pytest.mark.slow), ("sdxl", "sdxl_base_v1-0")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "base"), [("unet", "sd_v1"), ("sdxl", "sdxl_base_v1-0")])
 def test_the_names_of_kohya(inside, tmp_path, family, base):
     policy = loaded(f"runs/{family}_lora", "trained")
     save_kohya(policy, tmp_path / "a.safetensors")
@@ -302,6 +301,7 @@ def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_p
     assert image.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "line"),
     [

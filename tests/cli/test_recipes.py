@@ -73,9 +73,11 @@ FEW_STEPS, FEW_EVALUATION_STEPS = "model.objective.rollout.steps=8", "model.eval
 SMALL = ["model.policy.height=128", "model.policy.width=128"]
 SMALL_UNET = ["model.policy.height=256", "model.policy.width=256"]  # fewer pixels end before the network's last level
 SMALLEST = ["model.policy.height=32", "model.policy.width=32"]
+SHORT = "model.policy.max_sequence_length=64"
 NEWER = ("flux2_klein", "qwen_image", "z_image", "chroma", "flux2_dev", "qwen_image21", "wan")
 SIZES = {
     **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in NEWER},
+    **{f"flux2_{kind}_pickscore": [FEW_STEPS, *SMALLEST, SHORT] for kind in ("klein", "dev")},
     "wan_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=5"],
     "flux_hps_flowbp": [FEW_STEPS, *SMALL],
     "flux_multireward": [FEW_STEPS, *SMALL],
@@ -89,7 +91,7 @@ SIZES = {
     "tiny_shapes": ["seed_everything=3"],  # a seed with a spread of rewards in both iterations
     **{
         f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL]
-        for method in ("awm", "dgpo", "flowbp", "flowgrpo", "nft", "ram")
+        for method in ("awm", "dgpo", "fast", "flowbp", "flowgrpo", "nft", "ram")
     },
 }
 REPEATS = (

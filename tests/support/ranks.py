@@ -1,10 +1,10 @@
 """Run by processes.run_ranks or torchrun: trains what each job names on its ranks, and writes what came out of it.
 
-    torchrun --nproc-per-node 2 tests/support/ranks.py POLICY_FOLDER OUT STRATEGY JOB [JOB ...]
+    torchrun --nproc-per-node 2 tests/support/ranks.py POLICY_FOLDER OUT JOB [JOB ...]
 
-A job is ``name|key=value,...``: a name of all_methods.METHODS, "skip" or "stop", and options of the data module;
-``middle=1`` saves within iteration 1 after its first update. A checkpoint OUT/name.ckpt is continued. Of several
-strategies, ``zero3,fsdp2``, each has its folder in OUT.
+A job is ``place/strategy/name|key=value,...``: its folder in OUT, a name of all_methods.METHODS, "skip" or "stop", and
+options of the data module; ``middle=1`` saves within iteration 1 after its first update. A checkpoint name.ckpt in its
+folder is continued.
 """
 
 import math
@@ -155,12 +155,11 @@ class Seen(L.Callback):
         return {}
 
 
-def main(folder, out, strategies, *jobs):
-    for strategy in strategies.split(","):
-        place = Path(out, strategy) if "," in strategies else Path(out)
-        place.mkdir(exist_ok=True)
-        for text in jobs:
-            job(folder, place, strategy, text)
+def main(folder, out, *jobs):
+    for text in jobs:
+        place, strategy, rest = text.split("/")
+        Path(out, place).mkdir(exist_ok=True)
+        job(folder, Path(out, place), strategy, rest)
 
 
 if __name__ == "__main__":

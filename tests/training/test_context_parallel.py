@@ -29,7 +29,6 @@ JOBS = {  # name: policy, rank of the adapter, strategies by number of processes
     "flux2": ("Flux2Policy", False, {2: SHARED}, {}),
     "qwen_image": ("QwenImagePolicy", False, {2: SHARED}, {}),
     "wan": ("WanPolicy", False, {2: SHARED}, {}),
-    "qwen_image lora": ("QwenImagePolicy", True, {2: SHARED}, {}),
 }
 PLANNED = {
     "flux",

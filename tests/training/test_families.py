@@ -27,8 +27,11 @@ UNUSED = dict.fromkeys(
 FILES = {"wan22": [{"weight_name": "pytorch_lora_weights.safetensors"}]}
 FILES["wan22"].append({"weight_name": "pytorch_lora_weights_2.safetensors", "load_into_transformer_2": True})
 EDIT = ("kontext", "qwen_image_edit")
-KINDS = ["lora", "full"]
-RUNS = [("lora", "fsdp2"), ("full", "fsdp2"), ("lora", "zero2")]
+WITH_LORA = ("sdxl", "qwen_image_edit", "wan22")
+"""Families that also train a LoRA here; it wraps what full weights wrap. ``test_strategies.py`` has the rest."""
+RUNS = {family: [("full", "fsdp2")] for family in FAMILIES}
+for name in WITH_LORA:
+    RUNS[name] += [("lora", "fsdp2"), ("lora", "zero2")]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -60,14 +63,19 @@ def folder(tmp_path_factory, options):
             (f"{family}-{kind}-{strategy}", policy, options(family), kind == "lora", strategy, data)
             for family, policy in FAMILIES.items()
             for data in [edited if family in EDIT else {}]
-            for kind, strategy in runs
+            for kind, strategy in runs[family]
         ]
         return {"folder": str(folder), "runs": [dict(zip(keys, row, strict=True)) for row in rows]}
 
-    runpy.run_path(str(WORKER))["main"](spec([(kind, None) for kind in KINDS]))
+    alone = {family: [(kind, None) for kind in kinds(family)] for family in FAMILIES}
+    runpy.run_path(str(WORKER))["main"](spec(alone))
     (folder / "spec.json").write_text(json.dumps(spec(RUNS)))
     run_ranks(WORKER, folder / "spec.json", world=2, logs=folder, timeout_s=600)
     return folder
+
+
+def kinds(family):
+    return dict.fromkeys(kind for kind, _ in RUNS[family])
 
 
 def load(folder, family, kind, strategy=None):
@@ -81,7 +89,7 @@ def weights(checkpoint):
 
 @every_family
 def test_two_processes_equal_one(folder, family):
-    for kind, strategy in RUNS:
+    for kind, strategy in RUNS[family]:
         one, two = load(folder, family, kind), load(folder, family, kind, strategy)
         assert two["global_step"] == one["global_step"] == 2
         found, expected = weights(two), weights(one)
@@ -94,7 +102,7 @@ def test_two_processes_equal_one(folder, family):
 @every_family
 def test_one_process_trains(folder, family):
     """Otherwise the comparison would say nothing: two steps of Adam move a weight by about twice the learning rate."""
-    for kind in KINDS:
+    for kind in kinds(family):
         checkpoint = load(folder, family, kind)
         moments = checkpoint["optimizer_states"][0]["state"].values()
         reached = [state["exp_avg"].abs().max() > 0 for state in moments]
@@ -113,6 +121,8 @@ def test_fsdp2_exports_what_it_trained(folder, options, family):
     for name, value in average.items():
         assert torch.equal(network[name.removeprefix("policy.network.")], value), name
 
+    if family not in WITH_LORA:
+        return
     average = load(folder, family, "lora", "fsdp2")["callbacks"]["EMA"]["average"]
     pipeline = plain(Path(options(family)["checkpoint"]))
     for file in FILES.get(family, [{}]):

@@ -37,21 +37,23 @@ CONTINUED = {
 }
 # Two prompts on four ranks: every group is cut in two.
 CUT = dict.fromkeys(
-    ["DGPO, no guidance", "V-GRPO, scouts", "DGPO, moving", "CRD", "V-GRPO, replay", "DRaFT-LV"],
+    ["DGPO, moving", "V-GRPO, scouts", "CRD", "V-GRPO, replay"],
     f"{TWO},prompts_per_iteration=2,micro_batch_size=2",
 )
-SHARDED = dict.fromkeys(["DGPO, moving", "AWM", "V-GRPO, replay", "DRaFT-K", "OPD", "RAM", "CRD"], TWO_UPDATES)
+SHARDED = {  # FSDP2 for each kind of copies; ZeRO-3, which is slower, for those that read weights while they train
+    "fsdp2": dict.fromkeys(["DGPO, moving", "AWM", "V-GRPO, replay", "DRaFT-K", "OPD", "RAM", "CRD"], TWO_UPDATES),
+    "zero3": dict.fromkeys(["DGPO, moving", "DRaFT-K"], TWO_UPDATES),
+}
 
 
-def train(checkpoint, out, ranks, jobs):
-    """Run jobs; those on one rank in this process, since a start takes longer than most of them."""
-    out.mkdir(exist_ok=True)
-    words = [str(checkpoint), str(out), "ddp", *(f"{name}|{options}" for name, options in jobs.items())]
-    if ranks == 1:
-        runpy.run_path(str(SCRIPT))["main"](*words)
-    else:
-        run_ranks(SCRIPT, *words, world=ranks, logs=out)
-    return results(out, ranks, jobs)
+def words(jobs, place=".", strategy="ddp"):
+    """Jobs by name as ``ranks.py`` reads them."""
+    return [f"{place}/{strategy}/{name}|{options}" for name, options in jobs.items()]
+
+
+def train_alone(checkpoint, out, *jobs):
+    """Run jobs on one rank in this process, since a start takes longer than most of them."""
+    runpy.run_path(str(SCRIPT))["main"](str(checkpoint), str(out), *jobs)
 
 
 def results(out, ranks, jobs):
@@ -101,44 +103,52 @@ def assert_same_work(one, found):
     [pytest.param(2, WHOLE, id="whole groups"), pytest.param(4, CUT, id="cut groups", marks=pytest.mark.slow)],
 )
 def test_methods_do_the_same_work(two_blocks, tmp_path, ranks, jobs):
-    alone = train(two_blocks, tmp_path / "alone", 1, jobs)
-    assert_same_work(alone, train(two_blocks, tmp_path / "together", ranks, jobs))
+    train_alone(two_blocks, tmp_path, *words(jobs, "alone"))
+    run_ranks(SCRIPT, two_blocks, tmp_path, *words(jobs), world=ranks, logs=tmp_path)
+    assert_same_work(results(tmp_path / "alone", 1, jobs), results(tmp_path, ranks, jobs))
 
 
 @pytest.fixture(scope="module")
-def whole(two_blocks, tmp_path_factory):
-    """Results on one rank and on two, by their number, and their folder."""
-    out, jobs = tmp_path_factory.mktemp("whole"), {**OTHERS, **CONTINUED}
+def place(two_blocks, tmp_path_factory):
+    """All other runs, each kind in a folder: those of one rank, made here, and those of two, made in one launch."""
+    place, whole = tmp_path_factory.mktemp("whole"), {**OTHERS, **CONTINUED}
+    train_alone(two_blocks, place, *words(whole, "1"), *words(SHARDED["fsdp2"], "alone"))
+    continue_from(place, 1, 2)
     broken = dict.fromkeys(["skip", "stop"], "iterations=4")
-    return {
-        1: train(two_blocks, out / "1", 1, jobs),
-        2: train(two_blocks, out / "2", 2, {**jobs, **broken}),
-    }, out
+    jobs = [*words({**whole, **broken}, "2"), *words(CONTINUED, "1 then 2")]
+    jobs += [job for strategy, of in SHARDED.items() for job in words(of, strategy, strategy)]
+    run_ranks(SCRIPT, two_blocks, place, *jobs, world=2, logs=place, timeout_s=800)
+    continue_from(place, 2, 1)
+    train_alone(two_blocks, place, *words(CONTINUED, "2 then 1"))
+    return place
+
+
+def continue_from(place, before, after):
+    (folder := place / f"{before} then {after}").mkdir()
+    for name in CONTINUED:
+        shutil.copy(place / str(before) / f"{name}.middle.ckpt", folder / f"{name}.ckpt")
 
 
 @pytest.mark.slow
-def test_other_methods_do_the_same_work(whole):
-    found, _ = whole
-    assert_same_work(found[1], {name: found[2][name] for name in found[1]})
+@pytest.mark.timeout(900)  # all runs
+def test_other_methods_do_the_same_work(place):
+    jobs = {**OTHERS, **CONTINUED}
+    assert_same_work(results(place / "1", 1, jobs), results(place / "2", 2, jobs))
 
 
 @pytest.mark.slow
-def test_the_middle_of_an_iteration_goes_on_with_another_number_of_ranks(two_blocks, tmp_path, whole):
-    found, place = whole
+def test_the_middle_of_an_iteration_goes_on_with_another_number_of_ranks(place):
+    whole = results(place / "1", 1, CONTINUED)
     for before, after in [(2, 1), (1, 2)]:
-        out = tmp_path / f"{before} then {after}"
-        out.mkdir()
-        for name in CONTINUED:
-            shutil.copy(place / str(before) / f"{name}.middle.ckpt", out / f"{name}.ckpt")
-        for name, (rest, *_) in train(two_blocks, out, after, CONTINUED).items():
-            alone = found[1][name][0]
+        for name, (rest, *_) in results(place / f"{before} then {after}", after, CONTINUED).items():
+            alone = whole[name][0]
             assert (rest["ranks"], rest["updates"], len(rest["rewards"])) == (after, 4, 1)
             assert_same(name, {**alone, "rewards": alone["rewards"][1:], "images": alone["images"][2:]}, rest, 1e-5)
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_on_one_rank_stops_or_skips_on_all(whole):
-    found = whole[0][2]
+def test_a_loss_that_is_no_number_on_one_rank_stops_or_skips_on_all(place):
+    found = results(place / "2", 2, ["skip", "stop"])
     for rank in found["skip"]:
         assert (rank["updates"], rank["skipped"], rank["error"]) == (3, 1, "")
     assert_same("skip", *found["skip"], 0)
@@ -150,12 +160,9 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_or_skips_on_all(whole):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # seven methods under two strategies: 143 s alone
-def test_methods_with_copies_of_their_own_do_the_same_work_on_sharded_weights(two_blocks, tmp_path):
-    alone = train(two_blocks, tmp_path / "alone", 1, SHARDED)
-    words = (f"{name}|{options}" for name, options in SHARDED.items())
-    run_ranks(SCRIPT, two_blocks, tmp_path, "zero3,fsdp2", *words, world=2, logs=tmp_path, timeout_s=800)
-    for strategy in ("zero3", "fsdp2"):
-        for name, (first, _) in results(tmp_path / strategy, 2, SHARDED).items():
+def test_methods_with_copies_of_their_own_do_the_same_work_on_sharded_weights(place):
+    for strategy, jobs in SHARDED.items():
+        alone = results(place / "alone", 1, jobs)
+        for name, (first, _) in results(place / strategy, 2, jobs).items():
             assert (first["ranks"], first["updates"]) == (2, 4)
             assert_same(f"{name}, {strategy}", alone[name][0], first, 1e-5)

@@ -17,7 +17,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.clip import AestheticScore
-from lit_vgrpo.rewards.frames import image_reward
+from lit_vgrpo.rewards.frames import Frames
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
@@ -195,7 +195,8 @@ def gradient_peak(policy: Policy, crop: float | None, halved: bool = False) -> i
 def scorers(rewards: Iterable[Reward], device: torch.device) -> tuple[int, list[str]]:
     """Return the bytes of the reward models' weights on a device, and the names of the rewards of unknown size."""
     total, unknown = 0, []
-    for reward in map(image_reward, rewards):
+    for given in rewards:
+        reward = given.reward if isinstance(given, Frames) else given
         wanted: Any = getattr(reward, "device", "auto")
         place = device if wanted == "auto" else torch.device(wanted)
         if place.type != device.type or place.index not in (None, device.index):
