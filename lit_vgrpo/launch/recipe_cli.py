@@ -62,9 +62,7 @@ def _drawn_seed() -> int:
 
 def fixed_seed(seed_everything: bool | int) -> int:
     """Return the seed of rollouts and prompts: a given number, a random one for ``true``, 0 for ``false``."""
-    if seed_everything is True:
-        return _drawn_seed()
-    return int(seed_everything)
+    return _drawn_seed() if seed_everything is True else int(seed_everything)
 
 
 class RecipeCLI(LightningCLI):

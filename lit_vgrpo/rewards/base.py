@@ -109,6 +109,10 @@ class Reward(ABC):
     def load(self) -> None:  # noqa: B027
         """Load the weights, if any; a second call does nothing."""
 
+    def leaves(self) -> list[Reward]:
+        """Return the rewards that score images: those that this one combines, or itself."""
+        return [self]
+
     def enter_run(self, folder: Path) -> None:  # noqa: B027
         """Open the reward's files in a run folder; called on every rank before training."""
 

@@ -82,6 +82,9 @@ class Weighted(Reward):
     def rewards(self) -> list[Reward]:
         return [part.reward for part in self.parts]
 
+    def leaves(self) -> list[Reward]:
+        return [leaf for reward in self.rewards for leaf in reward.leaves()]
+
     @property
     def part_names(self) -> list[str]:
         return [part.name for part in self.parts]

@@ -44,6 +44,9 @@ class Frames(Reward):
         self.reward.found_at(key)
         return super().found_at(key)
 
+    def leaves(self) -> list[Reward]:
+        return self.reward.leaves()
+
     def check(self) -> list[str]:
         return self.reward.check()
 

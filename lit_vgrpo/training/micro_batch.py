@@ -127,10 +127,10 @@ class Trial:
         self.weights = list(trainable_parameters(policy).values())
         # The VAE and the rewards' models are on the device in training too.
         place([policy.pipeline.vae], self.device)
-        for reward in self.module.evaluator.observed.rewards:
+        for reward in self.module.evaluator.observed.leaves():
             reward.load()
-            if isinstance(scorer := getattr(reward, "reward", reward), ModelReward):  # within Frames
-                scorer(torch.zeros(0, 3, 1, 1, device=self.device), [], [])  # without images it only moves its model
+            if isinstance(reward, ModelReward):
+                reward(torch.zeros(0, 3, 1, 1, device=self.device), [], [])  # without images it only moves its model
 
     def room(self) -> int:
         """Return the bytes that a step may take: free memory minus later permanent allocations of training."""

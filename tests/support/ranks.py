@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 tests/support/ranks.py POLICY_FOLDER OUT JOB [JOB ...]
 
-A job is ``place/strategy/name|key=value,...``: its folder in OUT, a name of all_methods.METHODS, "skip" or "stop", and
-options of the data module; ``middle=1`` saves within iteration 1 after its first update. A checkpoint name.ckpt in its
-folder is continued.
+A job is ``place/strategy/name|key=value,...``: its folder in OUT, a strategy, a name from all_methods.METHODS or "skip"
+or "stop", and options of the data module. ``middle=1`` saves within iteration 1, after its first update. A job whose
+folder holds a checkpoint name.ckpt continues from it.
 """
 
 import math

@@ -28,10 +28,9 @@ FILES = {"wan22": [{"weight_name": "pytorch_lora_weights.safetensors"}]}
 FILES["wan22"].append({"weight_name": "pytorch_lora_weights_2.safetensors", "load_into_transformer_2": True})
 EDIT = ("kontext", "qwen_image_edit")
 WITH_LORA = ("sdxl", "qwen_image_edit", "wan22")
-"""Families that also train a LoRA here; it wraps what full weights wrap. ``test_strategies.py`` has the rest."""
-RUNS = {family: [("full", "fsdp2")] for family in FAMILIES}
-for name in WITH_LORA:
-    RUNS[name] += [("lora", "fsdp2"), ("lora", "zero2")]
+"""Families that also train a LoRA here; it is wrapped like full weights. ``test_strategies.py`` covers the rest."""
+LORA = [("lora", "fsdp2"), ("lora", "zero2")]
+RUNS = {family: [("full", "fsdp2"), *(LORA if family in WITH_LORA else [])] for family in FAMILIES}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 

@@ -40,7 +40,7 @@ CUT = dict.fromkeys(
     ["DGPO, moving", "V-GRPO, scouts", "CRD", "V-GRPO, replay"],
     f"{TWO},prompts_per_iteration=2,micro_batch_size=2",
 )
-SHARDED = {  # FSDP2 for each kind of copies; ZeRO-3, which is slower, for those that read weights while they train
+SHARDED = {  # FSDP2 for each kind of copy; ZeRO-3, which is slower, for methods that read weights while they train
     "fsdp2": dict.fromkeys(["DGPO, moving", "AWM", "V-GRPO, replay", "DRaFT-K", "OPD", "RAM", "CRD"], TWO_UPDATES),
     "zero3": dict.fromkeys(["DGPO, moving", "DRaFT-K"], TWO_UPDATES),
 }
@@ -52,7 +52,7 @@ def words(jobs, place=".", strategy="ddp"):
 
 
 def train_alone(checkpoint, out, *jobs):
-    """Run jobs on one rank in this process, since a start takes longer than most of them."""
+    """Run jobs on one rank in this process: starting another would take longer than most of them."""
     runpy.run_path(str(SCRIPT))["main"](str(checkpoint), str(out), *jobs)
 
 
@@ -110,7 +110,7 @@ def test_methods_do_the_same_work(two_blocks, tmp_path, ranks, jobs):
 
 @pytest.fixture(scope="module")
 def place(two_blocks, tmp_path_factory):
-    """All other runs, each kind in a folder: those of one rank, made here, and those of two, made in one launch."""
+    """The folder of all other runs, by kind: those on one rank run here, those on two in a single launch."""
     place, whole = tmp_path_factory.mktemp("whole"), {**OTHERS, **CONTINUED}
     train_alone(two_blocks, place, *words(whole, "1"), *words(SHARDED["fsdp2"], "alone"))
     continue_from(place, 1, 2)

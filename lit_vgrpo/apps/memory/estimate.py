@@ -17,7 +17,6 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.clip import AestheticScore
-from lit_vgrpo.rewards.frames import Frames
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
@@ -105,7 +104,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     encoders = sum(bytes_of(tensors_of(encoder)) for encoder in policy.encoders())
     leave = on_gpu and module.policy.offload_encoders
     latent = 4 * torch.Size(policy.latent_shape).numel()
-    models, unknown = scorers(module.evaluator.observed.rewards, device)
+    models, unknown = scorers(module.evaluator.observed.leaves(), device)
     spec = module.objective.rollout_spec(0)
     narrow = {one.quantise for one in (spec, spec.scouts and spec.of_scouts, module.evaluation) if one} - {None}
     moves_away = on_gpu and module.rollout_device is not None
@@ -195,8 +194,7 @@ def gradient_peak(policy: Policy, crop: float | None, halved: bool = False) -> i
 def scorers(rewards: Iterable[Reward], device: torch.device) -> tuple[int, list[str]]:
     """Return the bytes of the reward models' weights on a device, and the names of the rewards of unknown size."""
     total, unknown = 0, []
-    for given in rewards:
-        reward = given.reward if isinstance(given, Frames) else given
+    for reward in rewards:
         wanted: Any = getattr(reward, "device", "auto")
         place = device if wanted == "auto" else torch.device(wanted)
         if place.type != device.type or place.index not in (None, device.index):

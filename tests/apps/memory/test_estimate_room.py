@@ -17,10 +17,13 @@ from lit_vgrpo.rewards import (
     CLIPImageSimilarity,
     Frames,
     HPSv2,
+    JPEGCompressibility,
     PickScore,
     PythonReward,
     Reward,
     ShapesReward,
+    Weighted,
+    as_weighted,
 )
 from lit_vgrpo.training.sharded import ZeRO
 
@@ -80,8 +83,8 @@ def test_rewards_of_held_out_images_count(tiny_recipe, tiny_clip):
     words = [str(tiny_recipe), "model.heldout_reward=PickScore", f"model.heldout_reward.checkpoint={tiny_clip}"]
     cli = build(words, make_folder=False)
     found = estimate(cli)
-    alone = PickScore(str(tiny_clip))
-    assert found.parts["reward models"] == scorers([alone], CPU)[0] == scorers([Frames(alone)], CPU)[0] > 0
+    combined = as_weighted(Frames(Weighted([JPEGCompressibility(), PickScore(str(tiny_clip))])))
+    assert found.parts["reward models"] == scorers(combined.leaves(), CPU)[0] > 0
     assert memory_report(cli)[1] == []
 
 
