@@ -1,5 +1,5 @@
 # make demo       train the tiny recipe in a fresh .venv
-# make test       run the fast tests: four minutes on two cores
+# make test       run the fast tests: three to four minutes on two cores
 # make test-slow  run the others: what serves, votes, launches, kills, continues a run, or repeats over families
 # make test-all   run all of them, with coverage
 # make lint       run ruff, mypy, import-linter and the house rules

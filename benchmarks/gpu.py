@@ -163,15 +163,15 @@ def _resumed(place: Place, name: str, first: str, then: str) -> Row:
 def answers(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Differences to the CPU, the ratio before an update in 16 bits, and between two runs of one recipe."""
     yield "float32, largest difference to the CPU", lambda: _differences(place)
-    for precision in ("float32", "bfloat16"):
+    for precision in ("float32", "bfloat16") if place.is_gpu else ("bfloat16",):
         yield f"{precision}, |ratio - 1| before an update", lambda p=precision: _ratio(place, p)
     if place.is_gpu:  # compilation takes minutes on a CPU
         yield (
             "bfloat16, compiled, |ratio - 1| before an update",
             lambda: _ratio(place, "bfloat16", "model.policy.compile=true"),
         )
+        yield "two runs, deterministic", lambda: _repeated(place, "trainer.deterministic=true")
     yield "two runs of one recipe", lambda: _repeated(place)
-    yield "two runs, deterministic", lambda: _repeated(place, "trainer.deterministic=true")
 
 
 def _differences(place: Place) -> Row:

@@ -20,8 +20,8 @@ WORKER = Path(__file__).with_name("worker.py")
 SIZES = {"height": 32, "width": 32}
 SHARED, BOTH = {"context_parallel": 2}, {"shard_size": 2, "context_parallel": 2}
 JOBS = {  # name: policy, rank of the adapter, strategies by number of processes, others
-    "flux lora": ("FluxPolicy", True, {2: SHARED, 4: {"context_parallel": 4}}, {}),
-    "flux full": ("FluxPolicy", False, {2: SHARED, 4: BOTH}, {"iterations": 2}),
+    "flux full": ("FluxPolicy", False, {2: SHARED, 4: BOTH}, {"iterations": 2}),  # the first: see below
+    "flux lora": ("FluxPolicy", True, {4: {"context_parallel": 4}}, {}),
     "cut groups": ("FluxPolicy", True, {4: SHARED}, {"data": {"prompts_per_iteration": 1}}),
     "replicas": ("FluxPolicy", False, {4: {"shard_size": 2}}, {}),
     "DRaFT-K": ("FluxPolicy", True, {2: SHARED}, {"method": "DRaFT-K"}),
@@ -65,8 +65,8 @@ def folder(tmp_path_factory, options):
             if world == 1 or world in strategies:
                 runs.append({"name": f"{name}-{world}", "strategy": strategies.get(world), **job})
         # the second iteration after one process's first
-        first = {**runs[1], "name": "first", "strategy": None, "iterations": 1}
-        runs += [first] if world == 1 else [{**runs[1], "name": f"resumed-{world}", "start": "first"}]
+        first = {**runs[0], "name": "first", "strategy": None, "iterations": 1}
+        runs += [first] if world == 1 else [{**runs[0], "name": f"resumed-{world}", "start": "first"}]
         return {"folder": str(folder), "runs": runs}
 
     runpy.run_path(str(WORKER))["main"](spec(1))

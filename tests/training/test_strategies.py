@@ -13,9 +13,9 @@ from processes import run_ranks
 pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("worker.py")
 KINDS = ["full", "lora"]
-CASES = [*((name, kind) for name in ("ddp", "fsdp2", "zero2", "zero3") for kind in KINDS)]
-CASES += [("zero1", "lora"), ("zero2_offload", "full"), ("zero3_offload", "lora")]
-BROKEN = ["fsdp2", "zero1", "zero2_offload", "zero3"]
+CASES = [*((name, kind) for name in ("fsdp2", "zero2", "zero3") for kind in KINDS)]
+CASES += [("ddp", "lora"), ("zero1", "lora"), ("zero2_offload", "full")]  # ZeRO-3 with offload is in a relay
+BROKEN = ["fsdp2", "zero2_offload", "zero3"]
 # A checkpoint goes from hand to hand, an iteration each; it starts and ends on one process.
 RELAY = ["one", "fsdp2", "zero3", "one"]
 RELAY_OF_LORA = ["one", "zero3_offload", "zero1", "one"]
