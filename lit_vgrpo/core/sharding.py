@@ -31,7 +31,9 @@ def local(parameter: Any) -> Tensor:
     if isinstance(parameter, DTensor):
         with torch.no_grad():
             return parameter.to_local()
-    return parameter.ds_tensor.detach() if _is_zero3(parameter) else parameter.detach()
+    if _is_zero3(parameter):
+        return parameter.ds_tensor.detach()
+    return parameter.detach()
 
 
 @torch.no_grad()

@@ -261,4 +261,6 @@ def _without_nulls(value: Any) -> Any:
     """Remove empty cells from a table's value, so that a row has only the fields it was written with."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
