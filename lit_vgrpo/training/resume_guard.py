@@ -204,8 +204,10 @@ def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
             found["model.objective.teachers"] = hashes
     for part in module.reward.parts:
         with unreadable:
-            if part.weight and (source := _source_of(part.reward)) is not None:  # weight 0: not trained on
-                found[f"model.reward {part.name}"] = {source.name: sha256(source.read_bytes()).hexdigest()}
+            leaves = part.reward.leaves() if part.weight else ()  # weight 0: not trained on
+            sources = filter(None, map(_source_of, leaves))
+            if hashes := {source.name: sha256(source.read_bytes()).hexdigest() for source in sources}:
+                found[f"model.reward {part.name}"] = hashes
     return found
 
 

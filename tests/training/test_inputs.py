@@ -11,7 +11,8 @@ from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.launch.build import build_recipe
-from lit_vgrpo.training.resume_guard import changes
+from lit_vgrpo.rewards import Frames, PythonReward
+from lit_vgrpo.training.resume_guard import changes, inputs_of
 
 pytestmark = pytest.mark.slow
 
@@ -100,6 +101,13 @@ def test_what_changed_is_said_and_refused(inside, capfd, change, what):
     command = Command.parse(["run/config.yaml", "trainer.max_epochs=2", "allow_changes=true"], resume=True)
     cli = build_recipe(read_recipe(command), make_folder=False)
     assert f"Changed: {what} changed since the checkpoint was written" in cli.opening()
+
+
+def test_a_reward_within_another_counts(inside, tiny_sd3):
+    reward = PythonReward("own_function:contrast")
+    alone, framed = (inputs_of(make_module(tiny_sd3, reward=one), None) for one in (reward, Frames(reward)))
+    assert framed == alone
+    assert framed["model.reward contrast"].keys() == {"own_function.py"}
 
 
 def test_with_allow_changes_it_goes_on_and_the_next_checkpoint_knows_the_new_ones(inside, capfd):

@@ -84,7 +84,8 @@ def assert_equal(found, expected):
 def test_one_process_trains_and_averages(folder, kind):
     """Otherwise the comparisons below would say nothing."""
     checkpoint, shown = load(folder, f"whole-{kind}.ckpt"), load(folder, f"whole-{kind}.pt")
-    start = load(folder, f"relay1-{kind}.ckpt")["state_dict"]
+    start, compared = (load(folder, f"{name}-{kind}.ckpt")["state_dict"] for name in ("relay1", "one"))
+    assert max((value - start[name]).abs().max() for name, value in compared.items()) > 3e-5  # in two steps
     assert max((value - start[name]).abs().max() for name, value in checkpoint["state_dict"].items()) > 1e-4
     assert (shown["images"] - shown["averaged"]).abs().max() > 1e-4
     assert all(norm > 0.05 for norm in shown["norms"]) or kind == "lora"  # clipped
