@@ -4,6 +4,7 @@
     python benchmarks/policy_speed.py --model flux --batch 2        # FLUX.1-dev's: 24 GB of weights
     python benchmarks/policy_speed.py --model tiny --device cpu     # to see that it works, in seconds
     python benchmarks/policy_speed.py --profile --steps 4 --no-compile   # idle gaps, synchronisations, copies, kernels
+    python benchmarks/policy_speed.py --base nf4                    # frozen weights in 4 bits
 
 LoRA, bfloat16, V-GRPO's loss; prompts are random embeddings, and the VAE has no part. Each phase is measured as it is,
 compiled, and in float32 with the adapter folded into the weights (rollouts only). Floating-point operations are
@@ -91,6 +92,7 @@ class Model:
             height=side,
             width=side,
             gradient_checkpointing=args.gradient_checkpointing,
+            quantisation=args.base,
         )
         default = torch.get_default_dtype()
         torch.set_default_dtype(policy.dtype)  # no copy in float32 is ever there
@@ -275,7 +277,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     )
     print("phase      variant             s / image   TFLOP/s of matmul  peak GiB  first s")
     rows = []
-    for compiled in (False, True) if args.compile else (False,):
+    for compiled in (False, True) if args.compile and not args.base else (False,):
         if compiled:
             compile_network(policy.network)
             policy.compile_network = True
@@ -287,7 +289,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             found: dict[str, Any] = bench.measure(phases[phase])
             rate = counted[phase] / found["seconds_per_image"]
             found |= {"profile": profile(phases[phase])} if args.profile else {}
-            variant = " + ".join(["compiled"] * compiled + ["folded"] * folded) or "plain"
+            variant = " + ".join(["compiled"] * compiled + ["folded"] * folded) or args.base or "plain"
             result = {"phase": phase, "variant": variant, "tflop_per_image": counted[phase], "tflops": rate}
             rows.append({**about, **result, **found})
             print(
@@ -317,6 +319,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=8, help="images of a rollout, in one pass")
     parser.add_argument("--micro-batch", type=int, default=2, help="images of a training pass, times the pairs")
     parser.add_argument("--rank", type=int, default=32, help="of the LoRA adapter")
+    parser.add_argument("--base", choices=["nf4", "int8"], help="keep the frozen weights in 4 or 8 bits")
     parser.add_argument("--repeats", type=int, default=3, help="the median counts")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave the compiled variants out")

@@ -134,7 +134,6 @@ class RolloutSpec:
         window: Steps ``[first, stop)`` with SDE noise, the others follow the ODE; null is all except the last.
         tail: Re-grid the steps after the window to this share of them, with DPM-Solver++; null for no re-gridding.
         cache: Skip the network's blocks in some steps, approximately; requires an ODE and a transformer.
-        quantise: Multiply in 8 bits in the network's blocks, approximately; requires an ODE and torchao.
         scouts: Choose each group's images among more cheap ones, ``{factor: 4, steps: 6}``; requires an ODE.
     """
 
@@ -146,7 +145,6 @@ class RolloutSpec:
     window: tuple[NonNegativeInt, NonNegativeInt] | None = None
     tail: Annotated[float, Range(above=0, most=1)] | None = None
     cache: BlockCache | None = None
-    quantise: Literal["int8", "fp8"] | None = None
     scouts: ScoutSpec | None = None
 
     def __post_init__(self) -> None:
@@ -179,21 +177,16 @@ class RolloutSpec:
     def as_ode(self) -> RolloutSpec:
         """Return the ODE with the same number of steps and every block, for held-out images."""
         if not self.is_sde:
-            return replace(self, cache=None, quantise=None, scouts=None)
+            return replace(self, cache=None, scouts=None)
         return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
 
     def accelerator_errors(self, where: str) -> list[str]:
-        """Return why the accelerators cannot be used with an SDE, one line each.
-
-        Args:
-            where: The key of these options, for the messages.
-        """
-        chosen = {"cache": self.cache and self.cache.kind, "quantise": self.quantise}
+        """Return why the block cache cannot be used with an SDE, at most one line; ``where`` is the spec's key."""
+        if not self.is_sde or self.cache is None:
+            return []
         return [
-            f"{where}.{name}={value} requires an ODE: the likelihoods of {self.solver}'s steps must be those of the "
-            "network that is trained. Leave it out."
-            for name, value in chosen.items()
-            if self.is_sde and value is not None
+            f"{where}.cache={self.cache.kind} requires an ODE: the likelihoods of {self.solver}'s steps must be those "
+            "of the network that is trained. Leave it out."
         ]
 
     def errors(self) -> list[str]:

@@ -1,7 +1,6 @@
 """Faster passes: compilation, attention kernels, and views of the network that only rollouts use.
 
-A view shares the network's tensors, so the trained network gets no hook and no rounded weight. torchao was read in
-0.18.0.
+A view shares the network's tensors, so the trained network gets no hook and no rounded weight.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lit_vgrpo.system.hub import LoadError, quiet_libraries
 MOST_GRAPHS = 64
 """Recompile limit: kinds of blocks x with and without gradient x adapter folded or not x three kinds of sizes."""
 MULTIPLE = 16
-"""Sides of a quantised weight must be a multiple of this for the 8-bit kernels."""
+"""Sides of a quantised weight are multiples of this."""
 
 
 def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -162,42 +161,3 @@ class FoldedNetwork:
         finally:
             for merged, layer in self._layers:
                 merged.register_parameter("weight", layer.get_base_layer().weight)
-
-
-class QuantisedNetwork:
-    """A view of a policy's network in which the linear layers of its blocks multiply in 8 bits.
-
-    Weights have a scale per output channel; inputs are quantised dynamically, with a scale per token, so that images
-    do not depend on their batch. A LoRA adapter is not quantised, and is shared with the policy's network.
-
-    Args:
-        policy: A loaded policy.
-        kind: The 8-bit type, ``int8`` or ``fp8``.
-    """
-
-    def __init__(self, policy: PipelinePolicy, kind: str) -> None:
-        from torchao import quantization
-
-        self.source = policy.network
-        self.network = shared_view(policy.network)
-        self._dtype = policy.dtype
-        self._config: Any = quantization.Int8DynamicActivationInt8WeightConfig()
-        if kind == "fp8":
-            self._config = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
-        self._layers = []
-        for name, view in block_linears(self.network).items():
-            view.__dict__["_parameters"] = dict(view._parameters)  # no longer shared
-            self._layers.append((view, policy.network.get_submodule(name)))
-        if policy.compile_network:
-            compile_network(self.network)
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Quantise the policy's current weights."""
-        from torchao.quantization import quantize_
-
-        for view, layer in self._layers:
-            copied = layer.weight.detach().to(self._dtype, copy=True)
-            view.register_parameter("weight", nn.Parameter(copied, requires_grad=False))
-            quantize_(view, self._config, filter_fn=lambda module, name: True)
-        yield

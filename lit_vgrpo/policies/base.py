@@ -18,7 +18,6 @@ from lit_vgrpo.core.probability_paths import ProbabilityPath
 from lit_vgrpo.core.types import Conditioning, RolloutSpec, is_of_prompt
 from lit_vgrpo.policies.acceleration import (
     FoldedNetwork,
-    QuantisedNetwork,
     compile_network,
     is_folded,
     set_attention_backend,
@@ -333,14 +332,11 @@ class Policy(PipelinePolicy):
         Args:
             spec: Sampling settings with the accelerators to use; ``None`` uses none.
         """
-        quantise, cache = (None, None) if spec is None else (spec.quantise, spec.cache)
         self._cached = None
         with ExitStack() as stack:
-            if quantise is not None:
-                self._enter(stack, quantise, lambda: QuantisedNetwork(self, quantise))
-            elif is_folded(self):
+            if is_folded(self):
                 self._enter(stack, "folded", lambda: FoldedNetwork(self))
-            if cache is not None:
+            if spec is not None and (cache := spec.cache) is not None:
                 from lit_vgrpo.policies.cached_network import CachedNetwork
 
                 self._cached = self._enter(stack, cache, lambda: CachedNetwork(self, cache))

@@ -23,8 +23,6 @@ def quiet_imports() -> None:
     for name, words in (
         ("DeepSpeed", "accelerator"),  # imported by diffusers, prints to stdout
         ("bitsandbytes.backends.cpu.ops", "kernels-community"),  # imported by peft
-        ("torch.utils._pytree", "Enum subclass"),  # of torchao
-        ("diffusers.quantizers.torchao.torchao_quantizer", "Unable to import `torchao`"),
     ):
         logging.getLogger(name).addFilter(partial(_lacks, words))
 

@@ -70,7 +70,6 @@ def module_errors(module: Any, sizes: Sizes) -> list[str]:
         *module.objective.check(sizes),
         *_evaluation_errors(module),
         *_guidance_errors(module),
-        *_quantisation_errors(module),
         *_gradient_errors(module),
         *_video_errors(module),
     ]
@@ -132,18 +131,6 @@ def _size_errors(policy: Policy, sides: tuple[int | None, int | None]) -> list[s
             return []
     except LoadError as error:
         return [str(error)]
-
-
-def _quantisation_errors(module: Any) -> list[str]:
-    if module.policy.quantisation is None:
-        return []
-    specs = {"model.objective.rollout": module.objective.rollout_spec(0), "model.evaluation": module.evaluation}
-    return [
-        f"{key}.quantise={spec.quantise} needs unquantised weights, but model.policy.quantisation="
-        f"{module.policy.quantisation} keeps none. Use only one of them."
-        for key, spec in specs.items()
-        if spec is not None and spec.quantise is not None
-    ][:1]
 
 
 def _gradient_errors(module: Any) -> list[str]:

@@ -119,8 +119,7 @@ def rollout_error(strategy: Strategy, rollout: RolloutSpec | None) -> str | None
     if rollout is None:
         return None
     cache = rollout.cache or (rollout.scouts and rollout.scouts.cache)
-    options = {"cache": cache and cache.kind, "quantise": rollout.quantise}
-    return _sharding_error(strategy, {f"model.objective.rollout.{name}": value for name, value in options.items()})
+    return _sharding_error(strategy, {"model.objective.rollout.cache": cache and cache.kind})
 
 
 def _sharding_error(strategy: Strategy, options: Mapping[str, object]) -> str | None:

@@ -1,4 +1,4 @@
-"""Merged adapters, 8-bit rollouts, compilation and attention kernels: what they change, and what they must not."""
+"""Merged adapters, compilation and attention kernels: what they change, and what they must not."""
 
 import shutil
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-from helpers import make_data, make_module, make_trainer, repeating
-from policies.contract import adapted, sampled
+from policies.contract import adapted
 from rollouts import sample_chain
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -129,59 +128,6 @@ def test_a_strategy_that_shards_the_weights_is_refused_and_others_are_not(option
         assert f"model.policy.{option}=true needs whole weights" in whole_weights_error(strategy, policy)
         assert whole_weights_error(strategy, SD3Policy("any", lora_rank=2)) is None
     assert whole_weights_error(ZeRO(stage=2), policy) is None
-
-
-# --- 8-bit rollouts, which need torchao: pip install "lit-vgrpo[quantise]" -------------------------------------------
-
-INT8 = RolloutSpec(steps=4, quantise="int8")
-EACH = [{}, {"lora_rank": 2, "dtype": "bfloat16"}, {"lora_rank": 2}, {"dtype": "bfloat16"}]
-
-
-@pytest.fixture
-def torchao():
-    return pytest.importorskip("torchao", reason="needs the extra quantise")
-
-
-@pytest.fixture(params=repeating(EACH, slow=EACH[1:]), ids=str)
-def policy(request, torchao):
-    return changed(SD3Policy("shipped:assets/tiny_sd3", max_sequence_length=1, **request.param).load())
-
-
-def changed(policy, by=0.02):
-    """The policy with other trained weights."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in trainable_parameters(policy).values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=by)
-    return policy
-
-
-def difference(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
-
-
-@pytest.mark.slow
-def test_images_are_nearly_the_same_and_follow_the_weights(policy):
-    full = sampled(policy, RolloutSpec(steps=4))
-    first = sampled(policy, INT8)
-    assert 0 < difference(first, full) < 0.1
-    assert torch.equal(sampled(policy, INT8, [3]), first[3:])
-    start = Snapshot(policy)
-    changed(policy, 0.1)
-    after = sampled(policy, INT8)
-    assert difference(after, first) > 0.1
-    assert difference(after, sampled(policy, RolloutSpec(steps=4))) < 0.1
-    with start.swapped_into(policy):
-        assert torch.equal(sampled(policy, INT8), first)
-
-
-@pytest.mark.slow
-def test_a_run_quantises_its_rollouts_alone(torchao, tmp_path):
-    module = make_module("shipped:assets/tiny_sd3", VGRPO(INT8, num_mc_samples=2))
-    trainer = make_trainer(tmp_path)
-    trainer.fit(module, datamodule=make_data())
-    assert trainer.callback_metrics["policy/ratio_deviation"] == 0
-    assert module.ledger.images == 16
 
 
 # --- compilation ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.policies.acceleration import block_linears
 from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.policies.trained import QuantisedLinear
-from lit_vgrpo.training.settings import _quantisation_errors
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, quantisation_error
 
 SHIPPED = "shipped:assets/tiny_sd3"
@@ -87,10 +86,3 @@ def test_what_cannot_be_quantised_is_one_line_before_weights_load():
         assert "quantisation=nf4 works on one device and under DDP, not under" in quantisation_error(
             strategy, policy(quantisation="nf4")
         )
-    module = make_module(
-        SHIPPED, VGRPO(RolloutSpec(quantise="int8")), policy_options={"quantisation": "nf4", "lora_rank": 2}
-    )
-    assert _quantisation_errors(module) == [
-        "model.objective.rollout.quantise=int8 needs unquantised weights, but model.policy.quantisation=nf4 keeps "
-        "none. Use only one of them."
-    ]

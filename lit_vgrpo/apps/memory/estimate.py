@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_vgrpo.apps.memory.shares import bytes_of, copy_in_8_bits, restored_at_once, shares, tensors_of
+from lit_vgrpo.apps.memory.shares import bytes_of, restored_at_once, shares, tensors_of
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.objectives.score_gradient import window
@@ -106,12 +106,10 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     latent = 4 * torch.Size(policy.latent_shape).numel()
     models, unknown = scorers(module.evaluator.observed.leaves(), device)
     spec = module.objective.rollout_spec(0)
-    narrow = {one.quantise for one in (spec, spec.scouts and spec.of_scouts, module.evaluation) if one} - {None}
     moves_away = on_gpu and module.rollout_device is not None
     parts = {
         **share.parts,
         "copies of the trained weights": copies * share.trained,
-        "copies for 8-bit rollouts": len(narrow) * copy_in_8_bits(policy),
         "text encoders": 0 if leave else encoders,
         "VAE": bytes_of(tensors_of(vae)),
         "reward models": models,

@@ -94,11 +94,6 @@ def restored_at_once(policy: Policy) -> int:
     return max((bytes_of([layer.weight]) for layer in block_linears(policy.network).values()), default=0)
 
 
-def copy_in_8_bits(policy: Policy) -> int:
-    """Return the bytes of the copy for 8-bit rollouts: a byte per weight and a scale per output."""
-    return sum(layer.weight.numel() + 4 * len(layer.weight) for layer in block_linears(policy.network).values())
-
-
 def _gathered(network: nn.Module, stage: int) -> int:
     whole = bytes_of(network.parameters())
     if stage == 3:
