@@ -45,19 +45,23 @@ docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "Open build/site/index.html"
 
-# A stamp file, so that a second call installs nothing. pip chooses torch and torchvision as a pair: see README.
-# --no-compile: pip would compile 23,000 files, most of which are never imported.
-$(VENV)/installed: pyproject.toml
-	@echo "Installing into $(VENV): about 6 GB, two minutes or more"
+# uv is several times faster than pip, but does not read its configuration, such as an index, so that pip is the second
+# attempt. --no-compile: most of the 23,000 files are never imported.
+define install
+	@echo "Installing into $(VENV): about 6 GB, half a minute or more"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-compile -e ".[test]"
+	($(PIP) install uv && $(BIN)/uv pip install --quiet --python $(BIN)/python -e ".[$(1)]") \
+	    || $(PIP) install --no-compile -e ".[$(1)]"
+endef
+
+# Stamp files, so that a second call installs nothing. torch and torchvision are chosen as a pair: see docs/start.md.
+$(VENV)/installed: pyproject.toml
+	$(call install,test)
 	touch $@
 
 # Includes all of the above.
 $(VENV)/installed-dev: pyproject.toml
-	@echo "Installing into $(VENV): about 6 GB, two minutes or more"
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-compile -e ".[dev]"
+	$(call install,dev)
 	touch $(VENV)/installed $@
 
 clean:
