@@ -27,11 +27,9 @@ test: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(PYTEST_SLOW) -m slow $(PYTEST_ARGS)
-	PRETEND_GPU=1 $(PYTEST) -m "not slow" tests/test_methods.py $(PYTEST_ARGS)
 
 test-all: $(VENV)/installed
 	$(PYTEST) $(COVERAGE) $(PYTEST_ARGS)
-	PRETEND_GPU=1 $(PYTEST) tests/test_methods.py $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -45,8 +43,8 @@ docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "Open build/site/index.html"
 
-# uv is several times faster than pip, but does not read its configuration, such as an index, so that pip is the second
-# attempt. --no-compile: most of the 23,000 files are never imported.
+# uv is several times faster than pip but ignores pip's configuration (a custom index, for example), so pip is the
+# fallback. --no-compile skips compilation to bytecode, since most of the 23,000 files are never imported.
 define install
 	@echo "Installing into $(VENV): about 6 GB, half a minute or more"
 	$(PYTHON) -m venv $(VENV)
@@ -54,7 +52,7 @@ define install
 	    || $(PIP) install --no-compile -e ".[$(1)]"
 endef
 
-# Stamp files, so that a second call installs nothing. torch and torchvision are chosen as a pair: see docs/start.md.
+# Stamp files, so that a second call installs nothing. torch and torchvision must be chosen together: see docs/start.md.
 $(VENV)/installed: pyproject.toml
 	$(call install,test)
 	touch $@

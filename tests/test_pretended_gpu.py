@@ -1,12 +1,13 @@
 """Errors that CUDA would raise, found on a CPU: every family trains, stops within an iteration and goes on.
 
-PRETEND_GPU=1 python -m pytest tests/test_methods.py    # other tests on the same pretended GPU
+PRETEND_GPU=1 python -m pytest tests/test_resume.py    # other tests on the same pretended GPU
 """
 
 import io
 
 import lightning as L
 import pytest
+import test_methods
 import torch
 from helpers import Brightness, make_data, make_trainer, weights
 from policies.families import make_family
@@ -104,6 +105,15 @@ def test_a_gpu_starts_from_the_weights_and_the_noise_of_a_cpu(tiny_sd3, tmp_path
     # a mean over the pixels, of which a few may be rounded to the next grey level
     torch.testing.assert_close(found_rewards, rewards, atol=0.1 / 255, rtol=0)
     assert rewards.std() > 1e-3
+
+
+# The pretended GPU loses the device of what the VAE's backward pass computes again.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, _ in test_methods.TRAINED if name != "FlowBP"])
+def test_every_method_trains_at_its_cost(tiny_sd3, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("PRETEND_GPU", "1")  # make_trainer reads it
+    with pretended_gpu():
+        test_methods.test_costs_what_the_table_says_and_moves_the_weights(tiny_sd3, tmp_path, name, "full")
 
 
 class Projection(Brightness):

@@ -181,7 +181,7 @@ class RolloutSpec:
         return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
 
     def accelerator_errors(self, where: str) -> list[str]:
-        """Return why the block cache cannot be used with an SDE, at most one line; ``where`` is the spec's key."""
+        """Return at most one line on why the block cache cannot be used with an SDE; ``where`` is the spec's key."""
         if not self.is_sde or self.cache is None:
             return []
         return [

@@ -20,7 +20,7 @@ from lit_vgrpo.system.hub import LoadError, quiet_libraries
 MOST_GRAPHS = 64
 """Recompile limit: kinds of blocks x with and without gradient x adapter folded or not x three kinds of sizes."""
 MULTIPLE = 16
-"""Sides of a quantised weight are multiples of this."""
+"""Each side of a quantised weight must be a multiple of this."""
 
 
 def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor") -> None:

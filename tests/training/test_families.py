@@ -1,4 +1,4 @@
-"""One iteration of every model family on two processes against one: the same weights, exports that diffusers reads."""
+"""One iteration of every network: the same weights on two processes as on one, and exports that diffusers reads."""
 
 import json
 import re
@@ -13,24 +13,19 @@ from processes import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for the runs of all families
 WORKER = Path(__file__).with_name("worker.py")
-LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
-LARGE |= {"qwen_image_edit": "QwenImageEditPolicy", "qwen_image21": "QwenImage21Policy", "chroma": "ChromaPolicy"}
-LARGE |= {"flux2_dev": "Flux2DevPolicy", "krea2": "Krea2Policy", "lumina2": "Lumina2Policy", "sana": "SanaPolicy"}
-LARGE |= {"wan": "WanPolicy", "wan22": "WanPolicy"}
-LENGTHS = {"chroma": 16, "sana": 16, "wan": 16, "wan22": 16}
-FAMILIES = {"unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
-FAMILIES |= {"kontext": "KontextPolicy", **LARGE}
-UNUSED = dict.fromkeys(
-    ("qwen_image", "qwen_image_edit"), ("transformer_blocks.1.attn.to_add_out.", "transformer_blocks.1.txt_mlp.")
-)
+LARGE = {"flux2": "Flux2Policy", "z_image": "ZImagePolicy", "qwen_image_edit": "QwenImageEditPolicy"}
+LARGE |= {"qwen_image21": "QwenImage21Policy", "chroma": "ChromaPolicy", "krea2": "Krea2Policy"}
+LARGE |= {"lumina2": "Lumina2Policy", "sana": "SanaPolicy", "wan22": "WanPolicy"}
+LENGTHS = {"chroma": 16, "sana": 16, "wan22": 16}
+FAMILIES = {"unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy", **LARGE}
+"""One family per network class, preferably with pictures or with two networks."""
+UNUSED = {"qwen_image_edit": ("transformer_blocks.1.attn.to_add_out.", "transformer_blocks.1.txt_mlp.")}
 """Starts of the names of weights that no output depends on, which are not trained."""
 FILES = {"wan22": [{"weight_name": "pytorch_lora_weights.safetensors"}]}
 FILES["wan22"].append({"weight_name": "pytorch_lora_weights_2.safetensors", "load_into_transformer_2": True})
-EDIT = ("kontext", "qwen_image_edit")
 WITH_LORA = ("sdxl", "qwen_image_edit", "wan22")
 """Families that also train a LoRA here; it is wrapped like full weights. ``test_strategies.py`` covers the rest."""
-LORA = [("lora", "fsdp2"), ("lora", "zero2")]
-RUNS = {family: [("full", "fsdp2"), *(LORA if family in WITH_LORA else [])] for family in FAMILIES}
+RUNS = {name: [(kind, "fsdp2") for kind in ("full", *["lora"] * (name in WITH_LORA))] for name in FAMILIES}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -43,7 +38,6 @@ def options(unet_folder, sdxl_folder, flux_folder, large_folder):
         "flux": lambda: {"checkpoint": str(flux_folder()), "max_sequence_length": 8, "height": 32, "width": 32},
     }
     sizes = {"height": 32, "width": 32}
-    made["kontext"] = lambda: {**made["flux"](), "checkpoint": str(flux_folder(True, True))}
     for name in LARGE:
         length = {"max_sequence_length": LENGTHS.get(name, 48), **({"num_frames": 3} if "wan" in name else {})}
         made[name] = lambda name=name, length=length: {"checkpoint": str(large_folder(name)), **sizes, **length}
@@ -61,7 +55,7 @@ def folder(tmp_path_factory, options):
         rows = [
             (f"{family}-{kind}-{strategy}", policy, options(family), kind == "lora", strategy, data)
             for family, policy in FAMILIES.items()
-            for data in [edited if family in EDIT else {}]
+            for data in [edited if "edit" in family else {}]
             for kind, strategy in runs[family]
         ]
         return {"folder": str(folder), "runs": [dict(zip(keys, row, strict=True)) for row in rows]}

@@ -35,10 +35,9 @@ CONTINUED = {
     "MixGRPO, window 4": f"{SPLIT},middle=1",
     "two sources": f"{TWO_UPDATES},middle=1",
 }
-# Two prompts on four ranks: every group is cut in two.
-CUT = dict.fromkeys(
+CUT = dict.fromkeys(  # one prompt on two ranks, so its group is cut; test_context_parallel.py cuts two on four ranks
     ["DGPO, moving", "V-GRPO, scouts", "CRD", "V-GRPO, replay"],
-    f"{TWO},prompts_per_iteration=2,micro_batch_size=2",
+    f"{TWO},prompts_per_iteration=1,micro_batch_size=2",
 )
 SHARDED = {  # FSDP2 for each kind of copy; ZeRO-3, which is slower, for methods that read weights while they train
     "fsdp2": dict.fromkeys(["DGPO, moving", "AWM", "V-GRPO, replay", "DRaFT-K", "OPD", "RAM", "CRD"], TWO_UPDATES),
@@ -98,24 +97,20 @@ def assert_same_work(one, found):
             assert_same(name, first, other, 0)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "jobs"),
-    [pytest.param(2, WHOLE, id="whole groups"), pytest.param(4, CUT, id="cut groups", marks=pytest.mark.slow)],
-)
-def test_methods_do_the_same_work(two_blocks, tmp_path, ranks, jobs):
-    train_alone(two_blocks, tmp_path, *words(jobs, "alone"))
-    run_ranks(SCRIPT, two_blocks, tmp_path, *words(jobs), world=ranks, logs=tmp_path)
-    assert_same_work(results(tmp_path / "alone", 1, jobs), results(tmp_path, ranks, jobs))
+def test_two_ranks_do_the_same_work(two_blocks, tmp_path):
+    train_alone(two_blocks, tmp_path, *words(WHOLE, "alone"))
+    run_ranks(SCRIPT, two_blocks, tmp_path, *words(WHOLE), world=2, logs=tmp_path)
+    assert_same_work(results(tmp_path / "alone", 1, WHOLE), results(tmp_path, 2, WHOLE))
 
 
 @pytest.fixture(scope="module")
 def place(two_blocks, tmp_path_factory):
     """The folder of all other runs, by kind: those on one rank run here, those on two in a single launch."""
     place, whole = tmp_path_factory.mktemp("whole"), {**OTHERS, **CONTINUED}
-    train_alone(two_blocks, place, *words(whole, "1"), *words(SHARDED["fsdp2"], "alone"))
+    train_alone(two_blocks, place, *words(whole, "1"), *words(CUT, "1 cut"), *words(SHARDED["fsdp2"], "alone"))
     continue_from(place, 1, 2)
     broken = dict.fromkeys(["skip", "stop"], "iterations=4")
-    jobs = [*words({**whole, **broken}, "2"), *words(CONTINUED, "1 then 2")]
+    jobs = [*words({**whole, **broken}, "2"), *words(CUT, "2 cut"), *words(CONTINUED, "1 then 2")]
     jobs += [job for strategy, of in SHARDED.items() for job in words(of, strategy, strategy)]
     run_ranks(SCRIPT, two_blocks, place, *jobs, world=2, logs=place, timeout_s=800)
     continue_from(place, 2, 1)
@@ -132,8 +127,8 @@ def continue_from(place, before, after):
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # all runs
 def test_other_methods_do_the_same_work(place):
-    jobs = {**OTHERS, **CONTINUED}
-    assert_same_work(results(place / "1", 1, jobs), results(place / "2", 2, jobs))
+    for suffix, jobs in (("", {**OTHERS, **CONTINUED}), (" cut", CUT)):
+        assert_same_work(results(place / f"1{suffix}", 1, jobs), results(place / f"2{suffix}", 2, jobs))
 
 
 @pytest.mark.slow
