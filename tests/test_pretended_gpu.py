@@ -107,9 +107,8 @@ def test_a_gpu_starts_from_the_weights_and_the_noise_of_a_cpu(tiny_sd3, tmp_path
     assert rewards.std() > 1e-3
 
 
-# The pretended GPU loses the device of what the VAE's backward pass computes again.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, _ in test_methods.TRAINED if name != "FlowBP"])
+@pytest.mark.parametrize("name", [name for name, _ in test_methods.TRAINED if name not in test_methods.BY_GRADIENT])
 def test_every_method_trains_at_its_cost(tiny_sd3, tmp_path, monkeypatch, name):
     monkeypatch.setenv("PRETEND_GPU", "1")  # make_trainer reads it
     with pretended_gpu():

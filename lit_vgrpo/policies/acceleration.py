@@ -19,8 +19,6 @@ from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 MOST_GRAPHS = 64
 """Recompile limit: kinds of blocks x with and without gradient x adapter folded or not x three kinds of sizes."""
-MULTIPLE = 16
-"""Each side of a quantised weight must be a multiple of this."""
 
 
 def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -58,19 +56,6 @@ def repeated_blocks(network: Any) -> list[nn.Module]:
     """Return the blocks that diffusers marks for compilation, or else those it never splits over devices."""
     names = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None)
     return [module for module in network.modules() if type(module).__name__ in (names or ())]
-
-
-def block_linears(network: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers of the repeated blocks that may be quantised, by name, without an adapter's layers."""
-    blocks = {id(layer) for block in repeated_blocks(network) for layer in block.modules()}
-    return {
-        name: layer
-        for name, layer in network.named_modules()
-        if id(layer) in blocks
-        and isinstance(layer, nn.Linear)
-        and "lora_" not in name
-        and not any(n % MULTIPLE for n in (layer.in_features, layer.out_features))
-    }
 
 
 def set_attention_backend(network: Any, name: str) -> None:

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_vgrpo.errors import suggestion
-from lit_vgrpo.policies.acceleration import block_linears
+from lit_vgrpo.policies.acceleration import repeated_blocks
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.system.hub import LoadError
 
 BLOCK = 64
 """Weights that share a float32 scale, as in QLoRA (arXiv 2305.14314)."""
+MULTIPLE = 16
+"""Each side of a quantised weight is a multiple of this, so that its weights fill whole blocks."""
 
 
 def choose_trained(policy: PipelinePolicy, unused: Sequence[str] = ()) -> None:
@@ -90,6 +92,19 @@ def name_in_block(name: str) -> str:
 # --- a frozen base in 4 or 8 bits ------------------------------------------------------------------------------------
 # bitsandbytes (read in 0.50.2) has kernels for CPU and CUDA. Its layers are not used: some of their kernels run only
 # without gradient, and a pass without gradient must equal one with it, or the ratio is not 1 before the update.
+
+
+def block_linears(network: Any) -> dict[str, nn.Linear]:
+    """Return the linear layers of the repeated blocks that may be quantised, by name, without an adapter's layers."""
+    blocks = {id(layer) for block in repeated_blocks(network) for layer in block.modules()}
+    return {
+        name: layer
+        for name, layer in network.named_modules()
+        if id(layer) in blocks
+        and isinstance(layer, nn.Linear)
+        and "lora_" not in name
+        and not any(n % MULTIPLE for n in (layer.in_features, layer.out_features))
+    }
 
 
 def quantised_bytes(kind: Literal["nf4", "int8"], weights: int) -> int:

@@ -85,17 +85,16 @@ class Witness(L.Callback):
 
 
 def fid(spec):
-    """Runs with FID and KID, one under each strategy; each rank writes what it found."""
-    for strategy in spec["strategies"]:
-        torch.manual_seed(0)
-        module = make_module(spec["sd3"], optimizer=OptimizerConfig(lr=1e-3))
-        witness = Witness()
-        callbacks = [EMA(0.5), FID(spec["real"], features=spec["script"], kid=True), witness]
-        data = make_data(heldout_limit=7, heldout_images_per_prompt=3, eval_batch_size=4)
-        parallel = {"devices": 2, "strategy": small_strategy(strategy)} if strategy else {}
-        trainer = make_trainer(spec["out"], 1, callbacks, **parallel)
-        trainer.fit(module, datamodule=data)
-        Path(spec["out"], f"{strategy}-{trainer.global_rank}.json").write_text(json.dumps(witness.found))
+    """A run with FID and KID; each rank writes what it found."""
+    torch.manual_seed(0)
+    module = make_module(spec["sd3"], optimizer=OptimizerConfig(lr=1e-3))
+    strategy, witness = spec["strategy"], Witness()
+    callbacks = [EMA(0.5), FID(spec["real"], features=spec["script"], kid=True), witness]
+    data = make_data(heldout_limit=7, heldout_images_per_prompt=3, eval_batch_size=4)
+    parallel = {"devices": 2, "strategy": small_strategy(strategy)} if strategy else {}
+    trainer = make_trainer(spec["out"], 1, callbacks, **parallel)
+    trainer.fit(module, datamodule=data)
+    Path(spec["out"], f"{strategy}-{trainer.global_rank}.json").write_text(json.dumps(witness.found))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def ranks(spec):
     out = Path(spec["out"])
     parts = {
         "guard": {**spec, "devices": 2, "strategy": "ddp"},
-        "fid": {**spec, "strategies": ["zero3"]},
+        "fid": {**spec, "strategy": "zero3"},
     }
     (out / "spec.json").write_text(json.dumps(parts))
     run_ranks(WORKER, out / "spec.json", world=2, logs=out)
@@ -99,7 +99,7 @@ def test_weights_that_break_on_one_rank_stop_both_before_anything_is_saved(ranks
 def test_fid_of_two_ranks_is_that_of_one(spec, ranks):
     """21 held-out images do not divide by two; KID's subsets are of the same images."""
     _, out = ranks
-    runpy.run_path(str(WORKER))["fid"]({**spec, "strategies": [None]})
+    runpy.run_path(str(WORKER))["fid"]({**spec, "strategy": None})
     one = json.loads((out / "None-0.json").read_text())
     keys = ["heldout/fid@21", "heldout/kid@21"]
     first, second = (json.loads((out / f"zero3-{rank}.json").read_text()) for rank in range(2))

@@ -62,7 +62,6 @@ PASSES = {
 }
 UPDATES = {"flux_multireward": 4, "sd35m_stage5": 2, "sd3_pickscore_flowgrpo": 2}
 LESS = [
-    "trainer.max_epochs=2",
     "trainer.accelerator=cpu",
     "data.prompts_per_iteration=2",
     "data.group_size=2",

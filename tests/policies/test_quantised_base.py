@@ -11,9 +11,8 @@ from lit_vgrpo.apps.memory.shares import bytes_of, saved_by_quantisation, tensor
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import SD3Policy
-from lit_vgrpo.policies.acceleration import block_linears
 from lit_vgrpo.policies.meta import policy_on_meta
-from lit_vgrpo.policies.trained import QuantisedLinear
+from lit_vgrpo.policies.trained import QuantisedLinear, block_linears
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, quantisation_error
 
 SHIPPED = "shipped:assets/tiny_sd3"

@@ -25,7 +25,7 @@ FILES = {"wan22": [{"weight_name": "pytorch_lora_weights.safetensors"}]}
 FILES["wan22"].append({"weight_name": "pytorch_lora_weights_2.safetensors", "load_into_transformer_2": True})
 WITH_LORA = ("sdxl", "qwen_image_edit", "wan22")
 """Families that also train a LoRA here; it is wrapped like full weights. ``test_strategies.py`` covers the rest."""
-RUNS = {name: [(kind, "fsdp2") for kind in ("full", *["lora"] * (name in WITH_LORA))] for name in FAMILIES}
+KINDS = {name: ["full", "lora"] if name in WITH_LORA else ["full"] for name in FAMILIES}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -51,24 +51,19 @@ def folder(tmp_path_factory, options):
     edited = {"train": picture_prompts(folder, 32), "heldout": None}
     keys = ("name", "policy", "options", "lora", "strategy", "data")
 
-    def spec(runs):
+    def spec(strategy):
         rows = [
             (f"{family}-{kind}-{strategy}", policy, options(family), kind == "lora", strategy, data)
             for family, policy in FAMILIES.items()
             for data in [edited if "edit" in family else {}]
-            for kind, strategy in runs[family]
+            for kind in KINDS[family]
         ]
         return {"folder": str(folder), "runs": [dict(zip(keys, row, strict=True)) for row in rows]}
 
-    alone = {family: [(kind, None) for kind in kinds(family)] for family in FAMILIES}
-    runpy.run_path(str(WORKER))["main"](spec(alone))
-    (folder / "spec.json").write_text(json.dumps(spec(RUNS)))
+    runpy.run_path(str(WORKER))["main"](spec(None))
+    (folder / "spec.json").write_text(json.dumps(spec("fsdp2")))
     run_ranks(WORKER, folder / "spec.json", world=2, logs=folder, timeout_s=600)
     return folder
-
-
-def kinds(family):
-    return dict.fromkeys(kind for kind, _ in RUNS[family])
 
 
 def load(folder, family, kind, strategy=None):
@@ -82,20 +77,20 @@ def weights(checkpoint):
 
 @every_family
 def test_two_processes_equal_one(folder, family):
-    for kind, strategy in RUNS[family]:
-        one, two = load(folder, family, kind), load(folder, family, kind, strategy)
+    for kind in KINDS[family]:
+        one, two = load(folder, family, kind), load(folder, family, kind, "fsdp2")
         assert two["global_step"] == one["global_step"] == 2
         found, expected = weights(two), weights(one)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            at = f"{kind}, {strategy}, {name}"
+            at = f"{kind}, {name}"
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda m, at=at: f"{at}: {m}")
 
 
 @every_family
 def test_one_process_trains(folder, family):
     """Otherwise the comparison would say nothing: two steps of Adam move a weight by about twice the learning rate."""
-    for kind in kinds(family):
+    for kind in KINDS[family]:
         checkpoint = load(folder, family, kind)
         moments = checkpoint["optimizer_states"][0]["state"].values()
         reached = [state["exp_avg"].abs().max() > 0 for state in moments]

@@ -123,7 +123,9 @@ def train(run, folder, sd3):
     module.evaluator.observers.append(witness)
     callbacks = [EMA(0.8, warmup=False), RewardLogger(), witness]
     if run.get("writes"):
-        callbacks += [Export(f"{run['name']}-export"), *([] if lora else [SampleGrid(2, 1, every_n_iterations=1)])]
+        callbacks.append(Export(f"{run['name']}-export"))
+        if not lora:
+            callbacks.append(SampleGrid(2, 1, every_n_iterations=1))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     strategy = run["strategy"] if run.get("as_named") else small_strategy(run["strategy"])
     chosen = {"strategy": strategy} if strategy else {}

@@ -9,9 +9,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.policies.acceleration import block_linears
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.trained import quantised_bytes
+from lit_vgrpo.policies.trained import block_linears, quantised_bytes
 from lit_vgrpo.training.micro_batch import moments
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.training.sharded import FSDP2, ZeRO, blocks_of
