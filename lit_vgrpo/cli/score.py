@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class ScoreOptions:
         overlays = shipped_overlays()
         self.reward, self.images = [self.words[0]], []
         for word in self.words[1:]:
-            is_path = Path(word).expanduser().exists()
+            is_path = os.path.exists(os.path.expanduser(word))  # a Path refuses long names
             is_overlay = word.endswith((".yaml", ".yml")) or (word in overlays and not is_path)
             (self.reward if is_overlay or ("=" in word and not is_path) else self.images).append(word)
         errors = []

@@ -103,11 +103,11 @@ class Recipe:
 def is_override(word: str) -> bool:
     """Return True for ``key=value``; a path may also contain ``=``, but exists, or has a slash in the key.
 
-    >>> is_override("data.train=a/b.txt"), is_override("runs/lr=1e-4/config.yaml")
-    (True, False)
+    >>> is_override("data.train=a/b.txt"), is_override("runs/lr=1e-4/config.yaml"), is_override("name=" + 300 * "x")
+    (True, False, True)
     """
     key, equals, _ = word.partition("=")
-    return bool(key and equals) and "/" not in key and not Path(word).exists()
+    return bool(key and equals) and "/" not in key and not os.path.exists(word)  # a Path refuses long names
 
 
 def refuse_overrides(words: Sequence[str], refused: Mapping[str, str]) -> None:
