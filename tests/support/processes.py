@@ -2,13 +2,19 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+LIBRARIES = ["lightning.pytorch", "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3"]
+LIBRARIES += ["peft", "deepspeed"]
+"""Imported once for all ranks that tests start, since this takes longer than most of what they do."""
 
 
 def run_command(*words, timeout_s=300, **options):
@@ -33,9 +39,8 @@ def started(*words, **options):
 def draw_with_diffusers(jobs, folder):
     """Run the jobs of ``plain_diffusers.py`` in one process without this package."""
     Path(folder, "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, Path(__file__).with_name("plain_diffusers.py"), Path(folder, "jobs.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, preexec_fn=end_with_parent)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script = Path(__file__).with_name("plain_diffusers.py")
+    run_ranks(script, Path(folder, "jobs.json"), world=1, logs=folder)
 
 
 def end_with_parent():
@@ -56,42 +61,49 @@ def small_strategy(name):
     return ZeRO(3, offload=name.endswith("offload"), zero_options={"stage3_max_reuse_distance": 0})
 
 
-def run_ranks(script, *args, world=1, logs, env=None, timeout_s=400):
-    """Run a script on ``world`` ranks with torchrun's environment, or alone; when one fails or hangs all are ended.
+def run_ranks(script, *args, world, logs, timeout_s=400):
+    """Run a script on ``world`` ranks with torchrun's environment; when one fails or hangs, all are ended.
 
-    What hangs writes its stack to its log first.
+    On Linux they are forked from a server that has imported LIBRARIES once. What a rank prints, and its stack if it
+    hangs, is in ``logs/SCRIPT.RANK.log``.
 
     Raises:
-        AssertionError: a rank failed, with the end of what it printed to ``logs/SCRIPT.RANK.log``.
+        ProcessRaisedException: a rank raised an error, with its traceback.
+        AssertionError: a rank ended in another way, with the end of its log.
     """
     from helpers import free_port
+    from torch.multiprocessing import ProcessExitedException, start_processes
 
-    env, places = dict(env or {}), [{}]
-    if world > 1:
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "tests"}
-        shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
-        places = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(world)]
-    command, ranks = [sys.executable, "-X", "faulthandler", *map(str, (script, *args))], {}
-    end = time.monotonic() + timeout_s
+    multiprocessing.set_forkserver_preload(LIBRARIES)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "tests"}
+    variables |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    args = (variables, str(logs), timeout_s, str(script), *map(str, args))
+    method = "forkserver" if sys.platform == "linux" else "spawn"
+    ranks = start_processes(_run_rank, args, world, join=False, start_method=method)
     try:
-        for rank, place in enumerate(places):
-            log = Path(logs, f"{Path(script).stem}.{rank}.log")
-            variables = {**os.environ, **env, **{key: str(value) for key, value in place.items()}}
-            with open(log, "wb") as file:
-                options = {"stdout": file, "stderr": subprocess.STDOUT, "preexec_fn": end_with_parent}
-                ranks[subprocess.Popen(command, env=variables, **options)] = log
-        while any(process.poll() is None for process in ranks) and time.monotonic() < end:
-            if any(process.returncode for process in ranks):
-                break
-            time.sleep(0.05)
-        else:
-            for process in filter(lambda process: process.poll() is None, ranks):
-                process.send_signal(signal.SIGABRT)  # faulthandler prints the stack
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(1)
+        while not ranks.join():
+            pass
+    except ProcessExitedException as error:
+        log = _log(logs, script, error.error_index).read_text()
+        raise AssertionError(f"{error}\n{log[-4000:]}") from error
     finally:
-        for process in ranks:
+        for process in ranks.processes:
             process.kill()
-            process.wait()
-    for process, log in sorted(ranks.items(), key=lambda pair: pair[0].returncode == -9):  # first who failed by itself
-        assert process.returncode == 0, f"exit status {process.returncode}\n{log.read_text()[-4000:]}"
+
+
+def _run_rank(rank, variables, logs, timeout_s, script, *args):
+    end_with_parent()
+    with open(_log(logs, script, rank), "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
+    os.environ |= {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
+    os.chdir(logs)
+    sys.argv = [script, *args]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _log(logs, script, rank):
+    return Path(logs, f"{Path(script).stem}.{rank}.log")
