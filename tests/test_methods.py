@@ -9,17 +9,7 @@ from all_methods import METHODS, SHARED, VARIANTS, S
 from helpers import make_data, make_module, make_trainer, repeating, weights
 from lightning.pytorch.plugins import MixedPrecision
 
-from lit_vgrpo import (
-    AWM,
-    DDPO,
-    DGPO,
-    VGRPO,
-    DiffusionNFT,
-    MixGRPO,
-    RolloutSpec,
-    SD3Policy,
-    UNetPolicy,
-)
+from lit_vgrpo import AWM, DDPO, DGPO, VGRPO, DiffusionNFT, MixGRPO, RolloutSpec, SD3Policy, UNetPolicy
 from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.core.sizes import Sizes, group_layout
 from lit_vgrpo.data.datasets import IterationDataset

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_vgrpo.system.paths import shipped_root
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -24,11 +22,6 @@ def test_callbacks_are_not_a_global_package():
     assert Path(str(module.__file__)).parent.name == "callbacks"
     assert module.__name__ == "lit_vgrpo.callbacks"
     assert "callbacks" not in sys.modules
-
-
-def test_recipes_prompts_and_assets_are_shipped():
-    assert len(list(shipped_root().rglob("*.yaml"))) >= 5
-    assert list((shipped_root() / "prompts").iterdir())
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is new in Python 3.11")

@@ -51,18 +51,12 @@ def test_a_checkpoint_holds_no_frozen_tensor_and_loads_weights_only(tiny_sd3, tm
     trained = sum(value.numel() for value in weights(module).values()) * 4
     size = (tmp_path / "lora.ckpt").stat().st_size
     assert size < 3 * trained + 200_000  # weights and Adam's two moments, plus names
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_another_recipe_is_refused(tiny_sd3, tmp_path):
-    _, trainer = train(tiny_sd3, tmp_path, policy_options={"lora_rank": 2})
-    trainer.save_checkpoint(tmp_path / "lora.ckpt")
-    with pytest.raises(RuntimeError, match="lacks .* trained tensors"):
+    with pytest.raises(RuntimeError, match="lacks .* trained tensors"):  # those of another recipe
         train(tiny_sd3, tmp_path, 3, ckpt=tmp_path / "lora.ckpt")
 
 
 class Sometimes(Brightness):
-    """NaN for the first image, an exception for any batch that holds a second one alone."""
+    """NaN for the first image of each batch."""
 
     def __call__(self, images, prompts, rows):
         scores = super().__call__(images, prompts, rows)
@@ -106,15 +100,6 @@ def test_metrics(tiny_sd3, tmp_path):
     assert logged["surrogate/cv"] > 0
     assert logged["surrogate/cv_within"] > 0
     assert {"heldout/reward", "heldout/brightness", "reward/no_spread", "policy/clip_fraction"} <= logged.keys()
-
-
-@pytest.mark.slow
-def test_held_out_images_do_not_depend_on_the_batch_size(tiny_sd3, tmp_path):
-    many, one = (
-        train(tiny_sd3, tmp_path, 1, data={"eval_batch_size": size, "heldout_images_per_prompt": 3})[0]
-        for size in (6, 2)
-    )
-    assert many.evaluator.latest["heldout/reward"] == pytest.approx(one.evaluator.latest["heldout/reward"], rel=1e-5)
 
 
 def test_without_a_data_module_the_error_says_what_to_do(tiny_sd3, tmp_path):

@@ -149,7 +149,6 @@ class PromptEncoder:
         return torch.stack([value.to(self.policy.device) for value in values]).float()
 
     def _warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
-        """Warn once that some prompts are truncated."""
         if self._warned_of_long_prompts:
             return
         tokenizer, limit, encoder = self.policy.prompt_limit()

@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 from commands import check, run
 
-from lit_vgrpo.apps.curriculum.curriculum import (
-    Curriculum,
-    new_run,
-    resumed_run,
-    run_process,
-    stage_environment,
-)
+from lit_vgrpo.apps.curriculum.curriculum import Curriculum, new_run, resumed_run, run_process, stage_environment
 from lit_vgrpo.config.recipe import Command
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import write_atomically
@@ -80,7 +74,6 @@ def test_overrides_are_for_all_stages_or_for_one_and_the_last_word_is_the_comman
     [
         ("stages: []", [], "x.yaml lists no recipes. Write stages: [first, second]."),
         ("stages: [first]\noveride: {}", [], "overide is not an option of a curriculum. Did you mean override"),
-        ("stages: [tiny_shape]", [], "tiny_shape is not a recipe: no such file, and not a shipped name. Did you mean"),
         ("stages: [first]", ["stage2.a=1"], "stage2.a is for stage 2, but there are stages 1 to 1."),
         ("stages: [first]", ["stage1.run_dir=a"], "run_dir cannot be set: the curriculum decides it."),
         ("stages: [first]", ["model.policy.start_from=a"], "model.policy.start_from cannot be set"),
@@ -98,7 +91,7 @@ def test_the_first_stage_may_start_from_an_earlier_run(here):
     assert "model.policy.start_from=old" in found.run_words(found.stages[0], here)
 
 
-def test_check_names_the_stages_of_each_error(here, tiny_sd3, tiny_recipe, capsys):
+def test_check_names_the_stages_of_each_error(here, tiny_recipe, capsys):
     text = tiny_recipe.read_text()
     (here / "first.yaml").write_text(text.replace("group_size: 2", "group_size: 1"))
     (here / "second.yaml").write_text(text)

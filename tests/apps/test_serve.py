@@ -67,7 +67,7 @@ def test_a_served_reward_scores_as_it_does_at_home(command, monkeypatch):
     assert remote.take_counts() == {}
 
 
-def test_who_has_no_token_gets_in_nowhere_but_health(command, monkeypatch):
+def test_who_has_no_token_gets_in_nowhere_but_health(command):
     body = body_of(make_images(1)[0])
     for headers in (
         {},
@@ -189,7 +189,9 @@ def test_requests_are_scored_in_batches_and_those_that_wait_are_cancelled_at_the
 
 def test_an_image_that_cannot_be_scored_gets_null_and_the_reason():
     with Serving(Recorded()) as serving:
+        exited = post(serving.url, body_of(make_images(1)[0], ["exit"])).json()
         answer = post(serving.url, body_of(make_images(3)[0], ["a", "bad", "b"])).json()
+    assert exited["errors"][0].endswith(": SystemExit: 3.")  # and did not end the server
     assert [score is None for score in answer["scores"]] == [False, True, False]
     assert re.fullmatch(r"recorded: \S+test_serve.py:\d+: ValueError: two lines\.", answer["errors"].pop(1))
     assert answer["errors"] == [None, None]
@@ -207,13 +209,6 @@ def test_a_reward_that_breaks_its_contract_is_an_error_and_not_a_score():
         answer = post(serving.url, body_of(make_images(2)[0]))
         assert answer.status_code == 500
         assert "Return a float32 tensor of shape (2,)" in answer.json()["detail"]
-
-
-def test_a_reward_that_wants_to_exit_fails_its_image_and_not_the_server():
-    with Serving(Recorded()) as serving:
-        answer = post(serving.url, body_of(make_images(1)[0], ["exit"])).json()
-        assert answer["errors"][0].endswith(": SystemExit: 3.")
-        assert post(serving.url, body_of(make_images(1)[0], ["a"])).status_code == 200
 
 
 def test_many_small_values_are_refused_unparsed_and_other_host_names_on_this_machine(monkeypatch):
@@ -249,8 +244,6 @@ def test_a_client_that_goes_away_is_no_server_error(logged):
         ("JPEGCompressibility --token-env NOT_SET_ANYWHERE", "export NOT_SET_ANYWHERE="),
         ("JPEGCompressibility --port 0 --host 203.0.113.77", "203.0.113.77"),
         ("JPEGCompressibility --port 0 --device gpu9", "gpu9"),
-        ("JPEGCompresibility --port 0", "Did you mean JPEGCompressibility?"),
-        ("--port 0", "Missing argument 'REWARD'"),
     ],
 )
 def test_a_mistake_in_the_command_is_one_line(capsys, words, said):
@@ -259,15 +252,6 @@ def test_a_mistake_in_the_command_is_one_line(capsys, words, said):
     assert said in err
     assert len(err.splitlines()) == 1
     assert out == ""
-
-
-def test_a_port_that_is_taken_is_one_line(capsys):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        assert main(["serve-reward", "JPEGCompressibility", "--port", str(port)]) == 2
-    assert f"Cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_it_listens_on_this_machine_unless_told_otherwise_and_warns_then(monkeypatch):

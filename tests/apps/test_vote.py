@@ -82,14 +82,10 @@ def test_votes_are_stored_skipped_and_undone(store):
     assert store.scores([1])[0][images[1]] > 0
     back = client.post("/undo", json={"voter": "ann"}).json()
     assert back["comparison"] == first["comparison"]
-    assert client.post("/vote", json={"voter": "ann", "comparison": number, "image": None}).json()["progress"][
-        "skipped"
-    ]
+    skip = {"voter": "ann", "comparison": number, "image": None}
+    assert client.post("/vote", json=skip).json()["progress"]["skipped"]
     wrong = client.post("/vote", json={"voter": "bob", "comparison": 99, "image": images[0]})
-    assert (wrong.status_code, wrong.json()) == (
-        409,
-        {"detail": "These images do not exist. The vote was not stored."},
-    )
+    assert (wrong.status_code, wrong.json()) == (409, {"detail": "These images do not exist. The vote was not stored."})
     for bad in ({"voter": " ", "comparison": 1, "image": "a"}, {"voter": "a" * 41, "comparison": 1, "image": "a"}, {}):
         assert client.post("/vote", json=bad).status_code == 422
     assert client.get("/image/none").status_code == 404
@@ -113,8 +109,6 @@ def test_other_sites_other_hosts_and_strangers_are_refused(store):
         assert client.post("/undo", content='{"voter": "ann"}', headers=headers).status_code == 422
     assert client.post("/undo", json=sent).status_code == 409  # taken, no vote
     assert client.post("/undo", json={"voter": "a" * 20_000}).status_code == 413
-    chunks = (b"a" * 1_000 for _ in range(20))
-    assert client.post("/undo", content=chunks, headers={"Content-Type": "application/json"}).status_code == 413
     shared = client_of(store, token="secret")
     assert shared.get("/next", params={"voter": "ann"}).status_code == 401
     assert shared.get("/?token=wrong").status_code == 401
@@ -248,9 +242,7 @@ def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
 def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for words, line in [
-        ([], "Missing argument 'RUN|RECIPE'"),
         (["empty"], "empty is not a run folder: it has no config.yaml."),
-        (["tiny.yml"], "tiny.yml is not a recipe: no such file, and not a shipped name."),
         (["tiny.yaml"], "The reward of tiny.yaml does not ask people. Set model.reward=VoteReward"),
         (["tiny.yaml", SETTINGS[0]], "model.reward compares images of a group and scores no held-out images."),
     ]:

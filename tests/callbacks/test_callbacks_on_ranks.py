@@ -26,10 +26,7 @@ def spec(tmp_path_factory, tiny_sd3, script, real):
 def ranks(spec):
     """Results of two ranks, and their folder."""
     out = Path(spec["out"])
-    parts = {
-        "guard": {**spec, "devices": 2, "strategy": "ddp"},
-        "fid": {**spec, "strategy": "zero3"},
-    }
+    parts = {"guard": {**spec, "devices": 2, "strategy": "ddp"}, "fid": {**spec, "strategy": "zero3"}}
     (out / "spec.json").write_text(json.dumps(parts))
     run_ranks(WORKER, out / "spec.json", world=2, logs=out)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)], out

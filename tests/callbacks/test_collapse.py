@@ -43,9 +43,6 @@ def summary_of(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-# --- no spread -------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_without_reward_spread_ends(tiny_sd3, tmp_path, capfd):
     trainer = run(tiny_sd3, tmp_path, Scripted(0.0), CollapseStop(patience=3, drop=None))
     assert trainer.current_epoch == 3
@@ -69,8 +66,6 @@ def test_only_iterations_in_a_row_count(tiny_sd3, tmp_path):
     assert summary_of(tmp_path)["outcome"] == "finished"
     assert stop.flat_iterations == 2
 
-
-# --- a fall ----------------------------------------------------------------------------------------------------------
 
 UNIT = math.sqrt(sum((i - 3.5) ** 2 for i in range(8)) / 8)  # of the rewards 0 to 7
 
@@ -105,9 +100,6 @@ def test_a_resumed_run_goes_on_with_the_best_and_the_count(tiny_sd3, tmp_path):
     assert resumed.unit == pytest.approx(UNIT)
     assert saver.best.value == 5.0
     assert not (tmp_path / "again/checkpoints/best.ckpt").exists()
-
-
-# --- weights ---------------------------------------------------------------------------------------------------------
 
 
 class Breaking(L.Callback):

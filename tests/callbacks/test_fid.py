@@ -10,6 +10,8 @@ from lit_vgrpo.metrics.looks import LOOKS
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.hub import LoadError
 
+pytestmark = pytest.mark.slow
+
 SAME = 1e-4
 """Of a distance. A grey level of one pixel in every image moves it by less, an image too few or twice by far more."""
 
@@ -31,7 +33,6 @@ def distances(images, script, real):
     return fid, kernel_distance(features, reference.features)
 
 
-@pytest.mark.slow
 def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, script, real):
     """The last evaluation is RunSummary's own, after training: it too is of the EMA's weights."""
     callbacks = [EMA(0.7), FID(real, script, kid=True), RunSummary()]
@@ -49,7 +50,6 @@ def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, scri
     assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "finished"
 
 
-@pytest.mark.slow
 def test_no_image_is_sampled_for_it(tiny_sd3, tmp_path, script, real):
     alone, _ = train(tiny_sd3, tmp_path, [], 1, {"heldout_images_per_prompt": 1})
     with pytest.warns(UserWarning, match="FID of 4 images with 6 features is biased upwards"):
@@ -58,14 +58,12 @@ def test_no_image_is_sampled_for_it(tiny_sd3, tmp_path, script, real):
     assert measured.evaluator.latest["heldout/reward"] == alone.evaluator.latest["heldout/reward"]
 
 
-@pytest.mark.slow
 def test_validation_alone(tiny_sd3, tmp_path, script, real):
     trainer = make_trainer(tmp_path, 1, [FID(real, script)])
     (found,) = trainer.validate(make_module(tiny_sd3), datamodule=make_data(heldout_limit=8), verbose=False)
     assert found["heldout/fid@8"] > 0
 
 
-@pytest.mark.slow
 def test_an_error_ends_the_run_before_training(tiny_sd3, tmp_path, script, real, monkeypatch):
     monkeypatch.setattr(VGRPOModule, "training_step", lambda *_: pytest.fail("it trained"))
     torn = tmp_path / "torn"

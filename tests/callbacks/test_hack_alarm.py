@@ -18,9 +18,6 @@ def at(trained, watched, iteration=0):
     return Measurement(iteration, *(torch.as_tensor(value).reshape(-1).double() for value in (trained, watched)))
 
 
-# --- when the two part -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("evaluations", "in_a_row"),
     [
@@ -61,9 +58,6 @@ def test_other_prompts_start_over():
     assert watch.add(at([2.0, 2.0], [0.5, 0.5])) == 1
     assert watch.add(at([2.0, 2.0], [0.4])) == 0
     assert watch.add(at([2.1, 2.1], [0.3])) == 1
-
-
-# --- real runs -------------------------------------------------------------------------------------------------------
 
 
 def hacked(tmp_path, callbacks, iterations=8, ckpt=None, heldout_limit=8, **options):
@@ -131,19 +125,9 @@ def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path, capf
     assert resumed.watches[UNTRAINED].in_a_row == 3
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"min_change": 1.0}, "min_change=1.0: Input should be less than 1"),
-        ({"metric": TRAINED}, "is the trained reward"),
-    ],
-)
-def test_arguments(options, said):
-    with pytest.raises(ValueError, match=said):
-        RewardHackAlarm(**options)
+def test_the_trained_reward_is_no_other():
+    with pytest.raises(ValueError, match="is the trained reward"):
+        RewardHackAlarm(metric=TRAINED)
 
 
 def test_without_held_out_images_it_rests(tiny_sd3, tmp_path):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 from commands import check
-from helpers import repeating
 
 from lit_vgrpo.cli.check import checkpoint_bytes, disk_errors, other_command
 from lit_vgrpo.launch.build import build
@@ -22,14 +21,6 @@ def test_a_good_recipe(tiny_recipe, capsys):
     assert "images" in out
     assert "no errors found for world size 1" in out
     assert sorted(path.name for path in tiny_recipe.parent.iterdir()) == ["tiny.yaml"]
-
-
-def test_sizes_and_files_in_one_call(tiny_recipe, capsys):
-    assert check([str(tiny_recipe), "data.micro_batch_size=3", "data.train=none.txt"]) == 2
-    found = lines(capsys)
-    assert len(found) == 2
-    assert any("micro_batch_size=3" in line for line in found)
-    assert any("none.txt does not exist" in line for line in found)
 
 
 def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
@@ -70,7 +61,6 @@ def test_scouts(tiny_recipe, capsys):
     assert "(3 per image)" in next(line for line in capsys.readouterr().out.splitlines() if "passes, scouts" in line)
     for words, line in (
         ("{factor: 1, steps: 1}", f"{key}.factor=1: Input should be greater than or equal to 2"),
-        ("{factr: 2}", f"{key}.factr is not an option of ScoutSpec. Did you mean factor?"),
         ("{steps: 1, solver: ddim}", f"{key}.solver=ddim is not a solver of SD3Policy."),
     ):
         assert check([str(tiny_recipe), f"{key}={words}"]) == 2
@@ -138,13 +128,8 @@ def test_a_run_dir_that_cannot_be_written(tiny_recipe, monkeypatch):
     assert disk_errors(cli)[0].startswith("Cannot create the run folder there: ")
 
 
-def test_a_recipe_that_is_not_there(tiny_recipe, capsys):
-    assert check(["tiny_shape"]) == 2
-    assert "Did you mean tiny_shapes?" in lines(capsys)[0]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", repeating([2, 4], slow=[2]))
+@pytest.mark.parametrize("devices", [2, 4])
 def test_the_plan_is_that_of_the_world_size(tiny_recipe, capsys, devices):
     status = check([str(tiny_recipe), f"trainer.devices={devices}", "trainer.strategy=ddp"])
     out, err = capsys.readouterr()

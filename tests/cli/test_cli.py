@@ -37,10 +37,7 @@ def test_every_command_has_help(name, capsys):
     [
         (["rum"], "No such command 'rum'. Did you mean 'run'?"),
         (["run"], "Missing argument"),
-        (
-            ["run", "tiny_shapes", "--trainer.max_epochs=3"],
-            "No such option: --trainer.max_epochs. Overrides are",
-        ),
+        (["run", "tiny_shapes", "--trainer.max_epochs=3"], "No such option: --trainer.max_epochs. Overrides are"),
         (["run", "tiny_shapes", "--resum"], "No such option: --resum (Possible options: --resume). Overrides"),
         (["sample", "x", "--count", "0"], "Invalid value for '--count': Input should be greater than or equal to 1."),
         (["vote", "x", "--token-env", "NO_SUCH_NAME"], "NO_SUCH_NAME is not set in the environment."),
@@ -112,26 +109,6 @@ def test_recipes_and_commands_are_completed():
     code = "import sys; sys.argv = ['lightning']; from lit_vgrpo.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.stdout.split() == ["tiny_shapes", "tiny_shapes_pretrain"]
-
-
-@pytest.mark.slow
-def test_a_check_ends_with_its_threads_and_exit_handlers():
-    """In a process that has imported torch alone, with a thread that outlives the command."""
-    code = """
-import atexit, sys, threading, time, gc
-from lit_vgrpo.cli.main import main
-sys.argv[1:] = ["check", "tiny_shapes"]
-status = main()
-print(gc.isenabled(), "torch._inductor.compile_fx" in sys.modules)
-threading.Thread(target=lambda: (time.sleep(.2), print("thread"))).start()
-atexit.register(print, "handler")
-sys.exit(status)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert done.stderr == ""
-    # bitsandbytes, where it is installed, would have imported the compiler
-    assert done.stdout.endswith("for world size 1.\nTrue False\nthread\nhandler\n")
 
 
 def test_module_and_argv():

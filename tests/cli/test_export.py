@@ -10,7 +10,6 @@ import torch
 import yaml
 from commands import export, run
 from diffusers import DiffusionPipeline
-from helpers import repeating
 from processes import draw_with_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -174,10 +173,9 @@ def test_the_average_is_another_adapter(drawn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", repeating(FAMILIES, slow=[*FAMILIES][1:]))
-def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path, family):
+def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path):
     """B @ A of the file is the update that was trained, although alpha is not the rank."""
-    policy = loaded(f"runs/{family}_lora", "trained")
+    policy = loaded("runs/sd3_lora", "trained")
     assert (policy.lora_rank, policy.lora_alpha) == (2, 4)
     policy.save(tmp_path)
     file = tmp_path / "pytorch_lora_weights.safetensors"
@@ -305,7 +303,6 @@ def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_p
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["runs/sd3_lora"], "Missing option '--to'."),
         (["runs/sd3_lora", "--to", "runs"], "runs is not empty and will not be overwritten. Choose a new folder."),
         (["runs/sd3_lora", "--to=train.txt/x"], "Cannot write train.txt/x: "),
         (["runs/sd3_lora", "--to=x", "data.seed=1"], "data.seed=1 has no effect on an export, which uses only "),
@@ -313,9 +310,7 @@ def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_p
         (["runs/sd3_full", "--to=x", "--merge"], "--merge applies to a LoRA: runs/sd3_full trained the "),
         (["runs/sd3_lora", "--to=x", "--format=kohya"], "and XL, not for SD3Policy. Use --format diffusers."),
         (["runs/unet_lora", "--to=x", "--format=comfyui"], "is for Lumina 2 and Wan, not for UNetPolicy. Use "),
-        (["runs/unet_lora", "--to=x", "--format=koya"], "Invalid value for '--format'"),
         (["runs/unet_lora", "--to=x", "--format=kohya", "--merge"], "but --merge removes it. Use only one of them."),
-        (["runs/unet_lora", "--to=x", "--dtype=fp16"], "Invalid value for '--dtype'"),
     ],
 )
 def test_mistakes_are_one_line(inside, capsys, words, line):

@@ -57,34 +57,19 @@ def recipe(tiny_recipe):
         (["model.reward=leaves.X"], "leaves.py:1: SystemExit: bye."),
         (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py:14: KeyError: 'no such key'."),
         (
-            ["model.reward={python: 'no_colon:reward'}"],
-            "cannot be imported (no_colon.py:1: SyntaxError: expected ':').",
-        ),
-        (
             ["model.reward={python: 'leaves:reward'}"],
             "leaves:reward cannot be imported (leaves.py:1: SystemExit: bye).",
         ),
-        (
-            ["trainer.callbacks={class_path: Export, init_args: {folder: /}}"],
-            "folder=/ is not a separate folder. Use a",
-        ),
         (["trainer.callbacks={class_path: Export, init_args: {folder: ..}}"], "folder=.. is not a separate folder. "),
         (
-            ["trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: heldout_reward}}"],
-            "trainer.callbacks[0].monitor=heldout_reward: runs log no metric with this name. Did you mean held",
+            [f"trainer.callbacks=[{EARLY % 'heldout/reward'},{EARLY % 'heldout_reward'}]"],
+            "trainer.callbacks[1].monitor=heldout_reward: runs log no metric with this name. Did you mean held",
         ),
         (
             ["trainer.callbacks={class_path: ModelCheckpoint, init_args: {monitor: nothing}}"],
             "trainer.callbacks[0].monitor=nothing: runs log no metric with this name. Use one of: heldout/reward, ",
         ),
-        (
-            [f"trainer.callbacks=[{EARLY % 'nothing'},{EARLY % 'heldout/reward'}]"],
-            "trainer.callbacks[0].monitor=nothing: runs log no metric with this name. Use one of: heldout/reward, ",
-        ),
-        (
-            ["data.train=numbers.jsonl"],
-            'numbers.jsonl line 1: "rewards" is 3. Write the names of rewards, such ',
-        ),
+        (["data.train=numbers.jsonl"], 'numbers.jsonl line 1: "rewards" is 3. Write the names of rewards, such '),
         (["ckpt_path=."], "ckpt_path=. is not a file. Give a checkpoint file."),
     ],
     ids=lambda value: value[0].partition("=")[2][:40] if isinstance(value, list) else "",
@@ -130,7 +115,7 @@ def test_a_second_run_and_another_method_say_where_they_go(recipe, capsys):
     for more, folder, said in (
         ([], "runs/tiny", "Run folder: runs/tiny\n"),
         ([], "runs/tiny-2", "Run folder: runs/tiny-2 (runs/tiny belongs to an earlier run)\n"),
-        (["model.objective=DiffusionNFT"], "runs/tiny_DiffusionNFT", "Run folder: runs/tiny_DiffusionNFT\n"),
+        (["model.objective=DiffusionNFT"], "runs/tiny_DiffusionNFT", "DiffusionNFT uses its default options"),
         (["model.objective=VGRPO", "name=mine"], "runs/mine", "Run folder: runs/mine\n"),
     ):
         assert run([*words, *more]) == 0

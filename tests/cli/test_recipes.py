@@ -68,10 +68,11 @@ LESS = [
     "data.heldout_limit=1",
     "data.heldout_images_per_prompt=1",
 ]
-FEW_STEPS, FEW_EVALUATION_STEPS = "model.objective.rollout.steps=8", "model.evaluation.steps=4"
-SMALL = ["model.policy.height=128", "model.policy.width=128"]
+FEW_STEPS = "model.objective.rollout.steps=8"
+FEW_EVALUATION_STEPS = "model.evaluation.steps=2"
+SMALL = ["model.policy.height=128", "model.policy.width=128", FEW_EVALUATION_STEPS]
 SMALL_UNET = ["model.policy.height=256", "model.policy.width=256"]  # fewer pixels end before the network's last level
-SMALLEST = ["model.policy.height=32", "model.policy.width=32"]
+SMALLEST = ["model.policy.height=32", "model.policy.width=32", FEW_EVALUATION_STEPS]
 SHORT = "model.policy.max_sequence_length=64"
 NEWER = ("flux2_klein", "qwen_image", "z_image", "chroma", "flux2_dev", "qwen_image21", "wan")
 SIZES = {
@@ -85,13 +86,10 @@ SIZES = {
     "sd15_aesthetic": [FEW_STEPS, *SMALL_UNET],
     **{f"sd35m_stage{number}": [FEW_STEPS, *SMALL] for number in range(1, 5)},
     "sd35m_stage5": [FEW_STEPS, *SMALL, "model.reward.detect=false"],
-    "sd35m_opd": [FEW_EVALUATION_STEPS, *SMALL],
-    "sd3_pickscore": [FEW_EVALUATION_STEPS, *SMALL],
+    "sd35m_opd": SMALL,
+    "sd3_pickscore": SMALL,
     "tiny_shapes": ["seed_everything=3"],  # a seed with a spread of rewards in both iterations
-    **{
-        f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL]
-        for method in ("awm", "dgpo", "fast", "flowbp", "flowgrpo", "nft", "ram")
-    },
+    **{f"sd3_pickscore_{method}": SMALL for method in ("awm", "dgpo", "fast", "flowbp", "flowgrpo", "nft", "ram")},
 }
 REPEATS = (
     "sd3_pickscore",  # trained and exported below
@@ -107,9 +105,9 @@ REPEATS = (
 and recipes of the other families in their network."""
 CHECKED = {
     "sd3_pickscore": False,
-    **dict.fromkeys(("tiny_ocr_pretrain", "kontext_edit", *(f"{model}_pickscore" for model in NEWER)), True),
+    **dict.fromkeys(("tiny_ocr_pretrain", "kontext_edit", "wan_pickscore"), True),
 }
-"""A large recipe. These are slow: one without a reward, and the families that memory/test_estimate.py does not know."""
+"""A large recipe. These are slow: one without a reward, one with pictures, one of videos."""
 SHOWN = ("evaluation", "samples")
 """Phases that nothing is trained on."""
 BLIND = ("sd35m_stage2", "sd35m_stage4", "sd35m_stage5", "tiny_ocr", "tiny_edit", "tiny_motion")

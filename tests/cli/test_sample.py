@@ -101,15 +101,15 @@ def test_it_is_drawn_as_the_run_evaluates(inside, capsys, tiny_sd3):
 
 
 def test_which_weights(inside, capsys, tiny_sd3):
-    spec, asked = RolloutSpec("euler", 3, 2.0), ["--prompt", PROMPTS[0]]
-    images = []
-    for flag, weights in ((["--no-ema"], "trained"), ([], "EMA"), (["--reference"], "reference")):
-        assert sample_images(["runs/tiny", *asked, *flag, f"--out=out/{weights}"]) == 0
+    spec, images = RolloutSpec("euler", 3, 2.0), set()
+    for weights, flag in {"trained": ["--no-ema"], "EMA": [], "reference": ["--reference"]}.items():
+        assert sample_images(["runs/tiny", "--prompt", PROMPTS[0], *flag, f"--out=out/{weights}"]) == 0
         assert f"Sampled with the {weights} weights" in capsys.readouterr().err
-        images.append({"001_seed0.png": pixels(f"out/{weights}/001_seed0.png")})
-    for (found,), variant in zip((own.values() for own in images), ("trained", "EMA", None), strict=True):
-        assert np.array_equal(found, by_hand(tiny_sd3, spec, PROMPTS[0], 0, variant)), variant
-    assert len({own["001_seed0.png"].tobytes() for own in images}) == 3
+        found = pixels(f"out/{weights}/001_seed0.png")
+        expected = by_hand(tiny_sd3, spec, PROMPTS[0], 0, None if weights == "reference" else weights)
+        assert np.array_equal(found, expected), weights
+        images.add(found.tobytes())
+    assert len(images) == 3
 
 
 def test_nothing_is_overwritten(inside, capsys):

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_vgrpo.core.advantages import (
-    combined_advantages,
-    extremes,
-    group_advantages,
-    no_spread_share,
-    rank_correlation,
-    soft_clip,
-)
+from lit_vgrpo.core.advantages import combined_advantages, extremes, group_advantages, no_spread_share, rank_correlation
 from lit_vgrpo.core.types import RolloutRequest
 
 REWARDS = torch.tensor([0.1, 0.7, 0.4, 2.0, 1.0, 1.5])
@@ -70,12 +63,6 @@ def test_all_failed_gives_zeros():
     assert group_advantages(torch.full((2,), math.nan), torch.zeros(2, dtype=torch.int64)).tolist() == [0, 0]
 
 
-def test_soft_clip():
-    advantages = torch.tensor([-10.0, 0.1, 10.0])
-    torch.testing.assert_close(soft_clip(advantages, 3.0), 3 * torch.tanh(advantages / 3))
-    assert soft_clip(advantages, None) is advantages
-
-
 def test_no_spread_share():
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, math.nan, 5.0])
     assert no_spread_share(rewards, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])) == 0.75
@@ -124,7 +111,6 @@ NAN = math.nan
         ([NAN, 0.2, NAN, 0.8, 0.5], 2, [1, 3]),  # a failed scout is not the worst one
         ([-3.0, -1.0, NAN, -2.0], 2, [0, 1]),  # nor better than all others
         ([NAN, 0.2, NAN, NAN, NAN, NAN], 4, [0, 1, 2, 3]),  # too few others: failed ones in order
-        ([NAN, NAN, NAN], 2, [0, 1]),
     ],
 )
 def test_the_best_and_the_worst_of_a_group_are_chosen(rewards, keep, chosen):
@@ -140,14 +126,12 @@ def test_every_group_chooses_for_itself():
     ("first", "second", "expected"),
     [
         ([[1.0, 2.0, 3.0, 4.0]], [[10.0, 20.0, 21.0, 90.0]], 1.0),
-        ([[1.0, 2.0, 3.0]], [[3.0, 2.0, 1.0]], -1.0),
         ([[1.0, 2.0, 3.0, 4.0, 5.0]], [[2.0, 1.0, 4.0, 3.0, 5.0]], 0.8),  # 1 - 6 * 4 / (5 * 24)
         ([[1.0, 1.0, 2.0]], [[1.0, 2.0, 3.0]], math.sqrt(3) / 2),  # ties share their mean rank
         ([[0.0, 1.0], [5.0, 6.0]], [[1.0, 0.0], [6.0, 5.0]], -1.0),  # what differs between groups does not count
         ([[0.0, 1.0], [5.0, 5.0]], [[0.0, 1.0], [0.0, 9.0]], math.sqrt(0.5)),
         ([[0.0, 1.0, NAN, 3.0]], [[0.0, 1.0, -9.0, 3.0]], 1.0),
         ([[0.0, 0.0]], [[1.0, 2.0]], None),
-        ([[NAN, NAN]], [[1.0, 2.0]], None),
     ],
 )
 def test_the_rank_correlation_is_that_within_groups(first, second, expected):

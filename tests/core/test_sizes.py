@@ -9,15 +9,6 @@ from lit_vgrpo.core.sizes import Sizes
 small = st.integers(1, 40)
 
 
-def test_the_paper_sizes_on_eight_ranks():
-    plan = Sizes(48, 24, 1, 8).plan(8)
-    assert plan.images_per_iteration == 1152
-    assert plan.groups_per_rank == 6
-    assert plan.images_per_rank == 144
-    assert plan.micro_batches_per_update == 18
-    assert plan.steps_per_iteration == 18
-
-
 @pytest.mark.parametrize(
     ("sizes", "ranks", "error"),
     [

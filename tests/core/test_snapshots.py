@@ -28,17 +28,6 @@ def test_swap_puts_the_copy_in_and_the_weights_back():
     assert torch.equal(module[0].weight, trained)
 
 
-def test_move_towards_equals_the_formula_in_float64():
-    module = network()
-    copy = Snapshot(module)
-    start = copy.tensors["0.weight"].double()
-    with torch.no_grad():
-        module[0].weight.add_(1)
-    copy.move_towards(module, 0.3)
-    expected = 0.3 * start + 0.7 * module[0].weight.detach().double()
-    torch.testing.assert_close(copy.tensors["0.weight"].double(), expected, rtol=1e-6, atol=1e-7)
-
-
 def test_other_weights_are_refused():
     copy, other = Snapshot(network()), network().requires_grad_(True)
     with pytest.raises(RuntimeError, match="2 differ, such as 1.bias"), copy.swapped_into(other):

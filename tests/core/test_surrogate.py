@@ -1,7 +1,5 @@
-import numpy as np
 import pytest
 import torch
-from helpers import repeating
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,13 +11,7 @@ from lit_vgrpo.core.surrogate import (
     coefficient_of_variation,
     denoising_error,
     draw_levels,
-    draw_pairs,
-    surrogate,
 )
-
-
-def generators(number, seed=0):
-    return [seeded_generator(seed, index) for index in range(number)]
 
 
 def test_seeded_generator_depends_on_every_part_of_its_key():
@@ -27,30 +19,6 @@ def test_seeded_generator_depends_on_every_part_of_its_key():
     draws = {torch.rand(1, generator=seeded_generator(*key)).item() for key in keys}
     assert len(draws) == len(keys)
     assert torch.equal(torch.rand(4, generator=seeded_generator(5, 6)), torch.rand(4, generator=seeded_generator(5, 6)))
-
-
-def test_rows_of_pairs_depend_on_their_own_generator_only():
-    rows = torch.tensor([0, 0, 1, 1])
-    both = draw_pairs(generators(2), rows, 3, (2, 4, 4), times=ContinuousTimes())
-    second = draw_pairs(generators(2)[1:], torch.tensor([0, 0]), 3, (2, 4, 4), times=ContinuousTimes())
-    assert torch.equal(both.noise[1], second.noise[0])
-    assert torch.equal(both.times[1], second.times[0])
-
-
-def test_error_and_surrogate_equal_the_formula_in_float64():
-    error = torch.randn(3, 2, 4, 5, 5, generator=torch.Generator().manual_seed(0))
-    e = error.double().numpy().reshape(3, 2, -1)
-    weighted = (e**2).mean(2) / np.abs(e).mean(2)
-    np.testing.assert_allclose(denoising_error(error, True), weighted, rtol=1e-5)
-    np.testing.assert_allclose(denoising_error(error, False), (e**2).mean(2), rtol=1e-5)
-    np.testing.assert_allclose(surrogate(denoising_error(error, True)), weighted.mean(1), rtol=1e-5)
-
-
-def test_the_weight_carries_no_gradient():
-    error = torch.randn(1, 1, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    denoising_error(error, True).sum().backward()
-    e = error.detach()
-    torch.testing.assert_close(error.grad, 2 * e / 8 / e.abs().mean())
 
 
 def test_an_exact_prediction_gives_zero_not_nan():
@@ -131,8 +99,6 @@ def test_shift_equals_the_formula():
         (None, 10, 0.0, 10),
         (None, 3, 0.0, 3),
         (None, 3, 1 / 7, 4),
-        (None, 3, 1.0, 10),
-        ((0.25, 0.95), 2, 0.0, 2),
         ((0.25, 0.95), 2, 1.0, 7),
         ((0.25, 0.95), 9, 0.5, 7),
     ],
@@ -143,8 +109,8 @@ def test_the_part_of_the_samplers_times(time_range, noisiest, progress, expected
     assert part.times.tolist() == sampler(10).times[first : first + expected].tolist()
 
 
-@pytest.mark.parametrize("shift", repeating([1.0, 3.0], slow=[1.0]))
-def test_the_part_of_the_continuous_schedule(shift):
+def test_the_part_of_the_continuous_schedule():
+    shift = 3.0
     pool = ContinuousTimes(shift).within((0.3, 0.8))
     times = drawn(pool, 4, True)
     assert times.min() == pytest.approx(0.3, abs=0.01)

@@ -21,7 +21,7 @@ def write(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, list):
-            content = {".jsonl": as_jsonl, ".txt": as_txt, ".parquet": as_parquet}[path.suffix](content)
+            content = {".jsonl": as_jsonl, ".parquet": as_parquet}[path.suffix](content)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return path
 
@@ -30,10 +30,6 @@ def write(tmp_path):
 
 def as_jsonl(rows):
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def as_txt(rows):
-    return "".join(f"{row['prompt']}\n" for row in rows)
 
 
 def as_parquet(rows):

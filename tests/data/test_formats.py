@@ -1,5 +1,8 @@
+"""Prompts in every format: what is read of a file, a folder or a dataset, and what is refused."""
+
 import csv
 import io
+import json
 import sys
 
 import pytest
@@ -28,11 +31,41 @@ def refused(source):
     return str(caught.value)
 
 
+def test_txt_is_one_prompt_a_line(write):
+    path = write("p.txt", "\ufeffa cat \r\n\n  \na dog\nein Bär\u2028im Wald")
+    assert read_prompts(path) == [{"prompt": "a cat"}, {"prompt": "a dog"}, {"prompt": "ein Bär\u2028im Wald"}]
+
+
+def test_jsonl_rows_keep_their_fields_and_duplicates(write):
+    row = {"prompt": "a red\u2028circle", "colour": "red", "boxes": [1, 2]}
+    text = json.dumps(row, ensure_ascii=False)
+    path = write("p.JSONL", f"\ufeff{text}\n\n{text}\r\n")
+    assert read_prompts(str(path)) == [row, row]
+
+
 def test_a_csv_has_a_header_and_its_empty_cells_are_absent(write):
-    path = write("p.csv", '\ufeffprompt,tag\r\n"a fox, red",one\r\n\r\n"two\nlines",\r\n" a ""cat"" ",x')
+    path = write("p.csv", '\ufeffprompt,tag\r\n"a fox, red",one\r\n\r\n"two\nlines",\r\n" a ""cat"" ",x\r\nNA,007')
     assert read_prompts(path) == [
         {"prompt": "a fox, red", "tag": "one"}, {"prompt": "two\nlines"}, {"prompt": ' a "cat" ', "tag": "x"},
+        {"prompt": "NA", "tag": "007"},
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "a"', "not JSON (Expecting ',' delimiter"),
+        pytest.param("[" * 100_000, "not JSON (", id="nested"),
+        ("3", "not an object."),
+        ('{"promt": "a"}', 'no column "prompt". Did you mean promt? Set column='),
+        ('{"prompt": " "}', "\"prompt\" is ' '. A prompt must be text."),
+    ],
+)
+def test_a_wrong_line_is_named(write, line, said):
+    path = write("p.jsonl", f'{{"prompt": "ok"}}\n\n{line}\n')
+    error = refused(path)
+    assert error.startswith(f"{path} line 3: {said}")
+    assert len(error) < 300 + len(str(path))
 
 
 @pytest.mark.parametrize(
@@ -133,11 +166,14 @@ def test_a_missing_package_is_named_with_the_command(write, monkeypatch):
         (PromptSource("p.jsonl", split="test"), "has no splits or configurations. Leave out split and config."),
         (PromptSource("bare_name"), "does not exist. Use a .txt, .jsonl, .csv or .parquet file"),
         (PromptSource("./no/folder"), "does not exist. Use a .txt"),
+        (PromptSource("p.tsv"), "p.tsv is not a prompt file. Use a .txt"),
+        (PromptSource("q.tsv"), "q.tsv does not exist. Did you mean p.tsv?"),
     ],
 )
-def test_an_option_that_does_not_go_with_the_path_is_refused(write, monkeypatch, source, said):
+def test_a_path_or_an_option_that_does_not_go_with_it_is_refused(write, monkeypatch, source, said):
     monkeypatch.chdir(write("p.txt", "a\n").parent)
     write("p.jsonl", '{"prompt": "a"}\n')
+    write("p.tsv", "")
     assert said in refused(source)
 
 
@@ -169,9 +205,3 @@ def test_every_csv_cell_is_the_text_that_was_written(tmp_path, cells, line_end):
     (tmp_path / "p.csv").write_bytes(text.getvalue().encode())
     rows = read_prompts(tmp_path / "p.csv")
     assert rows == [{"prompt": a, **({"tag": b} if b.strip() else {})} for a, b in [*cells]]
-
-
-def test_a_csv_cell_stays_text(write):
-    assert read_prompts(write("p.csv", "prompt,a\nNA,007\n1984,1\n")) == [
-        {"prompt": "NA", "a": "007"}, {"prompt": "1984", "a": "1"},
-    ]  # fmt: skip

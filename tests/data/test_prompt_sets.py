@@ -1,4 +1,5 @@
 import random
+from hashlib import sha256
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -93,19 +94,11 @@ def test_a_prompt_of_the_held_out_file_is_said_or_left_out(file):
     assert data.describe() == ["Prompts: 2 to train on, 1 held out."]
 
 
-@pytest.mark.parametrize(
-    ("train", "options", "error", "said"),
-    [
-        ({"path": "a", "wieght": 1}, {}, TypeError, "PromptSource.__init__() got an unexpected keyword argument"),
-        (["a.txt", {"path": "b.txt", "weight": 0}], {}, ValueError, "weight=0: Input should be greater than 0"),
-        ([{"weight": 1}], {}, TypeError, "PromptSource.__init__() missing"),
-        ("a.txt", {"heldout_fraction": 0.1, "heldout": "b.txt"}, ValueError, "heldout_fraction=0.1 and heldout are"),
-    ],
-)  # fmt: skip
-def test_wrong_options_are_refused_at_once(train, options, error, said):
-    with pytest.raises(error) as caught:
-        data_module(train, **options)
-    assert str(caught.value).startswith(said)
+def test_wrong_options_are_refused_at_once():
+    with pytest.raises(TypeError, match=r"^PromptSource\.__init__\(\) missing"):
+        data_module([{"weight": 1}])
+    with pytest.raises(ValueError, match=r"^heldout_fraction=0\.1 and heldout are"):
+        data_module("a.txt", heldout_fraction=0.1, heldout="b.txt")
 
 
 def test_sources_that_cannot_be_read_are_errors(file):
@@ -117,9 +110,7 @@ def test_sources_that_cannot_be_read_are_errors(file):
     assert error.startswith("heldout_fraction=1e-09 holds out no prompts.")
 
 
-def test_a_report_says_where_held_out_prompts_come_from(file, write, datasets_cache):
-    from hashlib import sha256
-
+def test_a_report_says_where_held_out_prompts_come_from(file):
     path = file(["a", "b"])
     digest = sha256(b"a\nb\n").hexdigest()
     assert data_module("none.txt", heldout=path).heldout_origin() == {"file": path, "sha256": digest}

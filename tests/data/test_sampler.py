@@ -1,19 +1,27 @@
+"""The order of training prompts, their mixture, and the batches of both datasets on any number of ranks."""
+
+import math
+from collections import Counter
+from fractions import Fraction
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.datasets import GroupSampler, HeldOutDataset, IterationDataset, held_out_error
-from lit_vgrpo.data.prompt_sets import PromptMixture, prompt_index
+from lit_vgrpo.data.prompt_sets import PromptMixture, place_in_mixture, prompt_index
 
 ROWS = [{"prompt": f"prompt {i}", "number": i} for i in range(7)]
+WEIGHTS = st.lists(st.integers(1, 50), min_size=1, max_size=7)
+quick = settings(max_examples=100, deadline=None)
 
 
 def order(seed, size, passes=1):
     return [prompt_index(seed, position, size) for position in range(passes * size)]
 
 
-@settings(deadline=None)
+@quick
 @given(st.integers(0, 5), st.integers(1, 23))
 def test_one_pass_takes_every_prompt_once(seed, size):
     drawn = order(seed, size, passes=3)
@@ -26,6 +34,38 @@ def test_the_order_changes_with_the_pass_and_the_seed_and_is_pinned():
     assert first != second
     assert first != order(1, 8)
     assert first == [7, 1, 3, 6, 4, 0, 2, 5]  # a recipe's prompts may not change between versions
+
+
+@quick
+@given(WEIGHTS, st.integers(1, 200))
+def test_every_source_gets_its_share_at_every_place(weights, places):
+    counts = Counter()
+    bound = Fraction(math.ceil(math.log2(len(weights))), 2) if len(weights) > 1 else 0
+    for position in range(places):
+        source, before = place_in_mixture(position, weights)
+        assert before == counts[source]  # nothing is taken twice and nothing left out
+        counts[source] += 1
+        for number, weight in enumerate(weights):
+            assert abs(counts[number] - Fraction((position + 1) * weight, sum(weights))) <= bound
+
+
+@quick
+@given(WEIGHTS, st.integers(0, 10**15))
+def test_a_whole_round_has_exactly_the_weights_however_far_the_run_is(weights, rounds):
+    start, length = rounds * sum(weights), sum(weights)
+    counts = Counter(place_in_mixture(position, weights)[0] for position in range(start, start + length))
+    assert [counts[number] for number in range(len(weights))] == weights
+
+
+def test_every_source_is_walked_through_in_passes_of_its_own():
+    sources = [[{"prompt": f"{name}{i}"} for i in range(size)] for name, size in (("a", 4), ("b", 4))]
+    drawn = [row["prompt"] for row in PromptMixture(sources, [3.0, 1.0]).rows(0, range(64))]
+    for name, number in (("a", 48), ("b", 16)):
+        own = [prompt for prompt in drawn if prompt[0] == name]
+        assert len(own) == number
+        assert all(len(set(own[start : start + 4])) == 4 for start in range(0, number, 4))
+    orders = [[prompt[1] for prompt in drawn if prompt[0] == name][:16] for name in "ab"]
+    assert orders[0] != orders[1]
 
 
 @settings(max_examples=40, deadline=None)
@@ -70,17 +110,14 @@ def test_an_item_carries_the_sizes_and_its_step():
     assert batch.rows == [ROWS[prompt_index(5, position, len(ROWS))] for position in (14, 15)]
 
 
-@settings(deadline=None)
-@given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 4))
-def test_the_group_sampler_walks_through_one_iteration(iteration, steps, world):
-    for rank in range(world):
-        sampler = GroupSampler(range(steps), world, rank)
-        sampler.set_epoch(iteration)
-        assert list(sampler) == list(range(iteration * steps, (iteration + 1) * steps))
-        assert len(sampler) == steps
+def test_every_rank_walks_through_the_same_steps_of_an_iteration():
+    for rank in range(2):
+        sampler = GroupSampler(range(5), 2, rank)
+        sampler.set_epoch(3)
+        assert list(sampler) == [15, 16, 17, 18, 19]
 
 
-@settings(deadline=None)
+@quick
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 8), st.integers(1, 5))
 def test_every_held_out_image_is_made_once_with_as_many_batches_on_every_rank(prompts, each, batch_size, world):
     rows = [{"prompt": f"prompt {i}"} for i in range(prompts)]

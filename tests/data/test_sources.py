@@ -84,6 +84,8 @@ def test_the_report_plots_each_source():
     [
         ({"name": "shapes"}, "name=shapes occurs in 2 sources. Give each a different name."),
         ({"weight": -1}, "weight=-1: Input should be greater than 0"),
+        ({"wieght": 1}, "wieght"),
+        ({"column": "text"}, 'no column "text"'),
         ({"rewards": []}, "no reward applies. Name one, or leave it out."),
         ({"rewards": "shape"}, "names the reward shape in its field rewards, which the recipe does not have."),
         ({"name": "cats"}, 'Reward "shapes" cannot score 2 of 2 prompts of the source cats '),

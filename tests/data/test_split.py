@@ -1,12 +1,11 @@
 import unicodedata
 from hashlib import sha256
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_vgrpo.data.prompt_sets import first_of_each, is_held_out, normalised, prompt_keys
+from lit_vgrpo.data.prompt_sets import is_held_out, normalised, prompt_keys
 
 TEXT = st.text(max_size=20).map(lambda text: text.encode("utf-8", "ignore").decode())
 FRACTION = st.floats(0.01, 0.99)
@@ -57,17 +56,3 @@ def test_nothing_but_the_prompt_decides_its_side(others, prompt, small, large):
     assert whole[len(others)] == side(prompt, small)
     assert whole.tolist() == [side(text, small) for text in [*others, prompt, *reversed(others)]]
     assert side(prompt, small) <= side(prompt, large)
-
-
-def test_the_share_is_right():
-    fraction = 0.05
-    keys = prompt_keys(f"a photo of {i} things" for i in range(20_000))
-    assert is_held_out(keys, fraction).mean() == pytest.approx(fraction, abs=4 * (fraction / 20_000) ** 0.5)
-
-
-@quick
-@given(st.lists(st.integers(0, 9), max_size=30))
-def test_the_first_of_equal_prompts_stays(numbers):
-    stays = first_of_each(np.array(numbers, dtype=np.uint64))
-    assert [number for number, first in zip(numbers, stays, strict=True) if first] == list(dict.fromkeys(numbers))
-    assert stays.tolist() == [number not in numbers[:i] for i, number in enumerate(numbers)]

@@ -1,4 +1,5 @@
 import re
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -14,33 +15,14 @@ from lit_vgrpo.metrics.features import INCEPTION_FILE, clean_resize
 from lit_vgrpo.system.hub import LoadError
 
 
-class Stem(nn.Module):
-    """Stands where Inception's layers do: 2048 values of a normalised picture."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 2048, 8, stride=100)
-
-    def forward(self, x):
-        return torch.tanh(self.conv(x)).mean(dim=(2, 3))
-
-
-class Wrapper(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = Stem()
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 @pytest.fixture
 def inception_home(tmp_path, monkeypatch):
-    """A folder where the Inception file is looked for; a file of its shape with other weights is in it."""
+    """A folder where the Inception file is looked for; a small network that also gives 2048 values is in it."""
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     torch.manual_seed(0)
-    save_script(Wrapper(), tmp_path / "checkpoints" / INCEPTION_FILE)
+    layers = nn.Sequential(nn.Conv2d(3, 2048, 8, stride=100), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    save_script(nn.Sequential(OrderedDict(layers=layers)), tmp_path / "checkpoints" / INCEPTION_FILE)
     return tmp_path / "checkpoints"
 
 

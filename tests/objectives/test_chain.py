@@ -1,24 +1,11 @@
 """Sampling with an SDE, and what all methods on the chain share."""
 
-import itertools
 import re
 from dataclasses import replace
 
 import pytest
 import torch
-from chain_in_float64 import (
-    ADVANTAGES,
-    GROUP,
-    Steps,
-    flow_sde,
-    gaussian,
-    gradient,
-    load_sd3,
-    nudge,
-    prepared,
-    roll,
-)
-from helpers import repeating
+from chain_in_float64 import ADVANTAGES, GROUP, Steps, flow_sde, gaussian, gradient, load_sd3, nudge, prepared, roll
 from policy_copies import load_copy
 from rollouts import sample_chain
 
@@ -27,7 +14,7 @@ from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.core.solvers import FLOW_SDES, ODE_OF
+from lit_vgrpo.core.solvers import FLOW_SDES
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import DDPO, DanceGRPO, FlowGRPO, MixGRPO
 from lit_vgrpo.objectives.base import PrepareContext
@@ -53,20 +40,12 @@ def walk_ode(policy, spec, images=4):
 
 
 @pytest.mark.parametrize("solver", FLOW_SDES)
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_without_noise_a_flow_chain_is_the_euler_sampler(policy, solver, guidance):
-    latents, schedule, chain = walk(policy, RolloutSpec(solver, 5, guidance, noise_level=0.0))
-    euler, times = walk_ode(policy, RolloutSpec("euler", 5, guidance))
+def test_without_noise_a_flow_chain_is_the_euler_sampler(policy, solver):
+    latents, schedule, chain = walk(policy, RolloutSpec(solver, 5, guidance=3.0, noise_level=0.0))
+    euler, times = walk_ode(policy, RolloutSpec("euler", 5, guidance=3.0))
     torch.testing.assert_close(latents, euler, rtol=1e-4, atol=1e-5)
     assert torch.equal(schedule, times)
     assert torch.equal(chain.log_probs, torch.zeros(4, 4)) or solver == "cps"
-
-
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_without_noise_a_vp_chain_is_the_ddim_sampler(unet_folder, prediction):
-    policy = load_copy(UNetPolicy, unet_folder(prediction))
-    latents, _, _ = walk(policy, RolloutSpec("ddim_sde", 5, noise_level=0.0))
-    torch.testing.assert_close(latents, walk_ode(policy, RolloutSpec("ddim", 5))[0], rtol=1e-3, atol=1e-4)
 
 
 def test_trajectory_holds_the_steps_and_their_likelihood(policy):
@@ -133,14 +112,13 @@ def test_shared_initial_noise_is_one_a_group_and_the_chain_parts_its_images(poli
     assert not torch.equal(rollout.latents[0], rollout.latents[1])
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.0])
 @pytest.mark.parametrize(("steps", "window"), [(6, (0, 2)), (6, (2, 5)), (6, None), (3, (0, 3))])
-def test_network_calls_are_what_is_paid(policy, steps, window, guidance):
-    spec = RolloutSpec("flow_sde", steps, guidance, window=window, tail=0.4)
+def test_network_calls_are_what_is_paid(policy, steps, window):
+    spec = RolloutSpec("flow_sde", steps, guidance=2.0, window=window, tail=0.4)
     ledger = PassLedger()
     ledger.attach(policy.network)
     _, schedule, _ = walk(policy, spec)
-    assert ledger.counts["update"]["without_grad"] == 4 * spec.network_calls * (2 if guidance > 1 else 1)
+    assert ledger.counts["update"]["without_grad"] == 2 * 4 * spec.network_calls
     assert len(schedule) == spec.network_calls
 
 
@@ -199,12 +177,9 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "lora"),
-    repeating(itertools.product(METHODS, [None, 2]), slow=[(name, 2) for name in [*METHODS][1:]]),
-)
-def test_ratio_is_one_before_any_update_and_not_after(tiny_sd3, name, lora):
-    policy, objective = load_sd3(tiny_sd3, lora_rank=lora), METHODS[name]()
+@pytest.mark.parametrize("name", METHODS)
+def test_ratio_is_one_before_any_update_and_not_after(policy, name):
+    objective = METHODS[name]()
     _, experience = prepared(policy, objective)
     assert objective.loss(policy, experience)[1]["ratio_deviation"].max() < 1e-6
     nudge(policy, 0.1)
@@ -255,7 +230,7 @@ def test_the_first_update_has_the_loss_that_old_passes_would_give_it(policy, gua
         nudge(policy, 0.05)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["flow_sde", "guard", "dance"])
 def test_micro_batches_do_not_change_the_gradient(policy, name):
     objective = METHODS[name]()
     _, experience = prepared(policy, objective)
@@ -329,11 +304,9 @@ def test_settings_that_cannot_train_are_one_line(objective, line):
     objective.rollout_spec(0)  # the module asks for it before it reports the errors
 
 
-@pytest.mark.parametrize("method", [FlowGRPO, MixGRPO, DanceGRPO, DDPO])
-def test_the_defaults_are_sound(method):
-    objective = method()
-    assert objective.check(SIZES) == []
-    assert objective.rollout.solver in ODE_OF
+def test_the_defaults_are_sound():
+    for method in (FlowGRPO, MixGRPO, DanceGRPO, DDPO):
+        assert method().check(SIZES) == []
 
 
 def test_passes_follow_updates_guidance_and_reference():

@@ -14,7 +14,6 @@ from chain_in_float64 import (
     nudge,
     prepared,
 )
-from helpers import repeating
 from policy_copies import load_copy
 
 from lit_vgrpo.core.types import RolloutSpec
@@ -54,10 +53,9 @@ def distributions(policy, rollout, outputs, prediction):
     return found
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("prediction", KINDS)
-def test_the_chain_is_diffusers_ddim_with_eta_one(unet_folder, prediction, guidance):
-    policy = load(unet_folder, prediction)
+def test_the_chain_is_diffusers_ddim_with_eta_one(unet_folder, prediction):
+    policy, guidance = load(unet_folder, prediction), 3.0
     objective = DDPO(RolloutSpec("ddim_sde", STEPS, guidance))
     rollout, _ = prepared(policy, objective)
     chain, scheduler = rollout.trajectory, policy.scheduler("ddim", STEPS)
@@ -78,12 +76,11 @@ def test_the_chain_is_diffusers_ddim_with_eta_one(unet_folder, prediction, guida
     torch.testing.assert_close(rollout.latents, end, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kl_weight", repeating([0.0, 0.5], slow=[0.0]))
 @pytest.mark.parametrize("lora", [None, 2], ids=["full", "lora"])
 @pytest.mark.parametrize("prediction", KINDS)
-def test_loss_and_gradient_in_float64(unet_folder, prediction, lora, kl_weight):
+def test_loss_and_gradient_in_float64(unet_folder, prediction, lora):
     policy = load(unet_folder, prediction, lora_rank=lora)
-    objective = DDPO(RolloutSpec("ddim_sde", STEPS), kl_weight=kl_weight)
+    objective = DDPO(RolloutSpec("ddim_sde", STEPS), kl_weight=0.5)
     rollout, experience = prepared(policy, objective)
     assert objective.loss(policy, experience)[1]["ratio_deviation"].max() < 1e-5
     with torch.no_grad():
@@ -104,7 +101,7 @@ def test_loss_and_gradient_in_float64(unet_folder, prediction, lora, kl_weight):
         loss = -torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a).mean()
         pairs = zip(steps, before, strict=True)
         kl = torch.stack([((mean - ref) ** 2).mean() / (2 * std**2) for (mean, std), (ref, _) in pairs])
-        return loss + kl_weight * kl.mean()
+        return loss + 0.5 * kl.mean()
 
     outputs = outputs_of(policy, rollout, 1.0)
     objective.clip = between(ratio_of(distributions(policy, rollout, outputs, prediction)))

@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pair_methods import (
-    GROUP,
-    PROMPTS,
-)
+from pair_methods import GROUP, PROMPTS
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
@@ -29,12 +26,12 @@ def rolled(policy, objective, slots=range(8)):
     return objective.roll_out(policy, RolloutRequest(prompts, [{}] * len(slots), list(slots), GROUP, seed=0))
 
 
-def times_at(policy, objective, rollout, iteration=0):
-    """Every image's times in an iteration, ``(B, N)``."""
+def pairs_at(policy, objective, rollout, iteration=0):
+    """Every image's times in an iteration, ``(B, N)``, and their noise."""
     context = PrepareContext(
         policy, replace(rollout, iteration=iteration), torch.zeros(len(rollout)), micro_batch_size=GROUP
     )
-    return objective.prepare(context).pairs.of_images()[0]
+    return objective.prepare(context).pairs.of_images()
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -44,10 +41,10 @@ def test_the_noisiest_times_widen_with_the_iterations(policy, name):
     rollout = rolled(policy, objective)
     schedule = rollout.schedule.tolist()
     for iteration, kept in ((0, 3), (1, 3), (2, 4), (7, 6), (14, 10), (99, 10)):
-        found = [schedule.index(t) for t in times_at(policy, objective, rollout, iteration).flatten().tolist()]
+        found = [schedule.index(t) for t in pairs_at(policy, objective, rollout, iteration)[0].flatten().tolist()]
         assert max(found) < kept
         assert max(found) >= kept - 2 or name == "DGPO"  # whose images all have the same two times
-    assert set(times_at(policy, fixed, rollout, 50).flatten().tolist()) <= set(schedule[:3])
+    assert set(pairs_at(policy, fixed, rollout, 50)[0].flatten().tolist()) <= set(schedule[:3])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -56,14 +53,14 @@ def test_times_stay_in_their_range(policy, name):
     rollout = rolled(policy, objective)
     inside = {t for t in rollout.schedule.tolist() if 0.35 <= t <= 0.85}
     assert 2 < len(inside) < 10
-    assert set(times_at(policy, objective, rollout).flatten().tolist()) <= inside
+    assert set(pairs_at(policy, objective, rollout)[0].flatten().tolist()) <= inside
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_another_rank_draws_the_same_times(policy, name):
+def test_another_rank_draws_the_same_pairs(policy, name):
     objective = METHODS[name](noisiest=4, widen_over=6)
-    both, second = (times_at(policy, objective, rolled(policy, objective, slots), 3) for slots in ((0, 1), (1,)))
-    assert torch.equal(both[GROUP:], second)
+    both, second = (pairs_at(policy, objective, rolled(policy, objective, slots), 3) for slots in ((0, 1), (1,)))
+    assert all(torch.equal(whole[GROUP:], part) for whole, part in zip(both, second, strict=True))
 
 
 def test_a_range_of_times_is_from_low_to_high():

@@ -1,7 +1,5 @@
 """Flow-GRPO's loss and gradient, with its variants, against float64."""
 
-import itertools
-
 import pytest
 import torch
 from chain_in_float64 import (
@@ -18,7 +16,7 @@ from chain_in_float64 import (
     nudge,
     prepared,
 )
-from helpers import make_module, repeating
+from helpers import make_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,13 +38,10 @@ VARIANTS = {
     "guard": (RolloutSpec("flow_sde", 4), {"guard": True}, flow_sde, gaussian),
     "fast": (RolloutSpec("flow_sde", 6), {"fast": True}, flow_sde, gaussian),
 }
+CASES = [*((name, 0.5, None) for name in VARIANTS), ("plain", 0.0, None), ("plain", 0.5, 2)]
 
 
-ALL = [*itertools.product(VARIANTS, [0.0, 0.5], [None, 2])]
-SHOWN = [*((name, 0.5, None) for name in VARIANTS), ("plain", 0.0, None), ("plain", 0.0, 2), ("plain", 0.5, 2)]
-
-
-@pytest.mark.parametrize(("name", "kl_weight", "lora"), repeating(ALL, slow={*ALL} - {*SHOWN}))
+@pytest.mark.parametrize(("name", "kl_weight", "lora"), CASES)
 def test_loss_and_gradient_in_float64(tiny_sd3, name, kl_weight, lora):
     spec, options, formula, density = VARIANTS[name]
     policy = load_sd3(tiny_sd3, lora_rank=lora)
@@ -76,7 +71,7 @@ def test_loss_and_gradient_in_float64(tiny_sd3, name, kl_weight, lora):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["plain", "guidance", "cps", "guard"])
+@pytest.mark.parametrize("name", ["plain", "cps", "guard"])
 def test_flow_dppos_mask_in_float64(tiny_sd3, name, recompute):
     spec, options, formula, density = VARIANTS[name]
     policy = load_sd3(tiny_sd3)
@@ -106,13 +101,6 @@ def test_flow_dppos_mask_in_float64(tiny_sd3, name, recompute):
     assert loss.item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
     assert_same_direction(gradient(policy, loss), direction, 5e-3)
     assert metrics["clip_fraction"].tolist() == pytest.approx(masked.view(6, -1).double().mean(1).tolist())
-
-
-def test_the_kl_is_zero_at_the_start(tiny_sd3):
-    policy = load_sd3(tiny_sd3)
-    objective = FlowGRPO(RolloutSpec("flow_sde", 4))
-    _, experience = prepared(policy, objective)
-    assert objective.loss(policy, experience)[1]["kl"].max() < 1e-9
 
 
 def test_published_settings():

@@ -4,18 +4,7 @@ import math
 
 import pytest
 import torch
-from chain_in_float64 import (
-    Steps,
-    assert_same_direction,
-    between,
-    expected_gradient,
-    gradient,
-    load_sd3,
-    nudge,
-    prepared,
-    roll,
-)
-from helpers import repeating
+from chain_in_float64 import Steps, assert_same_direction, between, expected_gradient, gradient, nudge, prepared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,8 +53,6 @@ def test_progressive_moves_by_one_every_interval_and_starts_over():
     objective = MixGRPO()
     expected = [(iteration // 25) % 21 for iteration in range(1200)]  # places 0 .. 25 - 1 - 4
     assert starts(objective, 1200) == expected
-    assert objective.rollout_spec(524).window == (20, 24)
-    assert objective.rollout_spec(525).window == (0, 4)
 
 
 def test_stride_and_interval():
@@ -88,7 +75,6 @@ def test_decay_stays_shorter_at_later_places():
 
 def test_random_visits_every_place_and_frozen_one():
     assert set(starts(MixGRPO(window_strategy="random"), 400)) == set(range(21))
-    assert starts(MixGRPO(window_strategy="random"), 50) == starts(MixGRPO(window_strategy="random"), 50)
     assert set(starts(MixGRPO(window_strategy="frozen"), 400)) == {0}
 
 
@@ -98,18 +84,16 @@ def test_flash_regrids_what_follows_the_window():
     assert MixGRPO().rollout_spec(0).network_calls == 25
 
 
-@pytest.mark.parametrize("lora", [None, 2], ids=["full", "lora"])
-@pytest.mark.parametrize("iteration", repeating([0, 3], slow=[0]))
 @pytest.mark.parametrize("options", [{}, {"flash": True}, {"kl_weight": 0.5}])
-def test_loss_and_gradient_in_float64(tiny_sd3, iteration, options, lora):
-    policy = load_sd3(tiny_sd3, lora_rank=lora)
+def test_loss_and_gradient_in_float64(policy, options):
     objective = MixGRPO(RolloutSpec("flow_sde", 7), 2, window_interval=1, **options)
-    rollout, experience = prepared(policy, objective, iteration=iteration)
+    rollout, experience = prepared(policy, objective, iteration=3)
     steps = Steps(rollout)
     assert steps.chain.log_probs.shape == (6, 2)
+    assert torch.equal(steps.chain.times, rollout.schedule[3:6])
     with torch.no_grad():
         old = steps.outputs(policy, 1.0)
-    nudge(policy, 0.1 if lora else 0.02)
+    nudge(policy, 0.02)
     weight, outputs = options.get("kl_weight", 0.0), steps.outputs(policy, 1.0)
     objective.clip = between(steps.loss(outputs, old, 1.0)[1])
     expected, direction = expected_gradient(
@@ -118,15 +102,6 @@ def test_loss_and_gradient_in_float64(tiny_sd3, iteration, options, lora):
     loss, _ = objective.loss(policy, experience)
     assert loss.item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
     assert_same_direction(gradient(policy, loss), direction, 5e-3)
-
-
-def test_only_the_window_is_kept(tiny_sd3):
-    policy = load_sd3(tiny_sd3)
-    objective = MixGRPO(RolloutSpec("flow_sde", 9), window_interval=1)
-    rollout = roll(policy, objective, iteration=2)
-    assert rollout.trajectory.states.shape[1] == 5
-    assert torch.equal(rollout.trajectory.times, rollout.schedule[2:7])
-    assert rollout.trajectory.second_time == rollout.schedule[1].item()
 
 
 def test_published_settings():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers import repeating
 from pair_methods import (
     ADVANTAGES,
     Pairs64,
@@ -28,10 +27,9 @@ def spec_for(policy, steps=4):
     return RolloutSpec("euler" if policy.path_kind == "flow" else "ddim", steps=steps)
 
 
-@pytest.mark.parametrize("network", ["flow", "flow-lora", "epsilon", "v_prediction", "epsilon-lora"], indirect=True)
-@pytest.mark.parametrize("beta", repeating([1.0, 0.1], slow=[1.0]))
-def test_loss_and_gradient_equal_the_paper_in_float64(network, beta):
-    advantages = torch.tensor([1.0, -0.5, -7.0, 0.0, 6.0, -2.0])
+@pytest.mark.parametrize("network", ["flow", "flow-lora", "epsilon", "v_prediction"], indirect=True)
+def test_loss_and_gradient_equal_the_paper_in_float64(network):
+    beta, advantages = 0.1, torch.tensor([1.0, -0.5, -7.0, 0.0, 6.0, -2.0])
     objective = DiffusionNFT(spec_for(network), beta=beta, kl_weight=0.01, scale_cap=2.0)
     spread_copies(network, objective)
     experience = prepare(network, objective, advantages)
@@ -80,33 +78,21 @@ def test_the_decay_types():
     )
 
 
-def test_old_follows_once_an_iteration_by_the_clock_of_gradient_steps(policy):
+def test_old_rolls_out_and_follows_once_an_iteration_by_the_clock_of_gradient_steps(policy):
     objective = DiffusionNFT(RolloutSpec(steps=2))
     objective.setup(policy)
     objective.num_updates = 298
-    start = weights(policy)
+    before, start = roll(policy, objective).latents, weights(policy)
     nudge(policy)
-    objective.after_update(policy)
-    objective.after_update(policy)
-    for name, tensor in objective.copies["old"].tensors.items():
-        assert torch.equal(tensor, start[name])  # it does not move with updates
-    objective.after_iteration(policy)
     moved = weights(policy)
+    objective.after_update(policy)
+    objective.after_update(policy)
+    assert torch.equal(roll(policy, objective).latents, before)  # it does not move with updates
+    objective.after_iteration(policy)
     for name, tensor in objective.copies["old"].tensors.items():
         expected = 0.3 * start[name].double() + 0.7 * moved[name].double()
         torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(objective.copies["reference"].tensors[name], start[name])
-
-
-def test_old_rolls_out(policy):
-    objective = DiffusionNFT(RolloutSpec(steps=2))
-    objective.setup(policy)
-    before = roll(policy, objective).latents
-    nudge(policy)
-    moved = weights(policy)
-    assert torch.equal(roll(policy, objective).latents, before)
-    assert all(torch.equal(p, moved[name]) for name, p in weights(policy).items())
-    objective.copies["old"].move_towards(policy, 0.0)
     assert not torch.allclose(roll(policy, objective).latents, before)
 
 
@@ -121,20 +107,6 @@ def test_every_image_has_all_times_but_one_in_its_own_order_and_noise_of_its_own
         assert set(row) < set(schedule)
     assert len({tuple(row) for row in pairs.times.tolist()}) == 6
     assert len({float(noise.flatten()[0]) for noise in pairs.noise.flatten(0, 1)}) == 54
-    alone = prepare(policy, objective, ADVANTAGES[3:], slots=(1,)).pairs  # another rank has the second group only
-    assert torch.equal(alone.times, pairs.times[3:])
-    assert torch.equal(alone.noise, pairs.noise[3:])
-    fewer = DiffusionNFT(RolloutSpec(steps=10), num_times=4)
-    fewer.setup(policy)
-    assert prepare(policy, fewer).pairs.times.shape == (6, 4)
-
-
-def test_on_policy_without_advantage_there_is_no_gradient(policy):
-    objective = DiffusionNFT(RolloutSpec(steps=3), beta=0.5, kl_weight=0.0)
-    objective.setup(policy)
-    _, nothing = loss_and_gradient(policy, objective, [prepare(policy, objective, torch.zeros(6))])
-    _, something = loss_and_gradient(policy, objective, [prepare(policy, objective)])
-    assert nothing.norm() < 1e-5 * something.norm()
 
 
 @pytest.mark.parametrize("network", ["flow", "flow-lora", "epsilon"], indirect=True)
@@ -154,14 +126,10 @@ def test_on_policy_the_old_passes_change_no_bit_and_are_left_out(network):
     assert found[0] == expected[0]
     assert torch.equal(found[1], expected[1])
     assert found[1].abs().max() > 0
-    slow = DiffusionNFT(spec_for(network))
-    slow.setup(network)
-    assert "old_error" in prepare(network, slow, updates=1).extras
 
 
 def test_settings_that_cannot_work_together_are_errors():
     sizes = Sizes(4, 4)
-    assert DiffusionNFT().check(sizes) == []
     assert DiffusionNFT().passes_per_image(sizes) == {"rollout": 10, "update": 9, "old": 9, "reference": 9}
     assert "is an SDE, but DiffusionNFT" in DiffusionNFT(RolloutSpec("flow_sde")).check(sizes)[0]
     assert "at 0 of 1 times" in DiffusionNFT(RolloutSpec(steps=1)).check(sizes)[0]

@@ -129,7 +129,7 @@ def test_a_teacher_of_fewer_ranks_and_layers_is_exact_and_the_student_stays(tiny
     assert not torch.equal(policy(z, t, cond), lone(z, t, cond))
 
 
-def refusal(tmp_path, path, **student):
+def refusal(path, **student):
     return teacher_errors(OPD({"ocr": str(path)}, RolloutSpec(steps=S)), SD3Policy(**{**LORA, **student}))
 
 
@@ -137,23 +137,21 @@ def test_teachers_that_do_not_fit_are_one_line_before_loading(tiny_sd3, unet_fol
     sd3 = save_teachers(tiny_sd3, tmp_path, ("sd3",))["sd3"]
     unet = save_teachers(unet_folder("epsilon"), tmp_path, ("unet",), UNetPolicy, {"lora_rank": 2})["unet"]
     folder = {"checkpoint": str(tiny_sd3)}
-    assert refusal(tmp_path, sd3, **folder) == []
-    (line,) = refusal(tmp_path, sd3, **folder, lora_rank=None)
+    assert refusal(sd3, **folder) == []
+    (line,) = refusal(sd3, **folder, lora_rank=None)
     assert line.startswith("model.objective.teachers are LoRAs, but the policy trains full weights. Set model.policy.")
     what = "model.objective.teachers.ocr="
     for path, options, start in (
-        (sd3, {"lora_rank": 1}, f"{what}{sd3} adapts "),
         (unet, {}, f"{what}{unet} is not a LoRA of SD3Transformer2DModel alone: "),
         (tmp_path / "missing", {}, f"{what}{tmp_path / 'missing'} "),
         (tmp_path / "missing.safetensors", {}, f"{what}{tmp_path / 'missing.safetensors'} does not exist."),
         (tmp_path, {}, f"{what}{tmp_path} is not a LoRA. Give a LoRA folder, such as RUN/export of a run."),
     ):
-        (line,) = refusal(tmp_path, path, **{**folder, **options})
+        (line,) = refusal(path, **{**folder, **options})
         assert line.startswith(start)
-    assert (
-        "with rank 2, more than this run would train. Set model.policy.lora_rank=2"
-        in refusal(tmp_path, sd3, **folder, lora_rank=1)[0]
-    )
+    (line,) = refusal(sd3, **folder, lora_rank=1)
+    assert line.startswith(f"{what}{sd3} adapts ")
+    assert "with rank 2, more than this run would train. Set model.policy.lora_rank=2" in line
 
 
 def test_rows_and_settings_that_cannot_work_are_one_line(policy, tmp_path, monkeypatch, capsys):

@@ -35,6 +35,8 @@ FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", "
 FIRST = ("sd3", "unet_eps", "flux")
 REPEATS = tuple(name for name in FAMILIES if name not in FIRST)
 """Families that repeat what a test shows on one of each kind."""
+NETWORKS = tuple(name for name in FAMILIES if name not in ("sd3_t5", "unet_v", "flux_cfg", "flux2_dev_edit"))
+"""Without those whose networks and pictures are treated as another's."""
 
 CLIP = {"prompt_limit": 12, "limited_by": "CLIPText"}
 T5 = {"prompt_limit": 16, "limited_by": "T5"}

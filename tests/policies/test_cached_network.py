@@ -60,9 +60,7 @@ def test_a_cache_skips_blocks_and_says_how_many(policy, guidance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cache", repeating([TAYLOR, FIRST, HALF], slow=[FIRST]), ids=["taylorseer", "first_block", "all_skipped"]
-)
+@pytest.mark.parametrize("cache", [TAYLOR, HALF], ids=["taylorseer", "first_block"])
 def test_nothing_is_kept_between_batches_rollouts_and_weights(policy, cache):
     first = images(policy, cache)
     assert torch.equal(images(policy, cache, [2, 3]), first[2:])  # the second batch alone
@@ -86,9 +84,7 @@ def test_passes_outside_of_the_rollout_see_no_hook(policy, cache):
     def gradients():
         policy.zero_grad()
         policy(noise, times, policy.encode(PROMPTS[:2])).square().mean().backward()
-        return [
-            parameter.grad.clone() for parameter in trainable_parameters(policy).values() if parameter.grad is not None
-        ]
+        return [p.grad.clone() for p in trainable_parameters(policy).values() if p.grad is not None]
 
     keys, evaluated, before = list(policy.state_dict()), images(policy, None), gradients()
     modules = dict(policy.named_modules())
@@ -100,11 +96,10 @@ def test_passes_outside_of_the_rollout_see_no_hook(policy, cache):
     assert torch.equal(images(policy, None), evaluated)
 
 
-def test_a_rollout_says_what_ran_and_a_rollout_without_a_cache_does_not(sd3):
+def test_a_chain_after_a_cached_rollout_says_nothing_of_it(sd3):
     policy, request = sd3(), RolloutRequest(PROMPTS[:2], [{}, {}], [0, 1], 2)
-    assert roll_out(policy, request, RolloutSpec(steps=STEPS, cache=TAYLOR)).blocks_run == pytest.approx(4 / 6)
-    assert roll_out(policy, request, RolloutSpec(steps=STEPS)).blocks_run is None
-    assert roll_out(policy, request, RolloutSpec("flow_sde", STEPS)).blocks_run is None
+    for spec, run in ((RolloutSpec(steps=STEPS, cache=TAYLOR), pytest.approx(4 / 6)), (RolloutSpec("flow_sde"), None)):
+        assert roll_out(policy, request, spec).blocks_run == run
 
 
 @pytest.mark.slow

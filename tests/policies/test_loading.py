@@ -16,7 +16,7 @@ from policies import contract
 from lit_vgrpo.apps.report.model_card import from_pretrained
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
+from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy
 from lit_vgrpo.policies.loading import WEIGHTS, distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.system.hub import LoadError
@@ -42,22 +42,15 @@ def with_scheduler(folder, to, kind, **entries):
 
 # --- what is published and works --------------------------------------------------------------------------------------
 
-SD2_UNET = {
-    "attention_head_dim": [2, 4],
-    "use_linear_projection": True,
-    "upcast_attention": True,
-    "dual_cross_attention": False,
-}
+SD2_UNET = {"attention_head_dim": [2, 4], "use_linear_projection": True, "upcast_attention": True}
+FLOW = ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0})
 V_FROM_PURE_NOISE = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 PUBLISHED = {
     "SD 1.5": ("unet_eps", "unet", {}, "PNDMScheduler", {"skip_prk_steps": True, "clip_sample": False}),
     "SD 2.1": ("unet_v", "unet", SD2_UNET, "DDIMScheduler", {"timestep_spacing": "leading"}),
     "NoobAI v": ("sdxl", "unet", {"upcast_attention": None}, "EulerDiscreteScheduler", V_FROM_PURE_NOISE),
-    "SD 3": ("sd3", "transformer", {"qk_norm": None}, "FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
-    "SD 3.5 M": (
-        *("sd3", "transformer", {"dual_attention_layers": [0], "pos_embed_max_size": 12}),
-        *("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
-    ),
+    "SD 3": ("sd3", "transformer", {"qk_norm": None}, *FLOW),
+    "SD 3.5 M": ("sd3", "transformer", {"dual_attention_layers": [0], "pos_embed_max_size": 12}, *FLOW),
 }
 
 
@@ -121,37 +114,19 @@ def test_a_distilled_model_is_warned_of_by_its_name():
     assert distillation_warning(SD3Policy("own/turbocharged")) is None
 
 
-@pytest.mark.parametrize("name", ["krea2", pytest.param("flux2", marks=pytest.mark.slow)])
-def test_a_distilled_model_is_warned_of_by_its_index(families, tmp_path, name):
-    small = families(name)
+def test_a_distilled_model_is_warned_of_by_its_index(families, tmp_path):
+    small = families("krea2")
     assert distillation_warning(small.policy_class(str(small.folder))) is None
     folder = edited(small.folder, tmp_path / "model", "model_index.json", is_distilled=True)
     found = distillation_warning(small.policy_class(str(folder)))
     assert "looks distilled to a few steps (is_distilled in its model_index.json). Trained directly" in found
 
 
-@pytest.mark.parametrize(("asked", "found"), [(SD3Policy, "sdxl"), (UNetPolicy, "flux")])
-def test_another_family_is_refused_in_one_line(families, asked, found):
-    family = families(found)
-    line = f"is a {family.policy_class.pipeline_class}, {asked.__name__} needs {asked.pipeline_class}."
-    with pytest.raises(LoadError, match=line):
-        asked(str(family.folder)).load()
-
-
-def test_bad_checkpoints_are_one_line(tmp_path):
-    assert "is not a folder" in SD3Policy(str(tmp_path / "missing")).check()[0]
-    assert "no model_index.json" in SD3Policy(str(tmp_path)).check()[0]
+def test_another_family_and_a_damaged_index_are_refused_in_one_line(families, tmp_path):
+    with pytest.raises(LoadError, match="is a StableDiffusionXLPipeline, SD3Policy needs StableDiffusion3Pipeline."):
+        SD3Policy(str(families("sdxl").folder)).load()
     (tmp_path / "model_index.json").write_text("[1")
     assert "is damaged" in SD3Policy(str(tmp_path)).check()[0]
-
-
-def test_a_model_that_is_not_in_the_cache_names_the_command():
-    name = "black-forest-labs/FLUX.1-dev"
-    policy = FluxPolicy(name)
-    (error,) = policy.check()
-    assert error.startswith(f"Cannot load {name}: not in the local cache and HF_HUB_OFFLINE is set.")
-    assert error.endswith(f"Run: hf download {name}, or set model.policy.checkpoint=/a/local/folder.")
-    assert policy.embeds_guidance  # until its config is there
 
 
 def test_damaged_weights_are_one_line(families, tmp_path):
@@ -164,6 +139,7 @@ def test_damaged_weights_are_one_line(families, tmp_path):
 def test_guidance_as_an_input_is_known_before_loading(flux_folder):
     policies = {embeds: FluxPolicy(str(flux_folder(embeds)), negative_prompt="fog") for embeds in (True, False)}
     assert {embeds: policy.embeds_guidance for embeds, policy in policies.items()} == {True: True, False: False}
+    assert FluxPolicy("black-forest-labs/FLUX.1-dev").embeds_guidance  # until its config is there
 
 
 def as_variant(folder, to, variant="fp16"):
@@ -275,7 +251,7 @@ def test_float16_is_not_trained_without_a_gradient_scaler(tiny_sd3, tmp_path):
 
 
 def test_sizes_that_the_vae_or_the_patches_cannot_take(families):
-    for name, multiple in (("sd3", 8), ("sdxl", 4), ("flux2", 8)):
+    for name, multiple in (("sd3", 8), ("sdxl", 4), ("flux2", 8), ("wan", 8)):
         with pytest.raises(LoadError, match=rf"model.policy.height=36.* is not a multiple of {multiple} "):
             families(name).load(height=36 if multiple == 8 else 362)
 

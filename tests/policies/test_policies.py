@@ -9,7 +9,7 @@ import torch
 from helpers import repeating
 from policies import contract
 from policies.contract import PROMPTS, SAME, encoded, inputs
-from policies.families import FAMILIES, FIRST, REPEATS, SLOW
+from policies.families import FAMILIES, FIRST, NETWORKS, REPEATS, SLOW
 from rollouts import sample_chain
 
 from lit_vgrpo.core.batches import BATCH_SIZE
@@ -27,7 +27,7 @@ COLOURS, SHAPES = ("red", "blue", "green", "yellow"), ("circle", "square", "tria
 SOLVERS = [*itertools.product([*FAMILIES, "sdxl_v"], [0, 1, 2])]
 VARIANTS = ("sd3_t5", "unet_v", "sdxl_v", "flux_cfg", "flux2_dev", *SLOW)
 """Another checkpoint of a family that has a case."""
-of_each_network = pytest.mark.parametrize("family", repeating(FAMILIES, slow=REPEATS), indirect=True)
+of_each_network = pytest.mark.parametrize("family", repeating(NETWORKS, slow=REPEATS), indirect=True)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,6 @@ def test_a_row_does_not_depend_on_its_batch(family):
     assert (four[0] - four[1]).abs().max() > 1e-3
 
 
-@of_each_network
 def test_an_image_has_the_same_bits_anywhere(family):
     """Alone, beside others, in another order, and spread over calls as two or three ranks would: embeddings too."""
     policy = family.shared
@@ -239,7 +238,6 @@ def test_bfloat16_keeps_trained_weights_in_float32(family):
     contract.bfloat16_keeps_trained_weights_in_float32(family)
 
 
-@of_each_network
 def test_helpers_follow_the_network_to_its_device(family):
     """On the ``meta`` device, which refuses every tensor that stays behind."""
     policy = family.load(lora_rank=2).to("meta")
@@ -256,10 +254,14 @@ def test_helpers_follow_the_network_to_its_device(family):
 
 
 @of_each_network
-@pytest.mark.parametrize("trained", repeating(["full", "partial"], slow=["partial"]))  # see test_trained.py
-def test_trained_weights_are_saved_as_a_pipeline(family, tmp_path, trained):
-    options = {} if trained == "full" else {"train_only": [family.train_only]}
-    contract.trained_weights_are_saved_as_a_pipeline(family, tmp_path / "out", **options)
+def test_trained_weights_are_saved_as_a_pipeline(family, tmp_path):
+    contract.trained_weights_are_saved_as_a_pipeline(family, tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FIRST, indirect=True)
+def test_weights_of_which_some_are_trained_are_saved_as_a_pipeline(family, tmp_path):
+    contract.trained_weights_are_saved_as_a_pipeline(family, tmp_path / "out", train_only=[family.train_only])
 
 
 @of_each_network

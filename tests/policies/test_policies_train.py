@@ -25,7 +25,7 @@ RUNS = [
     ("sd3_t5", "V-GRPO, guidance", lambda: VGRPO(GUIDED), 1),
     ("sdxl_v", "V-GRPO", *ON_VP["V-GRPO"]),
     ("unet_v", "V-GRPO", *ON_VP["V-GRPO"]),
-    *((name, "V-GRPO, guidance", lambda: VGRPO(GUIDED), 1) for name in LARGE),
+    ("z_image", "V-GRPO, guidance", lambda: VGRPO(GUIDED), 1),  # others: cli/test_family_runs.py
     *((name, "Flow-GRPO, guidance, KL", *ON_FLOW["Flow-GRPO, guidance, KL"]) for name in LARGE),
 ]
 FIRST = {

@@ -46,7 +46,8 @@ def test_a_prompt_is_encoded_once_while_memory_has_room(families, monkeypatch):
         assert equal(policy.encode([B, A]), plain.select(torch.tensor([1, 0])))
         assert sizes == []
         recent = policy.prompt_encoder._recent
-        monkeypatch.setattr(prompt_encoder, "MAX_BYTES_IN_MEMORY", size_of(recent))  # room for two
+        size = sum(value.nbytes for row in recent.values() for value in row.values())
+        monkeypatch.setattr(prompt_encoder, "MAX_BYTES_IN_MEMORY", size)  # room for two
         policy.encode([A])
         policy.encode([C])
         assert len(sizes) == 1
@@ -54,13 +55,6 @@ def test_a_prompt_is_encoded_once_while_memory_has_room(families, monkeypatch):
         assert len(sizes) == 1
         assert equal(policy.encode([B]), plain.select(torch.tensor([1])))  # was used longest ago
         assert len(sizes) == 2
-
-
-def size_of(rows):
-    return sum(value.nbytes for row in rows.values() for value in row.values())
-
-
-# --- the cache --------------------------------------------------------------------------------------------------------
 
 
 def test_a_cold_cache_changes_no_bit_and_a_warm_one_needs_no_encoder(families, tmp_path):
@@ -101,9 +95,6 @@ def test_the_negative_prompt_is_kept_apart_from_the_prompts(families, tmp_path):
     assert not sizes
 
 
-# --- whose embeddings they are ----------------------------------------------------------------------------------------
-
-
 def test_the_fingerprint_is_of_the_encoders_and_not_of_where_they_lie(families, tmp_path):
     family = families("sd3_t5")
     first = encoder_fingerprint(family.shared)
@@ -135,9 +126,6 @@ def test_the_fingerprint_changes_with_the_options_that_matter(families):
     family = families("sd3_t5")
     options = [{}, {"dtype": "bfloat16"}, {"max_sequence_length": 5}, {"use_t5": False}]
     assert len({encoder_fingerprint(family.load(**changed)) for changed in options}) == len(options)
-
-
-# --- where the encoders are -------------------------------------------------------------------------------------------
 
 
 def addresses(modules):
@@ -177,9 +165,6 @@ def test_images_need_the_vae_alone(families):
     policy = without_encoders(families("sd3").load())
     latents = torch.zeros(1, *policy.latent_shape)
     assert policy.encode_images(policy.decode(latents)).shape == latents.shape
-
-
-# --- the VAE ----------------------------------------------------------------------------------------------------------
 
 
 def test_tiling_above_the_tiles_size_changes_images_a_little():

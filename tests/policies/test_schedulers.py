@@ -16,10 +16,9 @@ def base(dynamic=False, **config):
 
 
 @pytest.mark.parametrize("solver", ["euler", "dpm++", "unipc"])
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_flow_solvers_integrate_a_linear_field_exactly(solver, shift):
+def test_flow_solvers_integrate_a_linear_field_exactly(solver):
     """With v = eps - x for one known x, every solver must end at that x."""
-    scheduler = flow_scheduler(solver, diffusers.FlowMatchEulerDiscreteScheduler(shift=shift), STEPS, TOKENS)
+    scheduler = flow_scheduler(solver, base(), STEPS, TOKENS)
     x, z = torch.full((1, 1, 2, 2), 0.7), torch.randn(1, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     for timestep, t in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
         z = scheduler.step((z - x) / t, timestep, z, return_dict=False)[0]

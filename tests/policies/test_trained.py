@@ -29,9 +29,6 @@ def trained_layers(policy):
     return {name.partition(".lora_")[0] for name in names if ".lora_" in name}
 
 
-# --- LoRA ------------------------------------------------------------------------------------------------------------
-
-
 def test_an_adapter_has_the_rank_and_the_scale_that_were_asked_for(tiny_sd3):
     policy = sd3(tiny_sd3, lora_rank=3, lora_alpha=12, lora_targets=["attn.to_q"]).load()
     layer = policy.network.get_submodule("transformer_blocks.0.attn.to_q")
@@ -72,10 +69,7 @@ def test_every_target_that_matches_nothing_is_named(tiny_sd3, target):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (
-            {"lora_targets": ["to_q"]},
-            "lora_targets=['to_q'] has no effect with lora_rank=None. Set lora_targets=None, or lora_rank.",
-        ),
+        ({"lora_targets": ["to_q"]}, "lora_targets=['to_q'] has no effect with lora_rank=None."),
         ({"lora_rank": 2, "train_only": ["*"]}, "train_only and lora_rank are both set"),
         ({"start_weights": "ema"}, "start_weights='ema' has no effect with start_from=None."),
         ({"quantisation": "nf4"}, "quantisation=nf4 needs lora_rank, without compile and without fold_lora."),
@@ -88,9 +82,6 @@ def test_options_that_contradict_each_other_are_refused(options, line):
     assert str(caught.value).startswith(line)
 
 
-# --- partial and full ------------------------------------------------------------------------------------------------
-
-
 def test_every_pattern_that_matches_nothing_is_named(tiny_sd3):
     message = "train_only: 'proj_out.wieght' matches nothing in SD3Transformer2DModel. Did you mean proj_out.weight?"
     with pytest.raises(LoadError, match=message):
@@ -99,10 +90,9 @@ def test_every_pattern_that_matches_nothing_is_named(tiny_sd3):
         sd3(tiny_sd3, train_only=["attn"]).load()
 
 
-@pytest.mark.parametrize("options", [{"train_only": ["*.attn.*"]}, {"lora_rank": 2}])
-def test_what_is_trained_is_float32_and_what_is_frozen_takes_half(tiny_sd3, options):
+def test_what_is_trained_is_float32_and_what_is_frozen_takes_half(tiny_sd3):
     pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny_sd3, text_encoder_3=None, tokenizer_3=None)
-    policy = sd3(tiny_sd3, dtype="bfloat16", **options).adopt(pipeline)
+    policy = sd3(tiny_sd3, dtype="bfloat16", train_only=["*.attn.*"]).adopt(pipeline)
     types = {(p.requires_grad, p.dtype) for p in policy.network.parameters()}
     assert types == {(True, torch.float32), (False, torch.bfloat16)}
     prediction = predict(policy)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.saved_weights import load_policy
 
 OPTIONS = {"max_sequence_length": 16, "num_frames": 5}
+NO_BOUNDARY, NO_SECOND = {"boundary_ratio": None}, {"transformer_2": [None, None]}
+LORA = {"start_from": "lora.safetensors", "lora_rank": 2}
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +44,9 @@ def test_a_video_has_its_frames_in_order(folder):
     torch.testing.assert_close(video[:, :1], first, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("num_frames", 6, "num_frames=6: the VAE decodes 1 plus a multiple of 2 frames. Use 5 or 7."),
-        ("height", 36, "height=36 is not a multiple of 8"),
-    ],
-)
-def test_a_size_that_cannot_be_made_is_one_line(folder, option, value, said):
-    with pytest.raises(LoadError, match=said.replace("+", r"\+")):
-        WanPolicy(str(folder), **{"height": 32, "width": 48, **OPTIONS, option: value}).load()
+def test_a_number_of_frames_that_cannot_be_made_is_one_line(folder):
+    with pytest.raises(LoadError, match="num_frames=6: the VAE decodes 1 plus a multiple of 2 frames. Use 5 or 7."):
+        WanPolicy(str(folder), height=32, width=48, **{**OPTIONS, "num_frames": 6}).load()
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +66,19 @@ def test_each_row_goes_to_the_network_of_its_time(two):
 
 
 @pytest.mark.parametrize(
-    ("removed", "options", "said"),
+    ("entries", "options", "said"),
     [
-        ("boundary_ratio", {}, "has 2 networks and boundary_ratio=None"),
-        ("transformer_2", {}, "has 1 network and boundary_ratio=0.8"),
-        (("boundary_ratio", "transformer_2"), {"guidance_scale_2": 3.0}, "guidance_scale_2 has no effect"),
-        ((), {"start_from": "LORA"}, "is a LoRA of one network, but the model has two. Name a run instead."),
+        (NO_BOUNDARY, {}, "has 2 networks and boundary_ratio=None"),
+        (NO_SECOND, {}, "has 1 network and boundary_ratio=0.8"),
+        (NO_BOUNDARY | NO_SECOND, {"guidance_scale_2": 3.0}, "guidance_scale_2 has no effect"),
+        ({}, LORA, "is a LoRA of one network, but the model has two. Name a run instead."),
     ],
 )
-def test_what_does_not_fit_two_networks_is_one_line(two, tmp_path, removed, options, said):
+def test_what_does_not_fit_two_networks_is_one_line(two, tmp_path, monkeypatch, entries, options, said):
+    monkeypatch.chdir(tmp_path)
     index = json.loads((two / "model_index.json").read_text())
-    for name in [removed] if isinstance(removed, str) else removed:
-        index[name] = [None, None] if name == "transformer_2" else None
-    shutil.copytree(two, tmp_path / "two")
-    (tmp_path / "two" / "model_index.json").write_text(json.dumps(index))
-    if "start_from" in options:
-        save_file({"a.lora_A.weight": torch.ones(1, 1)}, tmp_path / "lora.safetensors")
-        options = {"start_from": str(tmp_path / "lora.safetensors"), "lora_rank": 2}
-    policy = WanPolicy(str(tmp_path / "two"), height=32, width=48, **OPTIONS, **options)
+    shutil.copytree(two, "two")
+    Path("two/model_index.json").write_text(json.dumps({**index, **entries}))
+    save_file({"a.lora_A.weight": torch.ones(1, 1)}, LORA["start_from"])
     with pytest.raises(LoadError, match=said):
-        load_policy(policy)
+        load_policy(WanPolicy("two", height=32, width=48, **OPTIONS, **options))

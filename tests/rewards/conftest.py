@@ -56,3 +56,17 @@ def aesthetic_file(tmp_path_factory):
 def hps_checkpoint(tmp_path_factory):
     """A random HPS v2.1: its folder, and the name of its architecture in open_clip."""
     return scorer_files.write_hps(tmp_path_factory.mktemp("hps"))
+
+
+@pytest.fixture(scope="session")
+def tiny_reward(clip_folder, aesthetic_file, hps_checkpoint, image_reward_folder):
+    """``tiny_reward(PickScore, batch_size=2)``: a reward on its tiny checkpoint; keywords override."""
+    clip, image_reward, (hps, architecture) = str(clip_folder), str(image_reward_folder), hps_checkpoint
+    tiny = {
+        "PickScore": {"checkpoint": clip},
+        "CLIPScore": {"checkpoint": clip},
+        "HPSv2": {"checkpoint": str(hps), "model": architecture},
+        "ImageReward": {"checkpoint": image_reward, "tokenizer": image_reward},
+        "AestheticScore": {"checkpoint": str(aesthetic_file), "clip": clip},
+    }
+    return lambda kind, **changes: kind(**{**tiny[kind.__name__], **changes})

@@ -11,13 +11,11 @@ from scorer_files import head_weights
 from lit_vgrpo.rewards import AestheticScore, CLIPScore, PickScore
 
 PROMPTS = ["a red cat", "ein blauer Bär, 猫", "two dogs", "x " * 200]
-SIZES = [(48, 40), (32, 32), (20, 60), (200, 300)]
 
 
 @pytest.fixture(scope="module")
-def rewards(clip_folder, aesthetic_file):
-    clip = str(clip_folder)
-    return [PickScore(clip, batch_size=3), CLIPScore(clip), AestheticScore(str(aesthetic_file), clip=clip)]
+def rewards(tiny_reward):
+    return [tiny_reward(PickScore, batch_size=3), tiny_reward(CLIPScore), tiny_reward(AestheticScore)]
 
 
 @torch.no_grad()
@@ -35,7 +33,7 @@ def aesthetic(head_file, clip_folder, image):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [(32, 32), (20, 60), (200, 300)])
 def test_scores_are_the_published_arithmetic(rewards, clip_folder, aesthetic_file, size):
     images = torch.stack([clip_pixels.photo(*size, seed) for seed in range(4)])
     pairs = [clip_pixels.cosine(clip_folder, i, p) for i, p in zip(images, PROMPTS, strict=True)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_vgrpo.core.pixels import to_uint8
-from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Scores, Weighted, as_weighted
+from lit_vgrpo.rewards import Reward, RewardError, Scores, Weighted
 
 IMAGES = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8).contiguous()
 PROMPTS = ["a", "b", "c", "d"]
@@ -53,7 +53,7 @@ def test_the_total_is_the_weighted_sum_and_the_mean_by_default():
     assert batch.errors == {}
 
 
-def test_only_the_image_that_raises_is_lost():
+def test_only_the_image_that_raises_is_lost_and_none_at_weight_zero():
     good, bad = Field("good"), Field("bad", raises_on_two)
     batch = score(good, bad)
     assert batch.ok.tolist() == [True, True, False, True]
@@ -63,13 +63,10 @@ def test_only_the_image_that_raises_is_lost():
     assert math.isnan(batch.parts["bad"][2])
     assert batch.errors["bad"].endswith("test_combine.py:37: OSError: picture 2 is cursed.")
     assert bad.calls == 5
-
-
-def test_a_failed_part_of_weight_zero_costs_nothing_but_is_told():
-    batch = score(Field("good"), Field("bad", raises_on_two), weights=[1, 0])
-    assert batch.total.tolist() == [0, 1, 2, 3]
-    assert batch.ok.all()
-    assert batch.errors["bad"].endswith("test_combine.py:37: OSError: picture 2 is cursed.")
+    unweighted = score(good, bad, weights=[1, 0])
+    assert unweighted.total.tolist() == [0, 1, 2, 3]
+    assert unweighted.ok.all()
+    assert unweighted.errors == batch.errors
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -202,19 +199,10 @@ def test_rounding_to_uint8():
     assert to_uint8(values.half()).dtype == torch.uint8
 
 
-def test_as_weighted():
-    reward = JPEGCompressibility()
-    weighted = as_weighted(reward)
-    assert weighted.rewards == [reward]
-    assert weighted.weight_of == {"jpeg": 1}
-    assert as_weighted(weighted) is weighted
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"weights": [1.0, 2.0]}, r"weights=\[1.0, 2.0\] or clips=\[None\] does not match 1 rewards"),
-        ({"weights": [0.0]}, "are all 0. Set at least one"),
         ({"clips": [(1.0, 1.0)]}, r"clips=\[1.0, 1.0\] is an empty range"),
     ],
 )
@@ -224,10 +212,9 @@ def test_a_wrong_combination_is_refused(options, said):
 
 
 def test_counts_and_shapes_must_agree():
+    said = r"images \(B, 3, H, W\) or videos \(B, F, 3, H, W\) with B prompts and rows"
     for images, prompts in ((IMAGES, PROMPTS[:3]), (IMAGES[:, :1], PROMPTS)):
-        with pytest.raises(
-            ValueError, match=r"images \(B, 3, H, W\) or videos \(B, F, 3, H, W\) with B prompts and rows"
-        ):
+        with pytest.raises(ValueError, match=said):
             Weighted([Field()]).score(images, prompts, ROWS)
 
 
@@ -236,7 +223,7 @@ def test_a_reward_explains_its_failures_without_control_characters():
         raise SystemExit("\x1b[2Jgone\nwrong")
 
     batch = score(Field("bad", trouble))
-    assert batch.errors["bad"].endswith(".py:236: SystemExit: ?[2Jgone wrong.")
+    assert batch.errors["bad"].endswith(".py:223: SystemExit: ?[2Jgone wrong.")
 
     def tells(scores, images, rows):
         own.failure = "\x1b[2J told\r"

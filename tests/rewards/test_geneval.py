@@ -1,6 +1,7 @@
 import math
 import shutil
 
+import clip_pixels
 import numpy as np
 import pytest
 import torch
@@ -75,24 +76,14 @@ def plain_color(folder, crop, label):
         return vectors / vectors.norm(dim=-1, keepdim=True)
 
     model, tokenizer = CLIPModel.from_pretrained(folder).double().eval(), AutoTokenizer.from_pretrained(folder)
-    directions = []
+    directions, templates = [], ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
     for color in COLORS:
-        texts = [
-            f"a photo of a {color} {label}",
-            f"a photo of a {color}-colored {label}",
-            f"a photo of a {color} object",
-        ]
-        ids = [tokenizer(text)["input_ids"] for text in texts]
+        ids = [tokenizer(template.format(color, label))["input_ids"] for template in templates]
         ids = [one if len(one) <= 24 else [*one[:23], one[-1]] for one in ids]
         embeds = [model.text_projection(model.text_model(torch.tensor([one])).pooler_output)[0] for one in ids]
         directions.append(unit(unit(torch.stack(embeds)).mean(0)))
-    scale = 32 / min(crop.size)
-    crop = crop.resize([int(side * scale) for side in crop.size], Image.Resampling.BICUBIC)
-    left, top = (crop.width - 32) // 2, (crop.height - 32) // 2
-    pixels = np.asarray(crop.crop((left, top, left + 32, top + 32))) / 255
-    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-    pixel_values = torch.from_numpy((pixels - mean) / std).permute(2, 0, 1)[None].double()
-    features = unit(model.visual_projection(model.vision_model(pixel_values).pooler_output)[0])
+    pixels = clip_pixels.cropped(torch.from_numpy(np.array(crop)).permute(2, 0, 1) / 255, 32)
+    features = unit(model.visual_projection(model.vision_model(pixels).pooler_output)[0])
     return COLORS[int(torch.stack([features @ direction for direction in directions]).argmax())]
 
 

@@ -10,18 +10,7 @@ from transformers import CLIPProcessor
 
 from lit_vgrpo import rewards
 from lit_vgrpo.core.pixels import CLIP_STD, centre_cropped, letterboxed
-from lit_vgrpo.rewards import (
-    AestheticScore,
-    CLIPScore,
-    HPSv2,
-    ImageReward,
-    JPEGCompressibility,
-    PickScore,
-    PythonReward,
-    RewardOutage,
-    SmoothShapesReward,
-    Weighted,
-)
+from lit_vgrpo.rewards import JPEGCompressibility, PythonReward, RewardOutage, SmoothShapesReward, Weighted
 from lit_vgrpo.rewards.clip import clip_pixels as prepared
 from lit_vgrpo.rewards.model import ScoreHead
 from lit_vgrpo.tiny.shapes import prompt_rows, render
@@ -40,18 +29,13 @@ def constant(images, prompts):
 
 
 @pytest.fixture(scope="module")
-def build(clip_folder, aesthetic_file, hps_checkpoint, image_reward_folder):
-    clip, (hps, architecture) = str(clip_folder), hps_checkpoint
-    made = {
-        "PickScore": lambda: PickScore(clip),
-        "CLIPScore": lambda: CLIPScore(clip),
-        "AestheticScore": lambda: AestheticScore(str(aesthetic_file), clip=clip),
-        "HPSv2": lambda: HPSv2(str(hps), model=architecture),
-        "ImageReward": lambda: ImageReward(str(image_reward_folder), tokenizer=str(image_reward_folder)),
+def build(tiny_reward):
+    """Any differentiable reward by its name."""
+    others = {
         "PythonReward": lambda: PythonReward(redness, differentiable=True),
         "SmoothShapesReward": SmoothShapesReward,
     }
-    return lambda name: made[name]()
+    return lambda name: others[name]() if name in others else tiny_reward(getattr(rewards, name))
 
 
 def photos(height, width):
@@ -59,20 +43,13 @@ def photos(height, width):
 
 
 def test_these_are_all_that_are_differentiable():
-    kinds = (getattr(rewards, name) for name in rewards.__all__)
-    found = {
-        kind.__name__ for kind in kinds if isinstance(kind, type) and getattr(kind, "differentiable", False) is True
-    }
+    found = {name for name in rewards.__all__ if getattr(getattr(rewards, name), "differentiable", False) is True}
     assert found == {*MODELS, "SmoothShapesReward"}
-
-
-SIDE = {"ImageReward": 64}
-"""Sides of the small models' inputs, if not 32."""
 
 
 @pytest.mark.parametrize("name", [*MODELS, "PythonReward", "SmoothShapesReward"])
 def test_the_score_is_that_of_the_ordinary_call(build, name):
-    side = SIDE.get(name, 32)
+    side = 64 if name == "ImageReward" else 32  # of the model's input
     reward, images = build(name), (photos(side, side) * 255).round() / 255
     scores, expected = reward.with_gradient(images, PROMPTS, ROWS), reward(images, PROMPTS, ROWS)
     assert scores.dtype == torch.float32
@@ -83,11 +60,9 @@ def test_the_score_is_that_of_the_ordinary_call(build, name):
 def test_resized_pixels_are_those_of_the_processor_before_rounding(clip_folder, size):
     model = SimpleNamespace(device="cpu", dtype=torch.float32)
     processor = CLIPProcessor.from_pretrained(clip_folder)
-    whole = (photos(*size) * 255).round()
+    whole, std = (photos(*size) * 255).round(), torch.tensor(CLIP_STD)[:, None, None]
     for resized in (lambda images: prepared(processor, images, model), partial(centre_cropped, size=32)):
-        apart = (
-            (resized(whole / 255) - resized(whole.to(torch.uint8))).abs() * torch.tensor(CLIP_STD)[:, None, None] * 255
-        )
+        apart = (resized(whole / 255) - resized(whole.to(torch.uint8))).abs() * std * 255
         assert apart.max() < 1.05  # grey levels: the processor rounds, and PIL's weights have eight bits
         assert apart.mean() < 0.35  # 0.25 by rounding alone
     torch.testing.assert_close(letterboxed(whole / 255, 32), letterboxed(whole.to(torch.uint8), 32), atol=1e-6, rtol=0)
@@ -122,9 +97,8 @@ def test_the_gradient_is_that_of_finite_differences(build, name):
 
 def test_a_sum_has_the_gradient_of_its_differentiable_parts():
     smooth, jpeg = SmoothShapesReward(), JPEGCompressibility()
-    both = Weighted(
-        [smooth, jpeg, PythonReward(redness, differentiable=True)], [2.0, 1.0, -1.0], [None, None, [0, 0.02]]
-    )
+    parts = [smooth, jpeg, PythonReward(redness, differentiable=True)]
+    both = Weighted(parts, [2.0, 1.0, -1.0], [None, None, [0, 0.02]])
     assert both.differentiable
     assert not Weighted([smooth, jpeg], [0.0, 1.0]).differentiable
     leaf = photos(32, 32).requires_grad_()
@@ -141,9 +115,8 @@ def test_a_function_declares_its_gradient_and_has_one():
     assert not PythonReward(redness).differentiable
     leaf = photos(32, 32).requires_grad_()
     assert not PythonReward(redness, differentiable=True)(leaf, PROMPTS, ROWS).requires_grad
-    with pytest.raises(
-        RewardOutage, match=r'^Reward "constant" is differentiable, but its scores carry no gradient\.$'
-    ):
+    said = r'^Reward "constant" is differentiable, but its scores carry no gradient\.$'
+    with pytest.raises(RewardOutage, match=said):
         Weighted([PythonReward(constant, differentiable=True)]).with_gradient(leaf, PROMPTS, ROWS)
     with pytest.raises(ValueError, match=r"differentiable=True needs images=tensor: images=pil carry no gradient"):
         PythonReward(redness, images="pil", differentiable=True)

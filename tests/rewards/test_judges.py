@@ -62,13 +62,11 @@ def scored(name, answer):
         ("UnifiedReward2", "Alignment Score (1-5): 4\nCoherence Score (1-5): 3\n", None),
         ("UnifiedReward2", ASPECTS.format(4, 7, 3), None),
         ("UnifiedReward2", ASPECTS.format(4, "nan", 3), None),
-        ("UnifiedReward2", "Final Score: 4", None),
         ("RationalRewards", RATIONALE.format(3.5, 2.5, "N/A"), 3.0),
         ("RationalRewards", RATIONALE.format("**4**", 2, "1.5 (poor)"), 2.5),
         ("RationalRewards", RATIONALE.format(4, 5, "N/A"), None),
         ("RationalRewards", RATIONALE.format("N/A", "N/A", "N/A"), None),
         ("RationalRewards", RATIONALE.format(4, "", "N/A").partition("3. Text")[0], None),
-        ("RationalRewards", "The image is good.\nIt is red.", None),
     ],
 )
 def test_an_answer_gives_the_mean_of_its_scores_or_is_quoted_once(name, text, expected):

@@ -97,7 +97,6 @@ PNG, WIDE, LARGE = (base64.b64encode(encode_png(pixels(3, *size))).decode() for 
         ({"images": [PNG] * 9, "prompts": ["a"] * 9}, "9 images exceed the limit of 8", 413),
         ({"images": [LARGE], "prompts": ["a"]}, "9 x 9 pixels exceeds the limit of 64", 413),
         (b'{"a":' + b"[" * 7_000, "", 400),  # 422 where Python's parser goes that deep
-        (b'{"a":' + b"[" * 9_000, "more than 1000 JSON values per image", 413),  # counted before they are parsed
         (bytes(10_001), "", 413),
         ({"images": [PNG], "prompts": ["a"]}, '"scores":[-0.', 200),
     ],

@@ -28,12 +28,11 @@ def asked(server):
 def test_the_probability_is_that_of_all_spellings():
     rows = [{"vqa_list": [["How many?", "two"], ["A cat?", "Yes"]]}, {"vqa_list": [["A dog?", "Yes"]]}]
     plan = [choosing(two=0.2, _2=0.1, Two=0.2, no=0.5), choosing(yes=0.5, No=0.5), choosing(No=0.75, maybe=0.25)]
-    for mean, expected in (("geometric", [0.5, 0.25]), ("arithmetic", [0.5, 0.25])):
-        with FaultServer(list(plan)) as server:
-            found = reward(server, mean=mean)(IMAGES, ["p", "q"], rows)
-            contents, body = asked(server)
-        # an answer that is not listed has at most the probability of the last one
-        assert found.tolist() == pytest.approx(expected)
+    with FaultServer(plan) as server:
+        found = reward(server)(IMAGES, ["p", "q"], rows)
+        contents, body = asked(server)
+    # an answer that is not listed has at most the probability of the last one
+    assert found.tolist() == pytest.approx([0.5, 0.25])
     assert [content[-1]["text"] for content in contents] == [
         f"{q} Answer in one word." for q in ("How many?", "A cat?", "A dog?")
     ]

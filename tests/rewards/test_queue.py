@@ -75,14 +75,6 @@ def test_the_caller_goes_on_while_the_thread_waits_and_the_order_is_kept():
     assert slow.seen == sorted(slow.seen)
 
 
-def test_without_overlap_everything_works_in_the_caller_s_thread():
-    slow = Mean("slow", concurrent=True)
-    queue = ScoreQueue(Weighted([slow], overlap=False))
-    put_all(queue, batches())
-    queue.take()
-    assert set(slow.threads) == {threading.current_thread().name}
-
-
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_an_outage_ends_the_run_where_another_error_fails_the_images(concurrent):
     queue = ScoreQueue(Weighted([Mean("bad", concurrent, trouble=OSError("gone"))]))

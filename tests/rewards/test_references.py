@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import Brightness
 from make_tiny_edit import random_edits
 from PIL import Image
 
@@ -16,13 +17,6 @@ class Difference(Reward):
     def __call__(self, images, prompts, rows, references=None):
         assert references is not None
         return (images - references).abs().mean((1, 2, 3))
-
-
-class Plain(Reward):
-    name = "plain"
-
-    def __call__(self, images, prompts, rows):
-        return images.mean((1, 2, 3))
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +34,9 @@ def edits(tmp_path_factory):
 
 def test_a_reward_gets_the_pictures_only_if_it_asks_for_them(edits):
     before, after, prompts, rows = edits
-    found = Weighted([Difference(), Plain()]).score(before, prompts, rows)
+    found = Weighted([Difference(), Brightness()]).score(before, prompts, rows)
     assert found.parts["difference"].abs().max() < 1e-6
-    torch.testing.assert_close(found.parts["plain"], (to_uint8(before) / 255).mean((1, 2, 3)))
+    torch.testing.assert_close(found.parts["brightness"], (to_uint8(before) / 255).mean((1, 2, 3)))
     assert Weighted([Difference()]).score(after, prompts, rows).total.min() > 0.005
 
 
@@ -74,11 +68,9 @@ def test_recolouring_scores_the_edit_and_a_copy_scores_nothing(edits):
     assert "has no picture to edit" in reward.prompt_error(edit_of("red"), {"prompt": edit_of("red")})
 
 
-def test_clip_similarity_of_a_copy_is_1(edits, tmp_path):
-    import tiny_pipelines
-
+def test_clip_similarity_of_a_copy_is_1(edits, tiny_clip):
     before, after, prompts, rows = edits
-    reward = CLIPImageSimilarity(str(tiny_pipelines.build_clip(tmp_path)), batch_size=4)
+    reward = CLIPImageSimilarity(str(tiny_clip), batch_size=4)
     assert reward.check() == []
     copies, changed = (Weighted([reward]).score(images, prompts, rows).total for images in (before, after))
     torch.testing.assert_close(copies, torch.ones(6))

@@ -1,10 +1,6 @@
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import repeating
-from torch import Tensor
 
 from lit_vgrpo.rewards.shapes import ShapesReward
 from lit_vgrpo.tiny.shapes import BACKGROUND, PALETTE, ShapesImages, coverage, prompt_rows
@@ -13,21 +9,21 @@ PROMPT = "a red circle on the left"
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
+def rows():
     return [dict(row) for part in prompt_rows() for row in part] * 8
 
 
 @pytest.fixture(scope="module")
-def pictures(rows: list[dict[str, Any]]) -> Tensor:
+def pictures(rows):
     generators = [torch.Generator().manual_seed(i) for i in range(len(rows))]
     return ShapesImages(caption_noise=0)([row["prompt"] for row in rows], rows, generators)[0]
 
 
-def prompts_of(rows: list[dict[str, Any]]) -> list[str]:
+def prompts_of(rows):
     return [row["prompt"] for row in rows]
 
 
-def draw(*shapes: tuple[str, str, float, float, float]) -> Tensor:
+def draw(*shapes):
     """A picture of shapes given as (colour, shape, x, y, area)."""
     picture = torch.tensor(BACKGROUND)[:, None, None].expand(3, 32, 32)
     for colour, shape, x, y, area in shapes:
@@ -36,12 +32,9 @@ def draw(*shapes: tuple[str, str, float, float, float]) -> Tensor:
     return picture[None]
 
 
-@pytest.mark.parametrize("check", repeating(["mean", "colour", "shape", "place"], slow=["colour", "shape", "place"]))
-def test_rendered_pictures_pass_clean_blurred_and_noisy(
-    check: str, rows: list[dict[str, Any]], pictures: Tensor
-) -> None:
-    reward = ShapesReward(check)
-    assert reward.name == ("shapes" if check == "mean" else check)
+def test_rendered_pictures_pass_clean_blurred_and_noisy(rows, pictures):
+    reward = ShapesReward()
+    assert (reward.name, ShapesReward("colour").name) == ("shapes", "colour")
     blurred = F.avg_pool2d(F.pad(pictures, (1, 1, 1, 1), mode="replicate"), 3, 1)
     noise = 0.05 * torch.randn(pictures.shape, generator=torch.Generator().manual_seed(0))
     for images in (pictures, (pictures * 255).round() / 255, (blurred + noise).clamp(0, 1)):
@@ -51,19 +44,7 @@ def test_rendered_pictures_pass_clean_blurred_and_noisy(
         assert scores.mean() >= 0.99
 
 
-def test_other_peoples_pictures_score_at_chance(rows: list[dict[str, Any]], pictures: Tensor) -> None:
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-    shuffled = [rows[i] for i in order]
-    parts = [
-        ShapesReward(check)(pictures, prompts_of(shuffled), shuffled).mean() for check in ("colour", "shape", "place")
-    ]
-    for mean, chance in zip(parts, (1 / 6, 1 / 3, 1 / 4), strict=True):
-        assert mean.item() == pytest.approx(chance, abs=0.06)
-    mean = ShapesReward()(pictures, prompts_of(shuffled), shuffled).mean()
-    assert mean.item() == pytest.approx(sum(parts).item() / 3, abs=1e-5)
-
-
-def test_no_shape_scores_zero() -> None:
+def test_no_shape_scores_zero():
     generator = torch.Generator().manual_seed(0)
     noise = torch.rand(64, 3, 32, 32, generator=generator)
     plain = torch.full((1, 3, 32, 32), 0.5)
@@ -75,34 +56,34 @@ def test_no_shape_scores_zero() -> None:
         assert ShapesReward()(images, [PROMPT] * count, [{}] * count).mean() <= 0.02
 
 
-def test_one_wrong_attribute_costs_one_third() -> None:
+def test_one_wrong_attribute_costs_one_third():
     right = ("red", "circle", 9.0, 16.0, 90.0)
     for wrong in (("blue", *right[1:]), ("red", "square", *right[2:]), ("red", "circle", 23.0, 16.0, 90.0)):
         assert ShapesReward()(draw(wrong), [PROMPT], [{}]).item() == pytest.approx(2 / 3)
     assert ShapesReward()(draw(right), [PROMPT], [{}]).item() == 1
 
 
-def test_middle_and_corner_are_no_place() -> None:
+def test_middle_and_corner_are_no_place():
     for x, y in ((16.0, 16.0), (9.0, 9.0)):
         images = draw(("red", "circle", x, y, 90.0))
         assert ShapesReward("place")(images, [PROMPT], [{}]).item() == 0
         assert ShapesReward("colour")(images, [PROMPT], [{}]).item() == 1
 
 
-def test_unknown_attributes_are_failures_not_zeros() -> None:
+def test_unknown_attributes_are_failures_not_zeros():
     images = draw(("red", "circle", 9.0, 16.0, 90.0)).repeat(3, 1, 1, 1)
     prompts = ["a house", "a house", PROMPT]
-    fields: list[dict[str, Any]] = [{}, {"colour": "red"}, {"colour": "beige"}]
+    fields = [{}, {"colour": "red"}, {"colour": "beige"}]
     assert ShapesReward()(images, prompts, fields).isnan().tolist() == [True, True, True]
     assert ShapesReward("colour")(images, prompts, fields).nan_to_num(nan=-1).tolist() == [-1, 1, -1]
 
 
-def test_larger_pictures_are_judged_the_same(rows: list[dict[str, Any]], pictures: Tensor) -> None:
+def test_larger_pictures_are_judged_the_same(rows, pictures):
     large = F.interpolate(pictures[:72], scale_factor=4, mode="bilinear")
     assert ShapesReward()(large, prompts_of(rows[:72]), rows[:72]).mean() >= 0.99
 
 
-def test_a_picture_is_judged_alone(rows: list[dict[str, Any]], pictures: Tensor) -> None:
+def test_a_picture_is_judged_alone(rows, pictures):
     together = ShapesReward()(pictures[:8], prompts_of(rows[:8]), rows[1:9])
     alone = [ShapesReward()(pictures[i : i + 1], prompts_of(rows[i : i + 1]), rows[i + 1 : i + 2]) for i in range(8)]
     assert torch.equal(together, torch.cat(alone))

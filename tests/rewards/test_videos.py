@@ -36,13 +36,6 @@ def test_the_gradient_reaches_the_scored_frames():
     assert videos.grad.flatten(2).any(2).tolist() == [[True, False, False, True]] * 2
 
 
-def test_frames_of_a_comparing_reward_are_compared():
-    class Ranks(JPEGCompressibility):
-        compares = True
-
-    assert Frames(Ranks()).compares
-
-
 def test_a_frame_that_fails_fails_its_video():
     broken = VIDEOS.clone()
     broken[1, 2, 0, 0, 0] = torch.nan
@@ -75,18 +68,12 @@ def test_rendered_videos_pass_and_others_do_not():
     assert MotionReward()(videos, prompts, blank).eq(1).all()
     assert MotionReward("motion")(videos.flip(1), prompts, blank).eq(0).all()
     assert MotionReward("motion")(videos[:, :1].expand_as(videos), prompts, blank).eq(0).all()
-    for name in motion.CHOICES:
-        wrong = [
-            motion.prompt_of(**{**{key: row[key] for key in motion.CHOICES}, name: another(name, row)}) for row in rows
-        ]
+    for name, values in motion.CHOICES.items():
+        others = [row | {name: values[values.index(row[name]) - 1]} for row in rows]
+        wrong = [motion.prompt_of(*map(row.get, motion.CHOICES)) for row in others]
         torch.testing.assert_close(MotionReward()(videos, wrong, blank), torch.full((len(rows),), 2 / 3))
     videos[:, 2] = motion.render("red", "circle", "up", generator)[0, :, :1, :1]
     assert MotionReward()(videos, prompts, blank).eq(0).all()
-
-
-def another(name, row):
-    values = motion.CHOICES[name]
-    return values[values.index(row[name]) - 1]
 
 
 def test_an_unknown_prompt_is_no_zero():
@@ -99,9 +86,8 @@ def test_a_video_file_holds_every_frame(tmp_path):
     with Image.open(tmp_path / "video.webp") as file:
         for number in range(file.n_frames):
             file.seek(number)
-            assert torch.equal(
-                torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1), to_uint8(VIDEOS[0, number])
-            )
+            frame = torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1)
+            assert torch.equal(frame, to_uint8(VIDEOS[0, number]))
         assert file.n_frames == 4
 
 

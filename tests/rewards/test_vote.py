@@ -7,18 +7,12 @@ from io import BytesIO
 
 import pytest
 import torch
+from helpers import Brightness
 from PIL import Image
 from scipy.optimize import minimize
 
-from lit_vgrpo.rewards import Reward, ScoreQueue, VoteReward, Weighted
+from lit_vgrpo.rewards import Frames, ScoreQueue, VoteReward, Weighted
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteRefused, VoteStore, VoteStoreError, choice_scores
-
-
-class Brightest(Reward):
-    name = "brightness"
-
-    def __call__(self, images, prompts, rows):
-        return images.mean((1, 2, 3))
 
 
 @pytest.fixture
@@ -55,9 +49,6 @@ def vote_in_thread(path, choose, votes, voter="ann"):
 def brightest(store, comparison):
     """The image with the largest pixel value, of images of one grey each."""
     return max(comparison.images, key=lambda image: Image.open(BytesIO(store.image(image))).getpixel((0, 0)))
-
-
-# --- what is shown ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -101,8 +92,6 @@ def test_a_vote_can_be_undone_until_it_is_used_and_a_skip_counts(store):
     assert store.progress().given == 0
     with pytest.raises(VoteRefused, match="These images do not exist"):
         store.vote(comparison.id, "ann", "b0")
-    with pytest.raises(VoteRefused, match="These images do not exist"):
-        store.vote(comparison.id + 1, "ann", "a0")
     store.vote(comparison.id, "ann", "a0")
     with pytest.raises(VoteRefused, match="You have already voted on these images"):
         store.vote(comparison.id, "ann", "a1")
@@ -126,9 +115,6 @@ def test_a_rank_closes_its_own_groups_and_those_of_ranks_that_are_gone(store):
     assert sorted(asked) == ["prompt of new", "prompt of old 1"]
 
 
-# --- the file --------------------------------------------------------------------------------------------------------
-
-
 def test_an_unusable_file_is_refused_and_left_alone(tmp_path):
     path = tmp_path / FILE_NAME
     path.write_bytes(b"not a database at all" * 100)
@@ -144,9 +130,6 @@ def test_an_unusable_file_is_refused_and_left_alone(tmp_path):
     assert not (tmp_path / "other.sqlite3").exists()
 
 
-# --- the reward ------------------------------------------------------------------------------------------------------
-
-
 def reward_in(folder, **options):
     reward = VoteReward(**options)
     reward.enter_run(folder)
@@ -155,7 +138,7 @@ def reward_in(folder, **options):
 
 def test_scores_are_fitted_within_each_prompt_whatever_the_batches(tmp_path):
     reward = reward_in(tmp_path, images_per_vote=2)
-    queue = ScoreQueue(Weighted([reward, Brightest()], [1.0, 0.0]))
+    queue = ScoreQueue(Weighted([reward, Brightness()], [1.0, 0.0]))
     voter = vote_in_thread(tmp_path / FILE_NAME, brightest, 3 + 1)
     queue.put(grey(0.1, 0.9, 0.2), ["a", "a", "b"], [{}] * 3)  # both groups go on in the next batch
     queue.put(grey(0.5, 0.8, 0.3), ["b", "a", "a"], [{}] * 3)
@@ -180,16 +163,14 @@ def test_votes_on_the_same_pixels_are_kept_and_twins_share_a_score(tmp_path):
 
 
 def test_held_out_images_are_scored_by_others():
-    people, other = VoteReward(), Brightest()
+    people, other = VoteReward(), Brightness()
     assert Weighted([people]).observing(Weighted([other])).weight_of == {"brightness": 1.0}
     both = Weighted([people, other])
     assert both.observing(None).weight_of == {"brightness": 0.5}
     assert both.compares
+    assert Frames(people).compares
     assert not both.observing(None).compares
     assert Weighted([people]).observing(None).compares  # refused where there are held-out prompts
-
-
-# --- scores from choices, against closed forms and a general optimiser ------------------------------------------------
 
 
 def negative_log_posterior(scores, choices, prior_std):

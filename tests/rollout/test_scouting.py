@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import Brightness, make_data, make_module, make_trainer
 
-from lit_vgrpo import VGRPO, DiffusionNFT, FlowGRPO, RolloutSpec, SD3Policy, UNetPolicy
+from lit_vgrpo import VGRPO, FlowGRPO, RolloutSpec, SD3Policy, UNetPolicy
 from lit_vgrpo.callbacks import RewardLogger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import BlockCache, Rollout, ScoutSpec
@@ -17,8 +17,8 @@ from lit_vgrpo.training.settings import module_errors
 FACTOR, SCOUT_STEPS, STEPS = 3, 2, 4
 
 
-def scouting(make=VGRPO, steps=SCOUT_STEPS, **options):
-    return make(RolloutSpec(steps=STEPS, scouts=ScoutSpec(FACTOR, steps)), **options)
+def scouting():
+    return VGRPO(RolloutSpec(steps=STEPS, scouts=ScoutSpec(FACTOR, SCOUT_STEPS)))
 
 
 class Recorder:
@@ -56,9 +56,8 @@ def train(folder, tmp_path, module, iterations=1, **data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [VGRPO, DiffusionNFT])
-def test_what_is_trained_on_is_what_the_noise_gives_without_scouts(tiny_sd3, tmp_path, make):
-    module, plain = make_module(tiny_sd3, scouting(make)), make_module(tiny_sd3, make(RolloutSpec(steps=STEPS)))
+def test_what_is_trained_on_is_what_the_noise_gives_without_scouts(tiny_sd3, tmp_path):
+    module, plain = make_module(tiny_sd3, scouting()), make_module(tiny_sd3, VGRPO(RolloutSpec(steps=STEPS)))
     with_scouts, without = Recorder(module.objective), Recorder(plain.objective)
     train(tiny_sd3, tmp_path, module)
     train(tiny_sd3, tmp_path, plain, group_size=4 * FACTOR)

@@ -7,15 +7,11 @@ NAME = "nobody/nothing-of-this-name"
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def offline(tmp_path, monkeypatch):
+    """An empty cache, and a hub that is not asked."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
-def offline(cache, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return cache
+    return tmp_path
 
 
 def test_a_folder_without_the_file_or_no_folder_is_told(tmp_path):
@@ -51,11 +47,10 @@ def test_what_is_cached_can_be_loaded(offline):
     assert explain_unloadable(NAME, "other.json", "key") is not None
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(cache, monkeypatch):
+def test_a_hub_that_cannot_be_reached_is_one_line(offline, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
     message = explain_unloadable(NAME, "config.json", "key")
-    assert message.startswith(
-        f"Cannot load {NAME}: not in the local cache and asking the hub for config.json ended with "
-    )
+    said = f"Cannot load {NAME}: not in the local cache and asking the hub for config.json ended with "
+    assert message.startswith(said)

@@ -1,12 +1,9 @@
-import json
 from collections import Counter
 from itertools import product
 
 import pytest
 import torch
-from make_prompts import files
 
-from lit_vgrpo.system.paths import shipped_root
 from lit_vgrpo.tiny.shapes import (
     CHOICES,
     PLACES,
@@ -54,14 +51,6 @@ def test_split_holds_every_value_in_both_parts() -> None:
             counts = Counter(row[name] for row in part)
             assert set(counts) == set(values)
             assert len(set(counts.values())) == 1
-
-
-@pytest.mark.slow
-def test_shipped_prompts_are_the_generated_ones() -> None:
-    for name, rows in zip(("train", "heldout"), prompt_rows(), strict=True):
-        written = files()[f"shapes_{name}.jsonl"]
-        assert written == (shipped_root() / "prompts" / f"shapes_{name}.jsonl").read_text(encoding="utf-8")
-        assert [json.loads(line) for line in written.splitlines()] == rows
 
 
 def test_rendering_depends_on_the_generator_alone() -> None:

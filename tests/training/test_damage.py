@@ -81,10 +81,7 @@ def every_reader(path, capfd):
 
 @pytest.mark.parametrize(
     ("damage", "what"),
-    [
-        (flip_a_bit_of, "is damaged: archive/data/"),
-        (put_nan_into, f"has values that are not finite, in {NAME}"),
-    ],
+    [(flip_a_bit_of, "is damaged: archive/data/"), (put_nan_into, f"has values that are not finite, in {NAME}")],
 )
 def test_a_damaged_weight_is_refused_by_name_wherever_a_checkpoint_is_read(inside, capfd, damage, what):
     path = CHECKPOINTS / "last.ckpt"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import Brightness, ShapesReward, make_data, make_module, make_trainer, weights
+from helpers import Brightness, make_data, make_module, make_trainer, weights
 from torch.utils.data import DataLoader
 
 from lit_vgrpo.callbacks import EMA
@@ -19,8 +19,7 @@ class Fails(Reward):
 
 
 def test_validate_scores_and_leaves_everything_fit_for_training(tiny_sd3, tmp_path):
-    reward = ShapesReward()
-    module, data = make_module(tiny_sd3, reward=reward), make_data()
+    module, data = make_module(tiny_sd3), make_data()
     (found,) = make_trainer(tmp_path).validate(module, datamodule=data, verbose=False)
     assert found["heldout/failed"] == 0
     assert math.isfinite(found["heldout/reward"])
@@ -28,8 +27,6 @@ def test_validate_scores_and_leaves_everything_fit_for_training(tiny_sd3, tmp_pa
     prompts = data.heldout_prompts()
     loader = data.val_dataloader()
     assert [prompt for batch in loader for prompt in batch.prompts] == prompts
-    module = make_module(tiny_sd3)
-    make_trainer(tmp_path).validate(module, datamodule=data, verbose=False)
     before = weights(module)
     make_trainer(tmp_path, 1).fit(module, datamodule=make_data(train="shipped:prompts/shapes_heldout.jsonl"))
     assert any(not torch.equal(value, before[name]) for name, value in weights(module).items())

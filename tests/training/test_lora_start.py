@@ -11,7 +11,6 @@ import pytest
 import torch
 from commands import export, run
 from fake_hub import FakeHub
-from helpers import make_module, repeating
 from huggingface_hub import constants
 from peft import LoraConfig
 from policies.contract import inputs
@@ -181,14 +180,8 @@ def loras(tmp_path_factory, sd3_folder, unet_folder, sdxl_folder, flux_folder, l
     return Loras(tmp_path_factory.mktemp("loras"), make)
 
 
-CASES = [(name, naming) for name, known in NAMINGS.items() for naming in known]
-REPEATS = {("sd3", "ai_toolkit"), ("flux", "diffusers"), ("sdxl", "diffusers"), ("qwen_image", "diffusers")}
-REPEATS |= {("sdxl", "kohya"), ("qwen_image", "kohya"), ("flux", "kohya")}
-REPEATS |= {(name, naming) for name in NEWER for naming in NAMINGS[name]}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "naming"), repeating(CASES, slow=REPEATS))
+@pytest.mark.parametrize(("name", "naming"), [(name, naming) for name, known in NAMINGS.items() for naming in known])
 def test_each_naming_gives_the_picture_of_the_merged_weights(loras, name, naming):
     start = loras.file(name, naming)
     assert policy_errors(loras.started(name, start)) == []
@@ -210,18 +203,9 @@ def test_full_weights_take_it_in_and_other_ranks_stay_free(loras):
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, tiny_recipe, capsys):
-    start = loras.file("sd3", "kohya")
-    module = make_module(
-        loras.family("sd3").folder,
-        policy_options={**RANK, "lora_targets": loras.targets("sd3"), "start_from": str(start)},
-    )
-    module.configure_model()
-    started = trainable_parameters(module.policy)
-    assert all(torch.equal(tensor, started[name]) for name, tensor in module.reference.tensors.items())
-    assert any(tensor.any() for name, tensor in module.reference.tensors.items() if "lora_B" in name)
+def test_a_run_needs_the_lora_only_to_resume(loras, tiny_recipe, capsys):
     here = Path("start.safetensors")
-    here.write_bytes(start.read_bytes())
+    here.write_bytes(loras.file("sd3", "kohya").read_bytes())
     targets = ",".join(loras.targets("sd3"))
     words = [str(tiny_recipe), "name=first", "trainer.max_epochs=1", "model.policy.lora_rank=4"]
     words += [f"model.policy.start_from={here}", f"model.policy.lora_targets=[{targets}]"]
@@ -232,44 +216,21 @@ def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, ti
     assert "start.safetensors does not exist." in capsys.readouterr().err
 
 
+ODD = ("lora_te_a.lora_down.weight", "clip_l.q.lora_A.weight", "transformer_2.proj_out.lora_B.weight")
+ODD += ("transformer.proj_out.dora_scale",)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "options", "words"),
     [
-        (
-            "other",
-            {},
-            "alone: 6 of its 6 tensors do not fit, such as x0.",
-        ),
-        (
-            "lora_te_a.lora_down.weight",
-            {},
-            "1 of its 7 tensors do not fit, such as lora_te_a.lora_down.weight. Use a plain LoRA of this model, or",
-        ),
-        ("clip_l.q.lora_A.weight", {}, "1 of its 7 tensors do not fit, such as clip_l.q.lora_A.weight."),
-        (
-            "transformer_2.proj_out.lora_B.weight",
-            {},
-            "1 of its 7 tensors do not fit, such as transformer_2.proj_out.lora_B.weight.",
-        ),
-        (
-            "transformer.proj_out.dora_scale",
-            {},
-            "1 of its 7 tensors do not fit, such as transformer.proj_out.dora_scale.",
-        ),
-        ("transformer.proj_in.alpha", {}, "1 of its 7 tensors do not fit, such as proj_in.alpha."),
-        (
-            "header",
-            {},
-            "has two LoRA scales, in its adapter's options and in transformer.a.alpha. Save it with one of them.",
-        ),
+        ("other", {}, "alone: 6 of its 6 tensors do not fit, such as x0."),
+        *((odd, {}, f"1 of its 7 tensors do not fit, such as {odd}.") for odd in ODD),
+        ("transformer.proj_in.alpha", {}, "1 of its 7 tensors do not fit, such as proj_in.alpha. Use a plain LoRA of"),
+        ("header", {}, "has two LoRA scales, in its adapter's options and in transformer.a.alpha. Save it with one"),
         ("nan", {}, "contains weights that are not finite."),
         ("", {"lora_rank": 3}, "with rank 4, more than this run would train. Set model.policy.lora_rank=4 "),
-        (
-            "",
-            {"lora_targets": None},
-            "'model.policy.lora_targets=[attn.to_out.0,attn.to_q,ff.net.0.proj]', or more.",
-        ),
+        ("", {"lora_targets": None}, "'model.policy.lora_targets=[attn.to_out.0,attn.to_q,ff.net.0.proj]', or more."),
         ("", {"start_weights": "ema"}, "model.policy.start_weights=ema has no effect on a LoRA file. Leave it out."),
     ],
 )
@@ -356,10 +317,8 @@ def test_a_name_that_is_no_file_is_looked_for_on_the_hub(loras, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for start in ("owner/lora", "owner/lora/some/file.safetensors"):
-        assert policy_errors(loras.started("sd3", start)) == [
-            "Cannot load owner/lora: not in the local cache and HF_HUB_OFFLINE is set. Run: hf download owner/lora, or "
-            "set model.policy.start_from=/a/local/folder."
-        ]
+        (error,) = policy_errors(loras.started("sd3", start))
+        assert re.fullmatch(r"Cannot load owner/lora: not in .* set model\.policy\.start_from=/a/local/folder\.", error)
         with pytest.raises(LoadError, match="Cannot load owner/lora"):
             load_policy(loras.started("sd3", start))
     assert policy_errors(loras.started("sd3", "runs/lora"))[0].startswith(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from all_methods import METHODS
-from helpers import SaveAt, make_data, make_module, make_trainer, repeating, weights
+from helpers import SaveAt, make_data, make_module, make_trainer, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,13 +28,7 @@ def same(one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    repeating(
-        ["V-GRPO, three steps", "Flow-GRPO, guidance, KL", "DGPO, no guidance"],
-        slow=["V-GRPO, three steps", "DGPO, no guidance"],
-    ),
-)
+@pytest.mark.parametrize("name", ["V-GRPO, three steps", "Flow-GRPO, guidance, KL", "DGPO, no guidance"])
 def test_a_run_is_the_one_with_the_size_that_was_chosen(tiny_sd3, tmp_path, capsys, name):
     """Bit for bit, whatever the method keeps: the trials leave no trace."""
     make, _, _ = METHODS[name]
@@ -93,12 +87,6 @@ def test_less_memory_makes_smaller_micro_batches(tiny_sd3, tmp_path, capsys, mon
     assert same(weights(resumed), weights(module))
 
 
-def test_not_even_one_image(tiny_sd3, tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_vgrpo.training.micro_batch.available_bytes", lambda: 2**20)
-    with pytest.raises(RuntimeError, match=r"not even one image fits into .* Set model\.policy\.gradient_checkp"):
-        fit(tiny_sd3, tmp_path, METHODS["V-GRPO, one step"][0], "auto")
-
-
 LINES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 500)), min_size=1)
 
 
@@ -114,11 +102,11 @@ def test_it_is_the_largest_divisor_that_fits(share, lines, room):
         if fitting:
             assert largest_that_fits(divisors(share), room, taken) == (fitting[-1], need(fitting[-1]))
         else:
-            with pytest.raises(RuntimeError, match="not even one image"):
+            with pytest.raises(RuntimeError, match="not even one image fits into .* Set model.policy.gradient_checkp"):
                 largest_that_fits(divisors(share), room, taken)
 
 
-def test_zero_is_refused(tiny_recipe, capsys):
+def test_zero_is_refused():
     assert micro_batch_error(ZeRO(2), Sizes(2, 4, 1, 4)) is None
     error = micro_batch_error(ZeRO(2), Sizes(2, 4, 1, "auto"))
     assert error.endswith("Set a number, or use trainer.strategy=ddp or fsdp2.")

@@ -122,7 +122,7 @@ def test_resume_takes_no_other_checkpoint(tiny_recipe, capsys):
     )
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, cut_short, Path.unlink])
+@pytest.mark.parametrize("damage", [flip_a_byte, Path.unlink])
 def test_damage_is_noticed(ran_twice, damage):
     said = []
     assert last_good_checkpoint(Path("run"), said.append).checkpoint == Path("run/checkpoints/last.ckpt")
@@ -154,9 +154,6 @@ def test_a_folder_that_is_in_use(tiny_recipe, capsys):
     assert run(["run/config.yaml", "--resume", "trainer.max_epochs=2"]) == 0
 
 
-# --- the recipe a checkpoint carries ---------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_of_another_recipe_is_refused_with_what_differs(tiny_recipe, capfd):
     assert start(tiny_recipe, "run", 1, "data.heldout=null") == 0
     capfd.readouterr()
@@ -181,23 +178,16 @@ def test_a_checkpoint_of_another_recipe_is_refused_with_what_differs(tiny_recipe
     assert saved["lit_vgrpo_recipe"]["model"]["optimizer"]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize(
-    "free",
-    [
-        [
-            *("trainer.max_epochs=9", "trainer.strategy=ddp", "trainer.callbacks=[EMA,SampleGrid]"),
-            *("trainer.precision=32", "trainer.gradient_clip_algorithm=norm", "model.advantage_std=global"),
-            *("name=other", "data.micro_batch_size=1", "data.eval_batch_size=1", "model.rollout_batch_size=1"),
-        ],
-        [
-            *("model.policy.decode_batch_size=1", "model.policy.gradient_checkpointing=true", "data.heldout_limit=1"),
-            *("model.evaluate_at_start=false", "model.evaluation={steps: 1}", "seed_everything=7"),
-            *("model.optimizer={lr: 3.0e-4, weight_decay: 0.0001}", "model.objective.clip=null"),
-        ],
-    ],
-)
-def test_what_no_weight_depends_on_may_differ(tiny_recipe, ran_once, free):
-    build([str(tiny_recipe), "trainer.callbacks=[EMA]", f"ckpt_path={ran_once}", *free], make_folder=False)
+def test_what_no_weight_depends_on_may_differ(tiny_recipe, ran_twice):
+    free = [
+        *("trainer.max_epochs=9", "trainer.strategy=ddp", "trainer.callbacks=[EMA,SampleGrid]"),
+        *("trainer.precision=32", "trainer.gradient_clip_algorithm=norm", "model.advantage_std=global"),
+        *("name=other", "data.micro_batch_size=1", "data.eval_batch_size=1", "model.rollout_batch_size=1"),
+        *("model.policy.decode_batch_size=1", "model.policy.gradient_checkpointing=true", "data.heldout_limit=1"),
+        *("model.evaluate_at_start=false", "model.evaluation={steps: 1}", "seed_everything=7"),
+        *("model.optimizer={lr: 3.0e-4, weight_decay: 0.0001}", "model.objective.clip=null"),
+    ]
+    build([str(tiny_recipe), "ckpt_path=run/checkpoints/previous.ckpt", *free], make_folder=False)
 
 
 @pytest.fixture(scope="module")
@@ -218,17 +208,8 @@ def ran_twice(two_iterations, tmp_path, monkeypatch):
     shutil.copytree(two_iterations, "run")
 
 
-@pytest.fixture(scope="module")
-def ran_once(two_iterations):
-    return two_iterations / "checkpoints/previous.ckpt"
-
-
 SECRETS = {"LR": "0.0004", "WHO": "hunter2", "PROMPTS": "hunter2.txt"}
-FROM_ENVIRONMENT = (
-    "model.optimizer.lr=${oc.env:LR}",
-    "name=of-${oc.env:WHO}",
-    "data.train=${oc.env:PROMPTS}",
-)
+FROM_ENVIRONMENT = ("model.optimizer.lr=${oc.env:LR}", "name=of-${oc.env:WHO}", "data.train=${oc.env:PROMPTS}")
 
 
 def test_what_comes_from_the_environment_is_not_saved_and_is_read_anew(tiny_recipe, capfd, monkeypatch):

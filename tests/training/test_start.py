@@ -107,9 +107,6 @@ def test_a_run_that_started_so_goes_on_and_is_exported_whole(inside, capsys):
     assert same(found, {name: 2 * tensor if "lora_B" in name else tensor for name, tensor in asked.items()})
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
-
-
 def test_what_cannot_be_a_start_is_found_without_loading(inside, tiny_sd3, tmp_path):
     def error(start, weights="trained"):
         (line,) = policy_errors(policy(tiny_sd3, start_from=str(start), start_weights=weights)) or [None]

@@ -24,7 +24,8 @@ RELAY_OF_LORA = ["one", "zero3_offload", "zero1", "one"]
 def run(strategy, kind, **options):
     name = f"{strategy}-{options.get('dtype', kind)}"
     chosen = None if strategy == "one" else strategy
-    return {"name": name, "strategy": chosen, "lora": kind == "lora", "iterations": 2, **options}
+    iterations = 1 if "dtype" in options else 2
+    return {"name": name, "strategy": chosen, "lora": kind == "lora", "iterations": iterations, **options}
 
 
 def relay(kind):
@@ -132,7 +133,7 @@ def test_a_frozen_base_stays_in_bfloat16(folder, strategy):
     weights, expected = (load(folder, f"{name}-bfloat16.ckpt")["state_dict"] for name in (strategy, "one"))
     assert all(value.dtype == torch.float32 for value in weights.values())
     moved = torch.cat([(weights[name] - value).flatten() for name, value in expected.items()])
-    assert moved.abs().mean() < 1e-4  # four steps of at most 2e-4 each
+    assert moved.abs().mean() < 5e-5  # two steps of at most 2e-4 each
 
 
 @pytest.mark.parametrize("strategy", BROKEN)

@@ -120,12 +120,8 @@ SMOOTH = ("tiny_shapes", "model.reward=SmoothShapesReward", "model.heldout_rewar
     [
         (["tiny_unet"], OF_A_UNET),
         (SMOOTH, BY_GRADIENT),
-        pytest.param(
-            ["tiny_shapes"],
-            [name for name in shipped_methods() if name not in (*OF_A_UNET, *BY_GRADIENT, *OF_TEACHERS)],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(["tiny_opd"], [*OF_TEACHERS, "vgrpo"], marks=pytest.mark.slow),
+        (["tiny_shapes"], [name for name in shipped_methods() if name not in (*OF_A_UNET, *BY_GRADIENT, *OF_TEACHERS)]),
+        (["tiny_opd"], [*OF_TEACHERS, "vgrpo"]),
     ],
 )
 def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
@@ -140,9 +136,8 @@ def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
         overlay = read_overlay(find_overlay(method))
         points = swept(options, overlay)
         assert len(points) == len({fingerprint(point.recipe, 0) for point in points}) == 8
-        tuned = for_race(with_overlay(options.base, overlay.part("tuned")), 1, 1)
-        for other in (tuned, points[-1].recipe):  # the rest have other numbers for the same keys
-            assert part_errors(other)[0] == [], method
+        tuned = for_race(with_overlay(options.base, overlay.part("tuned")), 1, 1)  # one of the points
+        assert part_errors(tuned)[0] == [], method
 
 
 def test_an_overlay_may_start_from_a_shipped_methods_published_settings(tmp_path):
