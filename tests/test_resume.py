@@ -67,7 +67,7 @@ def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
     assert rollouts == iterations
     middle = tmp_path / "middle.ckpt"
     resumed, again, average_again, rollouts = run(tiny_sd3, tmp_path, make, iterations, ckpt=middle, **sizes)
-    assert rollouts == iterations - 2  # the images of the iteration that was cut short were in the checkpoint
+    assert rollouts == iterations - 2  # the checkpoint has the interrupted iteration's images
     assert again.global_step == trainer.global_step == 2 * iterations
     assert same(weights(resumed), weights(whole))
     assert same(average_again.average.tensors, average.average.tensors)

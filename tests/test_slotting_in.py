@@ -1,4 +1,4 @@
-"""The parts inside other people's code: a plain Trainer, a plain LightningCLI, a custom objective."""
+"""The parts in user code: a plain Trainer, a plain LightningCLI, a custom objective."""
 
 import re
 import warnings

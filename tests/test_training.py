@@ -51,7 +51,7 @@ def test_a_checkpoint_holds_no_frozen_tensor_and_loads_weights_only(tiny_sd3, tm
     trained = sum(value.numel() for value in weights(module).values()) * 4
     size = (tmp_path / "lora.ckpt").stat().st_size
     assert size < 3 * trained + 200_000  # weights and Adam's two moments, plus names
-    with pytest.raises(RuntimeError, match="lacks .* trained tensors"):  # those of another recipe
+    with pytest.raises(RuntimeError, match="lacks .* trained tensors"):  # from another recipe
         train(tiny_sd3, tmp_path, 3, ckpt=tmp_path / "lora.ckpt")
 
 

@@ -56,7 +56,7 @@ data: {prompts_per_iteration: 2, group_size: 4, updates_per_iteration: 2, micro_
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, large_folder, flux_folder):
-    """``runs(family)``: a folder with a run ``whole`` and, for RESUMED, ``half``, resumed after the first of two."""
+    """``runs(family)``: a folder with a run ``whole`` and, for RESUMED, ``half``, resumed after one iteration."""
 
     @cache
     def made(family):

@@ -107,7 +107,7 @@ CHECKED = {
     "sd3_pickscore": False,
     **dict.fromkeys(("tiny_ocr_pretrain", "kontext_edit", "wan_pickscore"), True),
 }
-"""A large recipe. These are slow: one without a reward, one with pictures, one of videos."""
+"""A large recipe; slow: one without a reward, one with pictures, one for videos."""
 SHOWN = ("evaluation", "samples")
 """Phases that nothing is trained on."""
 BLIND = ("sd35m_stage2", "sd35m_stage4", "sd35m_stage5", "tiny_ocr", "tiny_edit", "tiny_motion")

@@ -1,4 +1,4 @@
-"""Prompts in every format: what is read of a file, a folder or a dataset, and what is refused."""
+"""Prompts in every format: what is read from a file, a folder or a dataset, and what is refused."""
 
 import csv
 import io

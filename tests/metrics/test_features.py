@@ -17,7 +17,7 @@ from lit_vgrpo.system.hub import LoadError
 
 @pytest.fixture
 def inception_home(tmp_path, monkeypatch):
-    """A folder where the Inception file is looked for; a small network that also gives 2048 values is in it."""
+    """The folder searched for the Inception file; it holds a small network that also returns 2048 values."""
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     torch.manual_seed(0)

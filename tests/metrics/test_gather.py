@@ -10,7 +10,7 @@ WORKER = Path(__file__).parent / "gather_worker.py"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, folders, script):
-    """What two ranks found; one of the three images of their torn folder is none."""
+    """Results of two ranks; one of the three images in the torn folder is invalid."""
     out, torn = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("torn")
     for index, file in enumerate(sorted(folders[0].glob("*.png"))[:3]):
         (torn / f"{index}.png").write_bytes(b"no picture" if index == 1 else file.read_bytes())

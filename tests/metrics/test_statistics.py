@@ -70,7 +70,7 @@ def test_the_interval_is_as_wide_as_the_normal_one():
 
 
 def test_prompts_are_resampled_whole():
-    """Ten equal images a prompt tell no more than one: the interval is that of the prompts' means."""
+    """Ten equal images per prompt add no information: the interval is that of the prompts' means."""
     means = np.random.default_rng(0).normal(0, 1, 30)
     images, prompts = means.repeat(10), np.arange(30).repeat(10)
     whole = bootstrap_interval(images.tolist(), prompts.tolist())
@@ -88,6 +88,6 @@ def test_failed_images_are_left_out():
 
 
 def test_one_prompt_weighs_by_its_images():
-    """A resample's mean is over its images: 3 of one prompt against 1 of the other."""
+    """A resample averages over images: 3 from one prompt, 1 from the other."""
     low, high = bootstrap_interval([0.0, 0.0, 0.0, 1.0], ["a", "a", "a", "b"], level=0.3)
     assert (low, high) == (0.25, 0.25)

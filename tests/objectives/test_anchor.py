@@ -51,7 +51,7 @@ def make(name, **options):
 
 
 def assert_the_pull_is(policy, name, objective, experience, ledger, expected, direction):
-    """Check what the anchor adds to the loss, its gradient and the passes, and that without one nothing is added."""
+    """Check what the anchor adds to the loss, its gradient and the passes; without one nothing is added."""
     planned = objective.prediction_passes(SIZES)
     assert planned["anchor"] == planned["update"]
     assert ledger.counts["anchor"] == {"with_grad": 0, "without_grad": 6 * planned["anchor"]}

@@ -36,7 +36,7 @@ FIRST = ("sd3", "unet_eps", "flux")
 REPEATS = tuple(name for name in FAMILIES if name not in FIRST)
 """Families that repeat what a test shows on one of each kind."""
 NETWORKS = tuple(name for name in FAMILIES if name not in ("sd3_t5", "unet_v", "flux_cfg", "flux2_dev_edit"))
-"""Without those whose networks and pictures are treated as another's."""
+"""Families without those that share their network's code with another."""
 
 CLIP = {"prompt_limit": 12, "limited_by": "CLIPText"}
 T5 = {"prompt_limit": 16, "limited_by": "T5"}

@@ -47,14 +47,14 @@ EAST, WEST, NORTH, FAR_WEST = (60, 20, 80, 40), (0, 20, 20, 40), (62, -40, 82, -
 @pytest.mark.parametrize(
     ("row", "detections", "share"),
     [
-        (BENCH, [seen("bench"), seen("bench"), seen("cat")], 1),  # more are not excluded
+        (BENCH, [seen("bench"), seen("bench"), seen("cat")], 1),  # more are allowed
         (BENCH, [seen("bench", 0.3)], 0),
         (TWO, [seen("cat")], 0.5),
         (THREE, [seen("clock", 0.91)] * 3, 1),
-        (THREE, [seen("clock")] * 2 + [seen("clock", 0.9)], 2 / 3),  # too unsure to be counted
+        (THREE, [seen("clock")] * 2 + [seen("clock", 0.9)], 2 / 3),  # the score is too low to count
         (THREE, [seen("clock")] * 5, 1 / 3),
         (THREE, [seen("clock")] * 7, 0),
-        (RED, [seen("car", 0.9, color="blue"), seen("car", 0.8, color="red")], 0.5),  # the surest one counts
+        (RED, [seen("car", 0.9, color="blue"), seen("car", 0.8, color="red")], 0.5),  # the highest score counts
         (LEFT, [seen("cat", box=EAST), seen("dog", box=WEST)], 1),
         (LEFT, [seen("cat", box=EAST), seen("dog", box=NORTH)], 2 / 3),
         (LEFT, [seen("dog", box=WEST)], 1 / 3),  # there is no cat to be left of
@@ -66,7 +66,7 @@ EAST, WEST, NORTH, FAR_WEST = (60, 20, 80, 40), (0, 20, 20, 40), (62, -40, 82, -
             [seen("cat", 0.9, EAST), seen("cat", 0.8, FAR_WEST), seen("dog", box=WEST)],
             5 / 6,
         ),  # all pairs count
-        (BLACK_CAT, [seen("cat", box=EAST, color="white"), seen("dog", box=WEST)], 0.5),  # and is no target
+        (BLACK_CAT, [seen("cat", box=EAST, color="white"), seen("dog", box=WEST)], 0.5),  # the white cat is no target
         (NULLS, [seen("bench")], 1),
     ],
 )

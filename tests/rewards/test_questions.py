@@ -31,7 +31,7 @@ def test_the_probability_is_that_of_all_spellings():
     with FaultServer(plan) as server:
         found = reward(server)(IMAGES, ["p", "q"], rows)
         contents, body = asked(server)
-    # an answer that is not listed has at most the probability of the last one
+    # an unlisted answer is at most as probable as the last listed one
     assert found.tolist() == pytest.approx([0.5, 0.25])
     assert [content[-1]["text"] for content in contents] == [
         f"{q} Answer in one word." for q in ("How many?", "A cat?", "A dog?")

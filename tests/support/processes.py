@@ -14,7 +14,7 @@ from pathlib import Path
 
 LIBRARIES = ["lightning.pytorch", "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3"]
 LIBRARIES += ["peft", "deepspeed"]
-"""Imported once for all ranks that tests start, since this takes longer than most of what they do."""
+"""Imported once for all test ranks, since importing takes longer than most of their work."""
 
 
 def run_command(*words, timeout_s=300, **options):

@@ -8,7 +8,7 @@ NAME = "nobody/nothing-of-this-name"
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
-    """An empty cache, and a hub that is not asked."""
+    """An empty cache, and no requests to the hub."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path

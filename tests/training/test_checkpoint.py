@@ -239,7 +239,7 @@ def steps_saved():
 
 @pytest.mark.slow
 def test_a_full_disk_costs_lines_and_no_training_and_ends_both_ranks(tiny_recipe, tmp_path):
-    """It is full in the third iteration, after which what had to wait is written, and again from the fifth on."""
+    """The disk is full in the third iteration, after which pending writes complete, and from the fifth on."""
     (tmp_path / "filling.py").write_text(FILLING)
     filling = [
         f"{{class_path: filling.Filling, init_args: {{start: {a}, stop: {b}, size: 0}}}}" for a, b in [(2, 3), (4, 9)]

@@ -61,7 +61,7 @@ def test_a_torn_file_does_not_replace_a_good_previous_one(tmp_path):
     [
         (b"PK", "is truncated or not a checkpoint"),
         (CONTENT, "has no lit_vgrpo"),
-        ({**WHOLE, "lit_vgrpo": pytest.approx}, "is truncated or not a checkpoint"),  # what weights_only does not load
+        ({**WHOLE, "lit_vgrpo": pytest.approx}, "is truncated or not a checkpoint"),  # weights_only rejects it
     ],
 )
 def test_what_is_no_checkpoint_of_ours(tmp_path, content, why):

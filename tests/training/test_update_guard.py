@@ -97,7 +97,7 @@ def test_a_refused_update_leaves_weights_moments_and_clocks(tiny_sd3, tmp_path):
     states = [fit.optimizers[0].state_dict()["state"] for fit in (first, trainer)]
     for index, state in states[0].items():
         assert all(torch.equal(value, states[1][index][key]) for key, value in state.items())
-    module = make_module(tiny_sd3, Once(RolloutSpec(steps=2)))  # which stops
+    module = make_module(tiny_sd3, Once(RolloutSpec(steps=2)))  # by default it stops
     with pytest.raises(FloatingPointError, match="The loss is not finite, in update 1 of iteration 2. The weights"):
         make_trainer(tmp_path, 3).fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=2))
     assert all(torch.equal(value, weights(before)[name]) for name, value in weights(module).items())

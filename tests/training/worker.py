@@ -124,7 +124,7 @@ def train(run, folder, sd3):
     callbacks = [EMA(0.8, warmup=False), RewardLogger(), witness]
     if run.get("writes"):
         callbacks.append(Export(f"{run['name']}-export"))
-        if not lora and run["strategy"] == "fsdp2":  # others draw pictures when they are evaluated
+        if not lora and run["strategy"] == "fsdp2":  # the others generate images in their evaluation
             callbacks.append(SampleGrid(2, 1, every_n_iterations=1))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     strategy = run["strategy"] if run.get("as_named") else small_strategy(run["strategy"])
