@@ -74,7 +74,7 @@ def chat_tokenizer(
     tokens = list(dict.fromkeys([*byte_symbols(), *map("".join, merges)]))
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate([*tokens, PAD, *special])},
-        merges=merges,  # type: ignore[arg-type]  # pairs, whatever the annotation says
+        merges=merges,  # pairs, whatever the annotation says
         eos_token=END,
         pad_token=PAD,
         additional_special_tokens=special,

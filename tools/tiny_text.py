@@ -87,7 +87,7 @@ def clip_tokenizer(
     vocabulary = {token: i for i, token in enumerate(tokens)}
     return CLIPTokenizer(
         vocab=vocabulary,
-        merges=merges,  # type: ignore[arg-type]  # pairs, whatever the annotation says
+        merges=merges,  # pairs, whatever the annotation says
         bos_token=BOS,
         eos_token=EOS,
         pad_token=pad_token,
