@@ -71,12 +71,14 @@ class Place:
     Attributes:
         device: ``cuda`` or ``cpu``; on a CPU all sizes are tiny.
         folder: for what is written on the way.
-        prompts: prompts per iteration of the real recipe.
+        prompts: prompts per iteration of the real recipes.
+        recipes: of which the part ``iteration`` times one iteration.
     """
 
     device: str
     folder: Path
     prompts: int = 48
+    recipes: tuple[str, ...] = ("sd3_pickscore", "wan_pickscore")
 
     @property
     def is_gpu(self) -> bool:
@@ -269,8 +271,8 @@ def _fewer(place: Place) -> tuple[str, ...]:
 
 
 def iteration(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """Time each phase of an iteration: 24 images or 8 videos per prompt, and PickScore's ViT-H."""
-    for recipe in ("sd3_pickscore", "wan_pickscore"):
+    """Time each phase of an iteration, with PickScore's ViT-H."""
+    for recipe in place.recipes:
         for compiled in (False, True) if place.is_gpu else (False,):
             words = (f"model.policy.compile={str(compiled).lower()}",)
             words += (f"data.prompts_per_iteration={place.prompts}",) if place.is_gpu else ()
@@ -299,24 +301,29 @@ def _iteration(place: Place, *words: str, recipe: str = "sd3_pickscore") -> tupl
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     found = overhead.measure(given[0], 1, given[1:])
-    row["allocated GiB"] = max(found["peak_by_phase"].values()) / 2**30  # on a CPU, the whole process's resident memory
+    of_phase = {phase: peak / 2**30 for phase, peak in found["peak_by_phase"].items()}
+    row["allocated GiB"] = max(of_phase.values())  # on a CPU, the whole process's resident memory
+    row |= {f"allocated GiB, {phase}": peak for phase, peak in of_phase.items()}
     return found, {**row, "reserved GiB": found["peak_memory_bytes"] / 2**30}
 
 
 def real_recipe(place: Place, recipe: str = "sd3_pickscore") -> list[str]:
     """A recipe on random weights of its architectures, which are written once.
 
-    The text encoders have their real widths and one layer each: they take a few seconds of an iteration at most.
+    The text encoders have their real widths and one or two layers: they take a few seconds of an iteration at most.
     """
-    from tiny_large_models import build_wan
-    from tiny_pipelines import build_clip, build_sd3
+    from tiny_large_models import build_qwen_image, build_wan
+    from tiny_pipelines import build_clip, build_sd3, build_sdxl
 
+    builders: dict[str, Callable[[Path], Path]] = {
+        "sd3_pickscore": lambda folder: build_sd3(folder, small=True, t5=True, shift=3.0),
+        "wan_pickscore": build_wan,
+        "sdxl_preference": lambda folder: build_sdxl(folder, small=True),
+        "qwen_image_pickscore": build_qwen_image,
+    }
     policy, reward, is_video = place.folder / recipe, place.folder / "pickscore", recipe == "wan_pickscore"
     if not policy.exists():
-        if is_video:
-            build_wan(policy)
-        else:
-            build_sd3(policy, small=True, t5=True, shift=3.0)
+        builders[recipe](policy)
         if place.is_gpu:
             _write_real_sizes(policy, REAL_SIZES[recipe], place.device)
     if not reward.exists():
@@ -324,11 +331,13 @@ def real_recipe(place: Place, recipe: str = "sd3_pickscore") -> list[str]:
         if place.is_gpu:
             _write_real_reward(reward, place.device)
     scorer = "model.reward.reward" if is_video else "model.reward"
-    words = [recipe, f"model.policy.checkpoint={policy}", f"{scorer}.checkpoint={reward}", "model.heldout_reward=null"]
+    words = [recipe, f"model.policy.checkpoint={policy}", f"{scorer}=PickScore", f"{scorer}.checkpoint={reward}"]
+    words += ["model.heldout_reward=null"]
     words += [place.accelerator, "trainer.enable_progress_bar=false"]
     if not place.is_gpu:
         words += ["data.prompts_per_iteration=2", "data.group_size=2", "data.micro_batch_size=2"]
-        words += ["model.policy.height=32", "model.policy.width=32", "model.policy.max_sequence_length=8"]
+        words += ["model.policy.height=32", "model.policy.width=32"]
+        words += [] if recipe == "sdxl_preference" else ["model.policy.max_sequence_length=8"]
         words += ["model.objective.rollout.steps=2", "model.policy.dtype=float32", "model.rollout_batch_size=4"]
         words += ["model.policy.num_frames=5"] if is_video else []
     return words
@@ -336,9 +345,29 @@ def real_recipe(place: Place, recipe: str = "sd3_pickscore") -> list[str]:
 
 WAN = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30, "in_channels": 16}
 WAN |= {"out_channels": 16, "text_dim": 4096, "freq_dim": 256, "rope_max_seq_len": 1024}
-WAN_VAE = {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True]}
-WAN_VAE |= {"num_res_blocks": 2, "scale_factor_temporal": 4, "scale_factor_spatial": 8}
-WAN_VAE |= {"latents_mean": [0.0] * 16, "latents_std": [1.0] * 16}
+QWEN_VAE = {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True]}
+QWEN_VAE |= {"num_res_blocks": 2, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16}
+WAN_VAE = {**QWEN_VAE, "scale_factor_temporal": 4, "scale_factor_spatial": 8}
+QWEN = {"num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 60, "in_channels": 64, "out_channels": 16}
+QWEN |= {"joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56]}
+QWEN_TEXT = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+QWEN_TEXT |= {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}}
+QWEN_ENCODER = {"text_config": QWEN_TEXT, "vision_config": {"out_hidden_size": 3584}}
+SDXL = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "sample_size": 128,
+    "block_out_channels": [320, 640, 1280],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "layers_per_block": 2,
+    "transformer_layers_per_block": [1, 2, 10],
+    "attention_head_dim": [5, 10, 20],
+    "cross_attention_dim": 2048,
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+    "norm_num_groups": 32,
+}
 REAL_SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "sd3_pickscore": {
         **{part: SD35_MEDIUM[part] for part in ("transformer", "vae")},
@@ -346,6 +375,13 @@ REAL_SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "text_encoder_2": {"hidden_size": 1280, "projection_dim": 1280},
         "text_encoder_3": {"d_model": 4096},
     },
+    "sdxl_preference": {
+        "unet": SDXL,
+        "vae": {**SD35_MEDIUM["vae"], "latent_channels": 4, "use_quant_conv": True, "use_post_quant_conv": True},
+        "text_encoder": {"hidden_size": 768, "projection_dim": 768},
+        "text_encoder_2": {"hidden_size": 1280, "projection_dim": 1280},
+    },
+    "qwen_image_pickscore": {"transformer": QWEN, "vae": QWEN_VAE, "text_encoder": QWEN_ENCODER},
     "wan_pickscore": {"transformer": WAN, "vae": WAN_VAE, "text_encoder": {"d_model": 4096}},
 }
 """The published sizes of the networks and VAEs, and the widths of the text encoders."""
@@ -359,12 +395,21 @@ def _write_real_sizes(pipeline: Path, sizes: dict[str, dict[str, Any]], device: 
     for part, changed in sizes.items():
         library, name = index[part]
         kind = getattr(diffusers if library == "diffusers" else transformers, name)
-        with torch.device(device):
-            if library == "diffusers":
-                config = {k: v for k, v in kind.load_config(pipeline / part).items() if not k.startswith("_")}
-                model = kind.from_config({**config, **changed})
-            else:
-                model = kind(kind.config_class.from_pretrained(pipeline / part, **changed))
+        file = pipeline / part / "config.json"
+        config = json.loads(file.read_text())
+        for key, value in changed.items():
+            config[key] = {**config[key], **value} if isinstance(value, dict) else value
+        file.write_text(json.dumps(config))
+        torch.set_default_dtype(torch.bfloat16)  # 20 billion float32 weights are too many for 80 GB
+        try:
+            with torch.device(device):
+                read = kind.load_config if library == "diffusers" else kind.config_class.from_pretrained
+                config = read(pipeline / part)
+                model = kind.from_config(config) if library == "diffusers" else kind(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for weights in (pipeline / part).glob("*.safetensors"):
+            weights.unlink()
         model.to(torch.bfloat16).save_pretrained(pipeline / part)
         del model
 
@@ -412,10 +457,10 @@ def _compared(place: Place, methods: str, words: list[str]) -> Row:
 PARTS = {"runs": runs, "answers": answers, "speed": speed, "memory": memory, "iteration": iteration, "race": race}
 
 
-def measured(part: str, device: str, folder: str, prompts: int, out: Path) -> None:
+def measured(part: str, device: str, folder: str, prompts: str, recipes: str, out: Path) -> None:
     """Write a row for every step of a part when it ends; a failed step's row has its error."""
     rows = []
-    for what, step in PARTS[part](Place(device, Path(folder), prompts)):
+    for what, step in PARTS[part](Place(device, Path(folder), int(prompts), tuple(recipes.split(",")))):
         row: Row = {"part": part, "what": what}
         try:
             row["found"] = step()
@@ -456,7 +501,8 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
-    parser.add_argument("--prompts", type=int, default=48, help="prompts per real iteration, with 24 images each")
+    parser.add_argument("--prompts", type=int, default=48, help="prompts per real iteration")
+    parser.add_argument("--recipes", default=",".join(Place.recipes), help="to iterate; of " + ", ".join(REAL_SIZES))
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     args = parser.parse_args(words)
     parts = args.parts.split(",")
@@ -469,7 +515,7 @@ def main(words: list[str] | None = None) -> int:
     rows = [row for row in old if row["part"] not in parts]
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:
-            rows += _in_its_own_process(part, args.device, folder, str(args.prompts))
+            rows += _in_its_own_process(part, args.device, folder, str(args.prompts), args.recipes)
             args.out.write_text(json.dumps({**about(args.device), "rows": rows}, indent=2) + "\n")
     print(table(rows))
     return 1 if any("error" in row for row in rows) else 0
@@ -479,7 +525,7 @@ def _in_its_own_process(part: str, *words: str) -> list[Row]:
     """The rows of a part; a process that dies, such as after an illegal access on the GPU, adds one."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        code = "import sys, gpu; _, out, *words, n = sys.argv; gpu.measured(*words, int(n), gpu.Path(out))"
+        code = "import sys, gpu; _, out, *words = sys.argv; gpu.measured(*words, gpu.Path(out))"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
         done = subprocess.run([sys.executable, "-c", code, str(out), part, *words], env=environment, stdout=sys.stderr)
         rows = json.loads(out.read_text()) if out.exists() else []
