@@ -506,9 +506,10 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     args = parser.parse_args(words)
     parts = args.parts.split(",")
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown:
-        parser.error(f"--parts {unknown[0]} is none of {', '.join(PARTS)}")
+    for option, given, known in (("parts", parts, PARTS), ("recipes", args.recipes.split(","), REAL_SIZES)):
+        for name in given:
+            if name not in known:
+                parser.error(f"--{option} {name} is none of {', '.join(known)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU. Try the script itself with --device cpu")
     old = json.loads(args.out.read_text())["rows"] if args.out.is_file() else []

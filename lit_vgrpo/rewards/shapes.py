@@ -45,7 +45,8 @@ class ShapesReward(Reward):
     """Correctness of colour, shape and place for prompts such as ``a red circle on the left``.
 
     Each check is 0 or 1; an image without exactly one shape fails all of them. The attributes come from the row's
-    fields ``colour``, ``shape`` and ``place``, else from the prompt; a prompt that does not name them scores NaN.
+    fields ``colour``, ``shape`` and ``place``, else from the prompt; one that does not name exactly one of each scores
+    NaN.
 
     Args:
         check: One check, or ``"mean"`` for the mean of the three.
@@ -61,7 +62,7 @@ class ShapesReward(Reward):
         missing = [name for name in self.checked if name not in attributes_of(prompt, row)]
         if not missing:
             return None
-        return f"Prompt \"{prompt}\" names no {missing[0]}. Write prompts such as 'a red circle on the left'."
+        return f"Prompt \"{prompt}\" must name one {missing[0]}. Write prompts such as 'a red circle on the left'."
 
     def __call__(self, images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
         passed = self.checks(images)
@@ -128,7 +129,7 @@ class RecolourReward(Reward):
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         if asked_colour(prompt) is None:
-            return f'Prompt "{prompt}" names no colour. Write prompts such as {edit_of(COLOURS[0])!r}.'
+            return f'Prompt "{prompt}" does not ask for a colour. Write prompts such as {edit_of(COLOURS[0])!r}.'
         return picture_error(prompt, row)
 
     def __call__(
@@ -151,7 +152,7 @@ class MotionReward(Reward):
     Each check is 0 or 1; a video fails all of them unless every frame shows exactly one shape. Colour and shape must be
     right in every frame. From the first frame to the last, the shape must move by at least 4 of 32 pixels, and at least
     twice as far in the right direction as across it. The attributes come from the row's fields ``colour``, ``shape``
-    and ``motion``, else from the prompt; a prompt that does not name them scores NaN.
+    and ``motion``, else from the prompt; a prompt that does not name exactly one of each scores NaN.
 
     Args:
         check: One check, or ``"mean"`` for the mean of the three.
@@ -167,7 +168,7 @@ class MotionReward(Reward):
         missing = [name for name in self.checked if name not in motion.attributes_of(prompt, row)]
         if not missing:
             return None
-        return f"Prompt \"{prompt}\" names no {missing[0]}. Write prompts such as 'a red circle moves up'."
+        return f"Prompt \"{prompt}\" must name one {missing[0]}. Write prompts such as 'a red circle moves up'."
 
     def __call__(self, images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
         frames = images.shape[1]

@@ -29,11 +29,8 @@ def prompt_of(colour: str, shape: str, motion: str) -> str:
 
 
 def attributes_of(prompt: str, row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the known attributes of a prompt, from the row's fields or else the prompt's words."""
-    words = prompt.strip().lower().split()
-    parsed = (words[1], words[2], " ".join(words[4:])) if len(words) > 4 and words[3] == "moves" else ("",) * 3
-    found = dict(zip(CHOICES, parsed, strict=True)) | {name: str(row[name]) for name in CHOICES if name in row}
-    return {name: value for name, value in found.items() if value in CHOICES[name]}
+    """Return the attributes that the row's fields, or else the words of the prompt, give exactly one known value."""
+    return shapes.attributes_of(prompt, row, CHOICES)
 
 
 def render(colour: str, shape: str, motion: str, generator: torch.Generator) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,26 +39,9 @@ _RADIUS = (5.0, 6.2)  # pixels
 _AREA_PER_RADIUS_SQUARED = {"circle": math.pi, "square": 3.24, "triangle": 2.03}  # similar visual sizes
 
 
-class Attributes(NamedTuple):
-    """The attributes of one image, in the words of the prompt."""
-
-    colour: str
-    shape: str
-    place: str
-
-
 def prompt_of(colour: str, shape: str, place: str) -> str:
     """Return the prompt of one image, e.g. ``a red circle on the left``."""
     return f"a {colour} {shape} {place}"
-
-
-def parse_prompt(prompt: str) -> Attributes | None:
-    """Return the attributes in a prompt of `prompt_of`, or ``None`` for other prompts."""
-    words = prompt.strip().lower().split()
-    if len(words) != 6 or words[0] != "a":
-        return None
-    found = Attributes(words[1], words[2], " ".join(words[3:]))
-    return found if all(value in CHOICES[name] for name, value in found._asdict().items()) else None
 
 
 def edit_of(colour: str) -> str:
@@ -71,12 +55,17 @@ def asked_colour(prompt: str) -> str | None:
     return words[2] if len(words) == 3 and words[:2] == ["make", "it"] and words[2] in COLOURS else None
 
 
-def attributes_of(prompt: str, row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the known attributes of a prompt, from the row's fields or else the prompt's words."""
-    parsed = parse_prompt(prompt)
-    words = dict(parsed._asdict()) if parsed else {}
-    words.update({name: str(row[name]) for name in CHOICES if row.get(name) is not None})
-    return {name: value for name, value in words.items() if value in CHOICES[name]}
+def attributes_of(
+    prompt: str, row: Mapping[str, Any], choices: Mapping[str, Sequence[str]] = CHOICES
+) -> dict[str, str]:
+    """Return the attributes that the row's fields, or else the words of the prompt, give exactly one known value."""
+    words = f" {' '.join(re.findall('[a-z]+', prompt.lower()))} "
+    found = {}
+    for name, values in choices.items():
+        named = [value for value in values if f" {value} " in words] if row.get(name) is None else [str(row[name])]
+        if len(named) == 1 and named[0] in values:
+            found[name] = named[0]
+    return found
 
 
 def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_SIZE) -> Tensor:
@@ -153,22 +142,21 @@ class ShapesImages:
         """
         images, captions = [], []
         for prompt, row, generator in zip(prompts, rows, generators, strict=True):
-            known = attributes_of(prompt, row)
-            if len(known) < len(CHOICES):
-                example = prompt_of(*Attributes("red", "circle", "on the left"))
+            true = attributes_of(prompt, row)
+            if len(true) < len(CHOICES):
+                example = prompt_of("red", "circle", "on the left")
                 raise ValueError(f"prompt {prompt!r} does not belong to the shapes task. Write it like {example!r}.")
-            true = Attributes(**known)
-            images.append(render(*true, generator=generator))
-            captions.append(prompt_of(*self._swap(true, generator)))
+            images.append(render(**true, generator=generator))
+            captions.append(prompt_of(**self._swap(true, generator)))
         return torch.stack(images), captions
 
-    def _swap(self, true: Attributes, generator: torch.Generator) -> Attributes:
+    def _swap(self, true: Mapping[str, str], generator: torch.Generator) -> dict[str, str]:
         said = {}
-        for name, value in true._asdict().items():
+        for name, value in true.items():
             u, pick = torch.rand(2, generator=generator, device=generator.device).tolist()
             others = [other for other in CHOICES[name] if other != value]
             said[name] = others[int(pick * len(others))] if u < self.caption_noise else value
-        return Attributes(**said)
+        return said
 
 
 def redness(images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:

@@ -14,7 +14,7 @@ from PIL import Image
 from lit_vgrpo.cli.image_files import read_image
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.rewards import JPEGCompressibility, as_weighted
-from lit_vgrpo.tiny.shapes import parse_prompt, render
+from lit_vgrpo.tiny.shapes import attributes_of, render
 
 OWN = """
 from lit_vgrpo.rewards import RewardError
@@ -73,8 +73,7 @@ def test_each_image_has_its_own_prompt(folder, capsys):
     prompts = [{"prompt": "a red circle on the left"}, {"prompt": "a blue square on the right"}]
     Path("prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     for number, row in enumerate(prompts):
-        shape = parse_prompt(row["prompt"])
-        pixels = (render(*shape) * 255).round().to(torch.uint8)
+        pixels = (render(**attributes_of(row["prompt"], {})) * 255).round().to(torch.uint8)
         Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(f"{number}.png")
     words = ["score", "tiny_shapes", "0.png", "1.png", "--prompts", "prompts.jsonl", "--out", "scores.csv"]
     assert main(words) == 0
@@ -148,9 +147,9 @@ def test_a_prompt_that_the_reward_needs_is_asked_for_before_weights_are_loaded(f
     monkeypatch.setattr("lit_vgrpo.rewards.ShapesReward.load", lambda self: pytest.fail("loaded"))
     lines = errors_of(capsys, ["ShapesReward", "noise.png", "red.jpg"])
     assert lines == [
-        'Reward "shapes" cannot score 2 of 2 prompts. The first: Prompt "" names no colour. '
+        'Reward "shapes" cannot score 2 of 2 prompts. The first: Prompt "" must name one colour. '
         "Write prompts such as 'a red circle on the left'.",
         "No prompt was given. Add --prompt TEXT, or --prompts FILE with one prompt per image.",
     ]
     (line,) = errors_of(capsys, ["ShapesReward", "noise.png", "red.jpg", "--prompt", "a cat"])
-    assert 'Prompt "a cat" names no' in line
+    assert 'Prompt "a cat" must name one' in line

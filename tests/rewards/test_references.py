@@ -64,7 +64,7 @@ def test_recolouring_scores_the_edit_and_a_copy_scores_nothing(edits):
     assert reward.score(before, prompts, rows).total.tolist() == [0.0] * 6
     elsewhere = after.flip(3).flip(2)  # the other side: the place is wrong, and a triangle's shape
     assert reward.score(elsewhere, prompts, rows).total.max() <= 0.5
-    assert "names no colour" in reward.prompt_error("a red circle", rows[0])
+    assert "does not ask for a colour" in reward.prompt_error("a red circle", rows[0])
     assert "has no picture to edit" in reward.prompt_error(edit_of("red"), {"prompt": edit_of("red")})
 
 

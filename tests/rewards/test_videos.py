@@ -78,7 +78,7 @@ def test_rendered_videos_pass_and_others_do_not():
 
 def test_an_unknown_prompt_is_no_zero():
     assert MotionReward()(VIDEOS[:1], ["a dog"], [{}]).isnan().all()
-    assert "names no colour" in MotionReward().prompt_error("a dog", {})
+    assert "must name one colour" in MotionReward().prompt_error("a dog", {})
 
 
 def test_a_video_file_holds_every_frame(tmp_path):

@@ -192,7 +192,7 @@ def test_prompts_that_a_reward_cannot_score_are_counted_before_anything_is_loade
     found = UnscorablePrompts.of(reward, rows)
     assert found.lines() == [
         'Reward "colour" cannot score 1 of 3 prompts. The first: '
-        "Prompt \"a cat\" names no colour. Write prompts such as 'a red circle on the left'."
+        "Prompt \"a cat\" must name one colour. Write prompts such as 'a red circle on the left'."
     ]
     assert found.refused(any_failure=False) == []
     assert found.refused(any_failure=True) == found.lines()

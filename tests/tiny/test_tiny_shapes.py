@@ -11,7 +11,6 @@ from lit_vgrpo.tiny.shapes import (
     ShapesImages,
     attributes_of,
     coverage,
-    parse_prompt,
     prompt_of,
     prompt_rows,
     render,
@@ -26,15 +25,15 @@ def test_every_prompt_parses_back_to_its_attributes() -> None:
     rows = [row for part in prompt_rows() for row in part]
     assert len({row["prompt"] for row in rows}) == 72
     for row in rows:
-        found = parse_prompt(row["prompt"])
-        assert found is not None
-        assert prompt_of(*found) == row["prompt"]
-        assert {"prompt": row["prompt"], **found._asdict()} == row
+        found = attributes_of(row["prompt"], {})
+        assert prompt_of(**found) == row["prompt"]
+        assert {"prompt": row["prompt"], **found} == row
 
 
-def test_other_prompts_do_not_parse() -> None:
-    for prompt in ("", "a red circle", "a pink circle on the left", "the red circle on the left"):
-        assert parse_prompt(prompt) is None
+def test_attributes_are_found_in_any_words_and_those_named_twice_are_not() -> None:
+    assert attributes_of("On the left, a big red Circle.", {}) == attributes_of("a red circle on the left", {})
+    assert attributes_of("a red or blue squared circle", {}) == {"shape": "circle"}
+    assert attributes_of("", {}) == {}
 
 
 def test_fields_win_over_words_and_unknown_values_are_dropped() -> None:
@@ -92,9 +91,7 @@ def test_captions_are_swapped_at_the_given_rate_and_pictures_stay_true() -> None
     assert torch.equal(pictures, clean)
     assert same == prompts
     for name in CHOICES:
-        swapped = [
-            getattr(parse_prompt(caption), name) != row[name] for caption, row in zip(captions, rows, strict=True)
-        ]
+        swapped = [attributes_of(caption, {})[name] != row[name] for caption, row in zip(captions, rows, strict=True)]
         assert sum(swapped) / len(swapped) == pytest.approx(0.45, abs=0.05)
 
 
