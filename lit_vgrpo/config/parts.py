@@ -22,7 +22,7 @@ CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, 
 KEY = re.compile(r"""Parser key ["']([\w.+]+)["']""")
 CLASS = re.compile(r"class_path '([\w.]+)'")
 UNKNOWN = re.compile(r"(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?")
-UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
+UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (.+)")
 OF_CLASS = re.compile(r"Problem with given class_path '(?:[\w.]+\.)?(\w+)':\s+(.+)")
 OTHER_CLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subclass of (\w+)")
 OF_CONSTRUCTOR = re.compile(r"- (\w+=.*)")

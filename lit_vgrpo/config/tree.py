@@ -161,12 +161,16 @@ def judge_preset(name: str) -> dict[str, Any]:
 
 
 def expanded_recipe(recipe: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Expand the short form in the rewards of a recipe, given as plain values."""
+    """Expand the short forms in the rewards of a recipe, given as plain values."""
     model = recipe.get("model")
     if not isinstance(model, Mapping):
         return dict(recipe)
-    rewards = {key: expanded(model[key]) for key in REWARD_KEYS if key in model}
+    rewards = {key: _weighted(expanded(model[key])) for key in REWARD_KEYS if key in model}
     return {**recipe, "model": {**model, **rewards}}
+
+
+def _weighted(reward: Any) -> Any:
+    return {"class_path": "Weighted", "init_args": {"rewards": reward}} if isinstance(reward, list) else reward
 
 
 def apply_override(recipe: dict[Any, Any], key: str, text: str) -> None:
@@ -190,10 +194,12 @@ def set_value(recipe: dict[Any, Any], key: str, value: Any) -> None:
     {'objective': {'class_path': 'VGRPO', 'init_args': {'clip': 0.01}}}
 
     Raises:
-        UserError: The key names a missing list entry.
+        UserError: The key names a missing list entry, or appends to a value that is not a list.
     """
     if key.startswith(tuple(f"model.{name}" for name in REWARD_KEYS)):
         value = expanded(value)
+        if key.removeprefix("model.") in REWARD_KEYS:
+            value = _weighted(value)
         if key.endswith(f".{PYTHON}"):
             reward = key.removesuffix(f".{PYTHON}")
             set_value(recipe, reward, "PythonReward")  # options of another class are dropped
@@ -213,6 +219,8 @@ def set_value(recipe: dict[Any, Any], key: str, value: Any) -> None:
         node = node[step]
     node, last = _holder(node, steps[-1], steps[:-1])
     old = node[last]
+    if appends and isinstance(old, str | Mapping):
+        raise UserError(f"{key}+= appends to a list, which {key} is not. To replace the value, use {key}=.")
     if appends:
         value = [*(old or []), *(value if isinstance(value, list) else [value])]
     elif isinstance(old, dict) and isinstance(value, str) and class_name(old) == class_name(value):

@@ -89,11 +89,11 @@ def test_prompts_that_a_reward_cannot_score_are_said_and_none_is_made_where_all_
     assert check_reward([*words, "data.train=cats.txt"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert 'cannot score 2 of 2 prompts. The first: Prompt "a cat" names no' in err
+    assert 'cannot score 2 of 2 prompts. The first: Prompt "a cat" must name one' in err
     Path("cats.txt").write_text("a cat\na red circle on the left\n")
     assert check_reward([*words, "data.train=cats.txt"]) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert 'cannot score 1 of 2 prompts. The first: Prompt "a cat" names no' in lines[0]
+    assert 'cannot score 1 of 2 prompts. The first: Prompt "a cat" must name one' in lines[0]
     assert "shapes failed for 4 of 8 images: " in lines[1]
 
 

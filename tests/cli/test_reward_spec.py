@@ -64,7 +64,7 @@ def test_the_key_of_the_file_is_an_override(recipe):
         init_args = {"function": "own_rewards:third", **options}
         found = read_recipe(Command.parse(words)).values["model"]["reward"]
         assert found == {"class_path": "PythonReward", "init_args": init_args}
-    words = [str(recipe), "model.reward={class_path: Weighted, init_args: {rewards: [ShapesReward, ShapesReward]}}"]
+    words = [str(recipe), "model.reward=[ShapesReward,ShapesReward]"]
     assert build_reward([*words, "model.reward.rewards[1].python=own_rewards:third"]).part_names[:2] == [
         "shapes",
         "third",

@@ -28,7 +28,8 @@ LINES = [
     (["model.policy.lora_alpha=4"], "model.policy.lora_alpha=4 has no effect with lora_rank=None. Set lora_alpha"),
     (["model.policy.checkpoint=/none"], "/none is not a folder. Set model.policy.checkpoint to"),
     (["model.reward=python:math:squirt"], "model.reward.python=math:squirt cannot be imported"),
-    (["model.reward=[PickScore,HPSv2]"], "model.reward: Not a valid subclass of Reward."),
+    (["model.reward+=JPEGCompressibility"], "model.reward+= appends to a list, which model.reward is not."),
+    (["model.reward=PickScore,HPSv2"], "model.reward=PickScore,HPSv2 is not a known class. Did you mean PickScore?"),
     (["model.reward={JPEGCompressibility: {quality: 9}}"], "model.reward names no class. Write {class_path: NAME, "),
     (["trainer.callbacks=[EMA: {decay: 0.9}]"], "trainer.callbacks names no class."),
     (
