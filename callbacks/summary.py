@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +135,7 @@ class RunSummary(L.Callback):
             "device": device_name(trainer.strategy.root_device),
             "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in module.evaluator.history],
             "seed": module.seed,
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "commit": commit(),
             "world_size": trainer.world_size,
             "versions": {"python": platform.python_version(), **versions()},

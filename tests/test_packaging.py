@@ -1,6 +1,7 @@
 """Contents of an installed package."""
 
 import sys
+import tomllib
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -24,10 +25,7 @@ def test_callbacks_are_not_a_global_package():
     assert "callbacks" not in sys.modules
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is new in Python 3.11")
 def test_every_package_folder_is_listed():
-    import tomllib
-
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {".".join(path.relative_to(ROOT).parent.parts) for path in (ROOT / "lit_vgrpo").rglob("__init__.py")}
     assert folders | {"lit_vgrpo.callbacks", "lit_vgrpo.recipes"} == set(settings["packages"])

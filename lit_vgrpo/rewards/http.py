@@ -302,7 +302,7 @@ class RemoteReward(Reward):
             answer = await asyncio.wait_for(client.post(self._url, **content), timeout_s)
             if answer.status_code == 200:
                 return read(answer.content)
-        except (asyncio.TimeoutError, httpx.TimeoutException) as error:
+        except (TimeoutError, httpx.TimeoutException) as error:
             raise self._counted("timeout", f"did not respond within {timeout_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = one_line(error) or type(error).__name__
