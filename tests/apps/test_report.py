@@ -326,8 +326,8 @@ HONEST = {"diversity_across_prompts": 0.1, "sharpness": 0.05, "saturation": 0.1}
         ({"sharpness": 0.002}, {"sharpness": 0.006}, False, "add model.heldout_reward"),
         ({"untrained_reward": 0.4}, {"untrained_reward": 0.2}, True, "and a reward that was not trained on fell."),
         ({"untrained_reward": 0.4}, {"untrained_reward": 0.6}, False, "rose too, 0.400 before, 0.600 after."),
-        ({}, {"reward": 0.1, **ALIKE}, False, "The reward did not rise, but images of different prompts became alike."),
-        ({}, {"reward": 0.1}, False, "The reward did not rise, so there is nothing to check."),
+        ({}, {"reward": 0.1, **ALIKE}, False, "rise measurably, but images of different prompts became alike."),
+        ({}, {"reward": 0.1}, False, "The reward did not rise measurably, so there is nothing to check."),
     ],
 )
 def test_did_it_cheat(start, end, likely, words):

@@ -136,7 +136,7 @@ class Verdict:
         unchecked = "" if other is not None else f" Not checked with another reward: {ADVICE}."
         if self.reward.direction <= 0:
             after = f", but {listed(found)}" if found else ", so there is nothing to check"
-            return Cheating(False, f"The reward did not rise{after}.", found)
+            return Cheating(False, f"The reward did not rise measurably{after}.", found)
         if found:
             return Cheating(True, f"Probably: the reward rose, and {listed(found)}.{unchecked}", found)
         if ACROSS not in start or ACROSS not in end:
