@@ -43,9 +43,9 @@ docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "Open build/site/index.html"
 
+TOO_OLD := Python 3.11 or later is needed. Name one: make $(MAKECMDGOALS) PYTHON=python3.12
 # uv is several times faster than pip but ignores pip's configuration (a custom index, for example), so pip is the
 # fallback. --no-compile skips compilation to bytecode, since most of the 23,000 files are never imported.
-TOO_OLD := Python 3.11 or later is needed. Name one: make $(MAKECMDGOALS) PYTHON=python3.12
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(TOO_OLD)")'
 	@echo "Installing into $(VENV): about 6 GB, half a minute or more"

@@ -408,7 +408,7 @@ def _write_real_sizes(pipeline: Path, sizes: dict[str, dict[str, Any]], device: 
                 model = kind.from_config(config) if library == "diffusers" else kind(config)
         finally:
             torch.set_default_dtype(torch.float32)
-        for weights in (pipeline / part).glob("*.safetensors"):
+        for weights in (pipeline / part).glob("*.safetensors"):  # shards would not replace the small model's file
             weights.unlink()
         model.to(torch.bfloat16).save_pretrained(pipeline / part)
         del model

@@ -27,7 +27,7 @@ def gpu():
 @pytest.mark.parametrize("part", ["speed", "iteration", "runs", "memory", "answers"])
 def test_every_step_has_figures(gpu, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    gpu.measured(part, "cpu", str(tmp_path), "48", "sd3_pickscore,wan_pickscore", tmp_path / "rows.json")
+    gpu.measured(part, "cpu", str(tmp_path), "48", ",".join(gpu.Place.recipes), tmp_path / "rows.json")
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row for row in rows if "error" in row or not row["found"]] == []
     text = gpu.table(rows)

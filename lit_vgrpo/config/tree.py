@@ -219,9 +219,9 @@ def set_value(recipe: dict[Any, Any], key: str, value: Any) -> None:
         node = node[step]
     node, last = _holder(node, steps[-1], steps[:-1])
     old = node[last]
-    if appends and isinstance(old, str | Mapping):
-        raise UserError(f"{key}+= appends to a list, which {key} is not. To replace the value, use {key}=.")
     if appends:
+        if isinstance(old, str | Mapping):
+            raise UserError(f"{key}+= appends to a list, which {key} is not. To replace the value, use {key}=.")
         value = [*(old or []), *(value if isinstance(value, list) else [value])]
     elif isinstance(old, dict) and isinstance(value, str) and class_name(old) == class_name(value):
         value = {**old, "class_path": value}
