@@ -35,6 +35,7 @@ from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import load_policy
 from lit_vgrpo.training.settings import fitting_callbacks, hide_expected_warnings, set_up
 from lit_vgrpo.training.teachers import load_teachers
+from lit_vgrpo.training.trainer_internals import read_limits
 from lit_vgrpo.training.update_guard import NonFinite, UpdateGuard
 
 
@@ -233,8 +234,10 @@ class VGRPOModule(L.LightningModule):
         self.iteration, self._stops = None, False
         for copy in (self.reference, *self.objective.copies.values()):
             copy.follow()
+        self.reward.enter_run(Path(self.trainer.default_root_dir))
         settle(self)
         if not self.continuation.rewind(self.trainer) and self.evaluate_at_start:
+            read_limits(self.trainer)  # before the first image, and not after the evaluation
             self.evaluator.evaluate(self, logs=True)
 
     def on_train_start(self) -> None:

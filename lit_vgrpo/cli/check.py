@@ -15,13 +15,13 @@ from lit_vgrpo.apps.memory.room import NotEstimated, memory_report
 from lit_vgrpo.config.header import Header
 from lit_vgrpo.config.parts import with_full_key
 from lit_vgrpo.config.recipe import Command, Recipe, read_recipe
-from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import build_recipe, part_errors
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
+from lit_vgrpo.launch.train import rehearse
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.loading import distillation_warning, weight_files
+from lit_vgrpo.policies.loading import weight_files
 from lit_vgrpo.system.paths import resolve_path
 
 SMALLEST_NEED = 100 * 2**20
@@ -74,26 +74,22 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> Policy:
     """Check a recipe and return its policy without loading it."""
     recipe = read_recipe(command)
     try:
-        cli = build_recipe(recipe, make_folder=False)
+        cli = build_recipe(recipe, make_folder=False, elsewhere=True)
     except UserError as error:
         raise UserError(*dict.fromkeys([*error.errors, *further_errors(recipe)])) from error
-    errors = [*(cli.errors() or reward_errors(cli)), *disk_errors(cli)]
-    if not cli.datamodule.sizes.errors(image_ranks(cli.trainer)[1]):
-        say(cli.plan())
-        try:
-            text, too_large = memory_report(cli, gpu_memory)
-            say(text)
-            errors += too_large
-        except UserError as error:
-            errors += [message for message in error.errors if message not in errors]
-        except NotEstimated as reason:
-            if not errors:  # one of them may be the reason
-                say(f"memory: not estimated, {reason}")
+    if errors := [*cli.errors(), *disk_errors(cli)]:
+        raise UserError(*errors)
+    rehearse(cli)
+    errors = reward_errors(cli)
+    try:
+        memory, too_large = memory_report(cli, gpu_memory)
+        errors += too_large
+    except NotEstimated as reason:
+        memory = f"memory: not estimated, {reason}"
     if errors:
         raise UserError(*errors)
-    distilled = distillation_warning(cli.model.policy)
-    warned = [f"WARNING: {distilled}"] if distilled else []
-    say("\n".join([*cli.about_prompts(), *_evidence(command), *warned, *other_command()]))
+    say(f"{cli.plan()}\n{memory}")
+    say("\n".join([*cli.about_prompts(), *_evidence(command), *other_command()]))
     say(f"{command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return cli.model.policy
 
@@ -133,9 +129,10 @@ def reward_errors(cli: RecipeCLI) -> list[str]:
 
 def disk_errors(cli: RecipeCLI) -> list[str]:
     """Return an error if the run folder cannot be created, or its disk has less room than checkpoints need."""
-    place = next(parent for parent in cli.folder.absolute().parents if parent.is_dir())
-    if not os.access(place, os.W_OK):
-        return [f"Cannot create the run folder {cli.folder}: {place} is not writable. Set run_dir=/another/folder."]
+    place = next(parent for parent in cli.folder.absolute().parents if parent.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        why = "is not writable" if place.is_dir() else "is a file"
+        return [f"Cannot create the run folder {cli.folder}: {place} {why}. Set run_dir=/another/folder."]
     need, free = CHECKPOINTS_AT_ONCE * checkpoint_bytes(cli), shutil.disk_usage(place).free
     if free >= need:
         return []

@@ -40,11 +40,12 @@ def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
     return build_recipe(read_recipe(Command.parse(args)), make_folder)
 
 
-def build_recipe(recipe: Recipe, make_folder: bool = True) -> RecipeCLI:
+def build_recipe(recipe: Recipe, make_folder: bool = True, elsewhere: bool = False) -> RecipeCLI:
     """Build module, data and trainer of a recipe without loading weights.
 
     Args:
         make_folder: Create the run folder.
+        elsewhere: Accept a GPU that this machine lacks.
 
     Raises:
         UserError: The recipe has an error; the message is the first one.
@@ -57,7 +58,7 @@ def build_recipe(recipe: Recipe, make_folder: bool = True) -> RecipeCLI:
     if errors := [*_top_level_errors(recipe.values), *trainer_errors(recipe.values.get("trainer") or {})]:
         raise UserError(*errors)
     try:
-        return RecipeCLI(recipe, make_folder)
+        return RecipeCLI(recipe, make_folder, elsewhere)
     except (ArgumentError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
         raise UserError(recipe_error(error, recipe.values, ROOTS)) from error
     except (Exception, SystemExit) as error:

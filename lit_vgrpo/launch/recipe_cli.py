@@ -11,8 +11,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -39,7 +41,8 @@ from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, log_recipe, ro
 from lit_vgrpo.training.optimizer import OptimizerConfig
 from lit_vgrpo.training.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
-from lit_vgrpo.training.settings import errors_under, gradient_note, limit_error
+from lit_vgrpo.training.settings import errors_under, gradient_note
+from lit_vgrpo.training.strategies import AbsentGPU
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
@@ -71,10 +74,11 @@ class RecipeCLI(LightningCLI):
     Args:
         recipe: The recipe, read once.
         make_folder: Create the run folder, instead of only naming it.
+        elsewhere: Build the trainer for a GPU even if this machine has none; it can be checked, but not run.
     """
 
-    def __init__(self, recipe: Recipe, make_folder: bool = True) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, make_folder: bool = True, elsewhere: bool = False) -> None:
+        self.recipe, self.elsewhere = recipe, elsewhere
         self.make_folder = make_folder
         self.folder = Path()
         self.lock = FolderLock()
@@ -177,13 +181,24 @@ class RecipeCLI(LightningCLI):
                 remove(draft)
         try:
             return self._trainer_in(self.folder)
-        except (MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
+        except (UserError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
             self.give_back()
+            if isinstance(error, UserError):
+                raise
             raise UserError(recipe_error(error, {"trainer": self.recipe.values.get("trainer")})) from error
 
     def _trainer_in(self, folder: Path) -> Trainer:
         settings = self.config_init.trainer
+        options, has_gpu = {}, torch.cuda.is_available() or MPSAccelerator.is_available()
+        if settings.accelerator in ("gpu", "cuda") and not has_gpu:
+            if not self.elsewhere:
+                raise UserError(
+                    f"trainer.accelerator={settings.accelerator}: torch {torch.__version__} finds no GPU here. Set "
+                    "trainer.accelerator=auto to use the CPU. lightning check works without a GPU."
+                )
+            options["accelerator"] = AbsentGPU()
         return super().instantiate_trainer(
+            **options,
             default_root_dir=str(folder),
             logger=run_loggers(settings.logger, folder, self.resumption),
             callbacks=self._callbacks(as_list(settings.callbacks, Callback)),
@@ -217,8 +232,6 @@ class RecipeCLI(LightningCLI):
             self.unscorable = self.find_unscorable()
             errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
             errors += [*filter(None, map(model.objective.row_error, data.training_rows()))][:1]
-        if not data.sizes.errors(ranks):
-            errors += filter(None, [limit_error(model, self.trainer, data.sizes, data.has_heldout)])
         errors += [*of_data, *callback_errors(chosen)]
         return [with_full_key(error, self.recipe.values) for error in errors]
 

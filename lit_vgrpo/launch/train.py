@@ -11,12 +11,12 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.data import PromptError
-from lit_vgrpo.errors import UserError, is_deliberate, one_line, report, say
+from lit_vgrpo.errors import UserError, error_in_user_code, is_deliberate, one_line, report, say
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.resume import how_to_resume, last_words
-from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end
+from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end, rehearse_setup
 from lit_vgrpo.training.watchdog import GRACE_S, Watch, watched
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ def train(cli: RecipeCLI) -> int:
             report([str(error)])
             _report_failure(cli)
             return FAILED
-        except LoadError as error:
-            raise UserError(str(error)) from error
         except Exception as error:
             if not checkpoints.training:
                 message = _refusal(cli, error)
@@ -63,6 +61,17 @@ def train(cli: RecipeCLI) -> int:
             if not cli.trainer.fit_loop.done:
                 return _fail(cli, watch, RuntimeError("Training ended early. Did a callback raise StopIteration?"))
     return _report_outcome(cli)
+
+
+def rehearse(cli: RecipeCLI) -> None:
+    """Do in this process what :func:`train` does before it loads weights; raise UserError for what it would refuse."""
+    try:
+        rehearse_setup(cli.trainer, cli.model, cli.datamodule)
+    except Exception as error:
+        message = _refusal(cli, error)
+        if message is None:
+            raise
+        raise message from error
 
 
 def _fail(cli: RecipeCLI, watch: Watch, error: BaseException) -> int:
@@ -109,8 +118,10 @@ def _report_failure(cli: RecipeCLI) -> None:
 
 def _refusal(cli: RecipeCLI, error: Exception) -> UserError | None:
     """Return an error that stops a run before training as a UserError; ``None`` for other kinds of errors."""
-    if isinstance(error, MisconfigurationException):
+    if isinstance(error, MisconfigurationException | LoadError):
         return UserError(str(error))
+    if (place := error_in_user_code(error)) is not None:
+        return UserError(place)
     if isinstance(error, AttributeError | TypeError):  # a callback may need another kind of module
         return UserError(f"{type(error).__name__}: {one_line(error)} (--debug shows the traceback)")
     if not isinstance(error, RuntimeError | ValueError | KeyError):

@@ -31,17 +31,16 @@ SMALLEST_8BIT = 4096
 
 
 def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
-    """Set the trainer's ``accumulate_grad_batches`` to the number of micro-batches per update.
+    """Set the trainer's ``accumulate_grad_batches`` to the number of micro-batches per update."""
+    trainer.accumulate_grad_batches = sizes.plan(image_ranks(trainer)[1]).micro_batches_per_update
 
-    Raises:
-        ValueError: The recipe sets another number.
-    """
+
+def accumulation_error(trainer: pl.Trainer, sizes: Sizes) -> str | None:
+    """Return an error if the recipe sets ``accumulate_grad_batches`` to another number than :func:`accumulate`."""
     needed, asked = sizes.plan(image_ranks(trainer)[1]).micro_batches_per_update, trainer.accumulate_grad_batches
-    if asked not in (1, needed):
-        raise ValueError(
-            f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use data.micro_batch_size."
-        )
-    trainer.accumulate_grad_batches = needed
+    if asked in (1, needed):
+        return None
+    return f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use data.micro_batch_size."
 
 
 def settle(module: Any) -> None:
@@ -63,7 +62,6 @@ def settle(module: Any) -> None:
         trial.run(1)  # libraries allocate workspaces on first use
         size, taken = largest_that_fits(divisors(share), room, lambda images: trial.most_of_ranks(trial.taken(images)))
     trainer.datamodule.settle(size)
-    trainer.accumulate_grad_batches = 1
     accumulate(trainer, trainer.datamodule.sizes)
     if trainer.is_global_zero:
         fit = f"{size} of {share} images per update fit"

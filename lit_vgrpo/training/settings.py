@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule
@@ -16,7 +15,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.training.micro_batch import accumulate
+from lit_vgrpo.training.micro_batch import accumulate, accumulation_error
 from lit_vgrpo.training.saved_weights import policy_errors
 from lit_vgrpo.training.strategies import launcher_error, strategy_errors
 from lit_vgrpo.training.teachers import teacher_errors
@@ -53,9 +52,12 @@ def set_up(module: Any) -> None:
     has_heldout = trainer.datamodule.has_heldout
     for error in errors_under(module, trainer, sizes, has_heldout):
         raise ValueError(error)
-    _keep_iterations_whole(module, trainer, sizes)
     accumulate(trainer, sizes)
-    module.reward.enter_run(Path(trainer.default_root_dir))
+    if trainer.fast_dev_run:  # it counts batches
+        iterations = int(trainer.fast_dev_run)
+        count_iterations(trainer, iterations)
+        images = sizes.plan(image_ranks(trainer)[1]).images_per_iteration
+        rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
     if (distilled := distillation_warning(module.policy)) is not None:
         rank_zero_warn(distilled)
 
@@ -76,14 +78,17 @@ def module_errors(module: Any, sizes: Sizes) -> list[str]:
 
 
 def errors_under(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> list[str]:
-    """Return the module's errors and those that depend on the trainer's strategy, its ranks or held-out prompts."""
-    optimizer, spec = module.optimization.optimizer, module.objective.rollout_spec(0)
+    """Return the module's errors and those that depend on the trainer or on held-out prompts."""
+    optimizer, spec, ranks = module.optimization.optimizer, module.objective.rollout_spec(0), image_ranks(trainer)[1]
+    fits = not sizes.errors(ranks)  # their errors are the data module's
     return [
         *filter(None, [launcher_error(trainer.world_size)]),
         *strategy_errors(trainer.strategy, module.policy, optimizer, sizes, spec),
         *module_errors(module, sizes),
-        *_comparison_errors(module, sizes, image_ranks(trainer)[1], has_heldout),
+        *_comparison_errors(module, sizes, ranks, has_heldout),
         *teacher_errors(module.objective, module.policy),
+        *filter(None, [limit_error(module, trainer, sizes, has_heldout)] if fits else []),
+        *filter(None, [accumulation_error(trainer, sizes)] if fits else []),
     ]
 
 
@@ -220,17 +225,6 @@ def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
         for cls in type(callback).__mro__
         if cls.__module__.startswith("lightning.") and cls.__name__ in UNFIT_CALLBACKS
     ]
-
-
-def _keep_iterations_whole(module: Any, trainer: Any, sizes: Sizes) -> None:
-    """Refuse limits that end an iteration before its last step; let ``fast_dev_run`` count iterations, not batches."""
-    if (error := limit_error(module, trainer, sizes, trainer.datamodule.has_heldout)) is not None:
-        raise ValueError(error)
-    if trainer.fast_dev_run:
-        iterations = int(trainer.fast_dev_run)
-        count_iterations(trainer, iterations)
-        images = sizes.plan(image_ranks(trainer)[1]).images_per_iteration
-        rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
 
 
 def limit_error(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> str | None:

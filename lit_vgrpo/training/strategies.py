@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
@@ -14,6 +15,7 @@ from lightning.pytorch.strategies import (
     Strategy,
     StrategyRegistry,
 )
+from typing_extensions import override
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
@@ -27,6 +29,33 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "R
 """torch's optimizers whose state holds a tensor of the weight's shape, or a scalar, per weight."""
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 """Precisions of the trainer that do not cast weights."""
+
+
+class AbsentGPU(CUDAAccelerator):
+    """GPUs of another machine, with the CPU in their place: a Trainer is built for them to be checked, not to run."""
+
+    @staticmethod
+    @override
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    @override
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    @override
+    def parse_devices(devices: int | str | list[int]) -> list[int]:
+        """Return the devices' numbers; those of ``-1``, all devices of an unknown machine, are ``[0]``."""
+        if isinstance(devices, str):
+            devices = [int(number) for number in devices.split(",") if number] if "," in devices else int(devices)
+        return devices if isinstance(devices, list) else list(range(devices if devices > 0 else 1))
+
+    @staticmethod
+    @override
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cpu")] * len(devices)
 
 
 def strategy_errors(

@@ -9,9 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _call_setup_hook
+from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 Child = subprocess.Popen[Any]
@@ -46,6 +49,28 @@ def count_iterations(trainer: Trainer, iterations: int) -> None:
     trainer.limit_train_batches = 1.0
     trainer.fit_loop.max_epochs = iterations
     trainer.fit_loop.epoch_loop.max_steps = -1
+
+
+def read_limits(trainer: Trainer) -> None:
+    """Make the loaders and apply the trainer's limits to them, which raises for those that do not fit."""
+    trainer.fit_loop.setup_data()
+    trainer.fit_loop.epoch_loop.val_loop.setup_data()
+
+
+def rehearse_setup(trainer: Trainer, module: LightningModule, data: LightningDataModule) -> None:
+    """Call what ``fit`` calls before it loads weights, in this process only: the hooks ``setup``, and the loaders.
+
+    Loggers are removed, since they would write. Raises what ``fit`` would.
+    """
+    trainer.loggers = []
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.training = True
+    trainer._data_connector.attach_data(module, datamodule=data)
+    trainer.strategy.connect(module)
+    trainer._callback_connector._attach_model_callbacks()
+    _verify_loop_configurations(trainer)
+    _call_setup_hook(trainer)
+    read_limits(trainer)
 
 
 def call_train_hooks_at_end(trainer: Trainer) -> None:

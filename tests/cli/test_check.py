@@ -4,7 +4,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from commands import check
+from commands import check, run
 
 from lit_vgrpo.cli.check import checkpoint_bytes, disk_errors, other_command
 from lit_vgrpo.launch.build import build
@@ -32,6 +32,53 @@ def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
     assert "data.group_size=1: Input should be" in found
     assert "none.txt does not exist" in found
     assert "/none is not a folder. Set model.policy.checkpoint" in found
+
+
+SNR = "trainer.callbacks=[{class_path: SurrogateDiagnostics, init_args: {snr_every_n_iterations: 1}}]"
+MISTAKES = [
+    (["trainer.accumulate_grad_batches=8"], "trainer.accumulate_grad_batches=8 is set by the sizes. Leave it out;"),
+    (["trainer.limit_train_batches=1"], "trainer.limit_train_batches=1 would drop images already made."),
+    (["trainer.limit_val_batches=0.01"], "You requested to check 0.01 of the `val_dataloader`"),
+    (["trainer.val_check_interval=100"], "`val_check_interval` (100) must be less than or equal to the number of"),
+    (["trainer.callbacks=[BackboneFinetuning]"], "AttributeError: 'VGRPOModule' object has no attribute 'backbone'"),
+    (["trainer.callbacks=[mine.Refuses]"], "mine.py:6: RuntimeError: refused in setup."),
+    ([SNR, "trainer.strategy=zero2"], "SurrogateDiagnostics.snr_every_n_iterations=1 does not work with trainer.strat"),
+    (["run_dir=tiny.yaml/x"], "Cannot create the run folder tiny.yaml/x: "),
+    (["trainer.max_epochs=0"], "trainer.max_epochs=0 is invalid. Use 1 or more, or -1."),
+    (["model.evaluation.height=33"], "model.evaluation.height=33 is not a multiple of 8"),
+    (["model.policy.checkpoint=."], ". has no model_index.json. Set model.policy.checkpoint to a folder that has it"),
+]
+REFUSES = """import lightning as L
+
+
+class Refuses(L.Callback):
+    def setup(self, trainer, pl_module, stage):
+        raise RuntimeError("refused in setup")
+"""
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES)
+def test_check_refuses_what_run_refuses(tiny_recipe, capsys, monkeypatch, words, line):
+    monkeypatch.setattr("lit_vgrpo.training.evaluation.Evaluator.generate", None)  # before the first image
+    (tiny_recipe.parent / "mine.py").write_text(REFUSES)
+    for command in (check, run):
+        assert command([str(tiny_recipe), *words]) == 2
+        out, err = capsys.readouterr()
+        assert err.splitlines()[0].startswith(line)
+        assert out == "" or command == run
+    assert not [*tiny_recipe.parent.glob("runs/*/checkpoints")]
+
+
+def test_a_gpu_that_this_machine_lacks(tiny_recipe, capsys):
+    words = [str(tiny_recipe), "trainer.accelerator=gpu", "trainer.precision=16-mixed", "model.policy.dtype=float16"]
+    assert check([*words, "trainer.devices=2"]) == 0
+    out = capsys.readouterr().out
+    assert "This machine has no GPU. Compare with a GPU: --memory 80GiB." in out
+    assert "no errors found for world size 2" in out
+    assert check([*words, "--memory", "1"]) == 2
+    assert "is available (the given GPU)" in capsys.readouterr().err
+    assert run(words) == 2
+    assert capsys.readouterr().err.startswith("trainer.accelerator=gpu: torch ")
 
 
 @pytest.mark.parametrize(

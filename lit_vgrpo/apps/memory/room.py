@@ -13,6 +13,7 @@ from lit_vgrpo.policies.meta import NotEstimated as NotEstimated
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import available_bytes
 from lit_vgrpo.training.micro_batch import shown
+from lit_vgrpo.training.strategies import AbsentGPU
 
 if TYPE_CHECKING:
     from lit_vgrpo.launch.recipe_cli import RecipeCLI
@@ -31,9 +32,12 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
     Raises:
         NotEstimated: There is no estimate; the message is the reason.
     """
-    device = cli.trainer.strategy.root_device if gpu_memory is None else torch.device("cuda", 0)
+    is_absent = isinstance(cli.trainer.accelerator, AbsentGPU)
+    device = torch.device("cuda", 0) if is_absent or gpu_memory is not None else cli.trainer.strategy.root_device
     if gpu_memory is not None:
         name, size = "the given GPU", gpu_memory
+    elif is_absent:
+        name, size = "", 0
     elif device.type == "cuda":
         name, size = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     else:
@@ -47,15 +51,15 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
         raise UserError(str(error)) from error
     except Exception as error:  # such as shapes that depend on values: a missing estimate must not fail the check
         raise NotEstimated(f"{type(error).__name__}: {one_line(error)}") from error
-    hint = " Compare with a GPU: --memory 80GiB." if device.type == "cpu" else ""
-    text = f"{found.table()}\nAvailable: {shown(free)}, {name}.{hint}"
+    hint = "" if size and device.type == "cuda" else " Compare with a GPU: --memory 80GiB."
+    text = f"{found.table()}\n{f'Available: {shown(free)}, {name}.' if size else 'This machine has no GPU.'}{hint}"
     if found.unknown:
         text += f"\nNot included, because their size is unknown: models of the reward {', '.join(found.unknown)}."
     too_large = (
         f"The recipe needs about {shown(found.peak)} per rank, in {found.peak_phase}; {shown(free)} is available "
         f"({name}). Set {ADVICE[found.peak_phase]}."
     )
-    return text, [too_large] if found.peak > free else []
+    return text, [too_large] if size and found.peak > free else []
 
 
 def gpu_memory_of(text: str) -> int:
