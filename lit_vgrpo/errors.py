@@ -13,7 +13,7 @@ from pathlib import Path
 LONGEST_LIST = 12
 HIDDEN = "(hidden)"
 """Replacement for values that may be secret."""
-PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
+PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/?#\s]+@")
 HARMLESS = "\n\t\u200c\u200d"
 
 

@@ -3,11 +3,12 @@
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, Scores
 from lit_vgrpo.rewards.clip import AestheticScore, CLIPImageSimilarity, CLIPScore, PickScore
 from lit_vgrpo.rewards.combine import Weighted, as_weighted
+from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.frames import Frames
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
-from lit_vgrpo.rewards.http import Connection, HTTPReward
+from lit_vgrpo.rewards.http import HTTPReward
 from lit_vgrpo.rewards.image_reward import ImageReward
 from lit_vgrpo.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
 from lit_vgrpo.rewards.judges import PackagedJudge

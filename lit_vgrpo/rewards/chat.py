@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.http import CONNECT_TIMEOUT_S, Connection, RemoteReward
+from lit_vgrpo.rewards.connection import Connection, shown_address
+from lit_vgrpo.rewards.http import CONNECT_TIMEOUT_S, RemoteReward
 from lit_vgrpo.system.hub import LoadError
+
+ENDPOINT = "/chat/completions"
 
 
 class ChatReward(RemoteReward):
@@ -21,24 +24,27 @@ class ChatReward(RemoteReward):
     """
 
     def __init__(self, url: str, model: str, connection: Connection | None) -> None:
-        self.url = url.rstrip("/")
-        super().__init__(f"{self.url}/chat/completions", connection)
+        super().__init__(url, connection, ENDPOINT)
         self.model = model
 
     def load(self) -> None:
         """Ask the server for its models.
 
         Raises:
-            LoadError: The server does not answer.
+            LoadError: The server does not answer, or cannot be asked.
         """
         import httpx
 
         try:
-            httpx.get(f"{self.url}/models", timeout=CONNECT_TIMEOUT_S, **self._client_options()).raise_for_status()
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            where = f"{self.option('url')}={self._shown.removesuffix('/chat/completions')}"
+            options = {"timeout": CONNECT_TIMEOUT_S, **self._client_options()}
+            with httpx.stream("GET", self._url.replace(ENDPOINT, "/models"), **options) as answer:
+                if not answer.is_success:  # nothing else of the answer is needed, or read
+                    raise httpx.HTTPError(f"status {answer.status_code}")
+        except (httpx.HTTPError, ValueError) as error:
+            where = f"{self.option('url')}={shown_address(self.url)}{self._route}"
             start = f"Run: pip install vllm && vllm serve {self.model}, or set {self.option('url')} to another server."
-            raise LoadError(f"{where} does not answer ({one_line(error)}). {start}") from error
+            reason = one_line(error) or type(error).__name__
+            raise LoadError(f"{where} does not answer ({reason}). {start}") from error
 
     def _request(self, pictures: Sequence[bytes], text: str, **sampling: Any) -> dict[str, Any]:
         """Return the body of a request with PNG files and a text after them."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
-from urllib.parse import urlsplit
 
 import torch
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -27,9 +25,11 @@ from torch import Tensor
 
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import encode_png, to_uint8
-from lit_vgrpo.core.ranges import BatchSize, PositiveInt, Range, checked
-from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, one_line, printable
+from lit_vgrpo.core.ranges import BatchSize, checked
+from lit_vgrpo.errors import one_line, printable
 from lit_vgrpo.rewards.base import Reward, RewardOutage
+from lit_vgrpo.rewards.combine import ROW_FIELD
+from lit_vgrpo.rewards.connection import Connection, shown_address
 
 if TYPE_CHECKING:
     import httpx
@@ -46,6 +46,8 @@ RETRIED_STATUS = (408, 425, 429)
 """Statuses below 500 that are retried."""
 SHOWN = 300
 """Letters of an error response in messages."""
+LARGEST_ANSWER = 10_000_000
+"""Bytes of an answer; the rest is not read."""
 
 
 class ScoreRequest(BaseModel):
@@ -78,6 +80,9 @@ class ScoreRequest(BaseModel):
             raise ValueError(
                 f"{len(self.pictures)} pictures for {len(self.images)} images: send one per image, or none"
             )
+        for number, named in enumerate(row.get(ROW_FIELD) or () for row in self.rows):
+            if not isinstance(named, str | list | tuple) or not all(isinstance(name, str) for name in named):
+                raise ValueError(f"rows.{number}.{ROW_FIELD}: send the names of rewards, not {named!r:.40}")
         return self
 
 
@@ -99,7 +104,8 @@ class ScoreAnswer(BaseModel):
 def validation_message(error: ValidationError) -> str:
     """Return the first error of pydantic in one line, without the input."""
     first = error.errors(include_url=False, include_context=False)[0]
-    return one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": "))[:SHOWN]
+    text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return one_line(text.removeprefix(": ").removeprefix("Value error, "))[:SHOWN]
 
 
 def score_request(
@@ -119,38 +125,6 @@ def score_request(
     files, sources = ([base64.b64encode(encode_png(image)) for image in of] for of in (images, pictures))
     request = ScoreRequest(images=files, prompts=list(prompts), rows=[*map(dict, rows)], pictures=sources)
     return request.model_dump_json(exclude=None if sources else {"pictures"}).encode()
-
-
-@checked
-@dataclass
-class Connection:
-    """Timeouts, retries and limits of requests to a server.
-
-    Args:
-        timeout_s: Seconds for one attempt, from the first byte sent to the last byte read.
-        retries: Attempts after the first; a permanent error such as status 404 is not retried.
-        backoff_s: The pause before retry k = 0, 1, ... is drawn from 0 to ``backoff_s * 2**k`` seconds, 30 at most. The
-            server's ``Retry-After`` is its minimum, within the same 30.
-        max_connections: Simultaneous requests, including those waiting for a retry.
-        token_env: Environment variable that holds the bearer token; no file contains the token itself.
-        give_up_after: Consecutive failed requests, each after its retries, after which the server counts as down and
-            the run ends.
-
-    Raises:
-        ValueError: A number is outside its range.
-    """
-
-    timeout_s: Annotated[float, Range(above=0, most=86_400)] = 60.0
-    retries: Annotated[int, Range(0, 1000)] = 5
-    backoff_s: Annotated[float, Range(0, 3_600)] = 0.5
-    max_connections: Annotated[int, Range(1, 1000)] = 4
-    token_env: str | None = None
-    give_up_after: PositiveInt = 4
-
-    @property
-    def token(self) -> str | None:
-        """The bearer token, read from the environment on each access."""
-        return None if self.token_env is None else os.environ.get(self.token_env, "").strip()
 
 
 @dataclass(eq=False)  # exceptions are hashed
@@ -176,28 +150,33 @@ class RemoteReward(Reward):
     not sent because the server was down.
 
     Args:
-        url: Address to post to.
+        url: Address of the server.
         connection: Timeouts, retries and limits; None for the defaults.
+        path: Path to post to, added to the address.
     """
 
     concurrent = True
     loads_nothing = False
 
-    def __init__(self, url: str, connection: Connection | None) -> None:
+    def __init__(self, url: str, connection: Connection | None, path: str = "") -> None:
         self.connection = connection or Connection()
-        self._url, self._shown = url, shown_address(url)
+        self.url, (start, mark, query) = url, url.partition("?")
+        self._url = f"{start.rstrip('/')}{path}{mark}{query}" if path else url
+        self._shown = shown_address(self._url)
         self._jitter = random.Random()  # the global generators belong to the run
         self._counts: Counter[str] = Counter()
         self._failed_in_a_row = 0
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._route = ""
 
     def check(self) -> list[str]:
-        """Report a missing package or token, without contacting the server."""
+        """Report a missing package, and what makes requests impossible, without contacting the server."""
         if find_spec("httpx") is None or find_spec("tenacity") is None:
             return ['httpx or tenacity is not installed. Run: pip install "lit-vgrpo[http]"']
-        if self.connection.token == "":
-            name = self.connection.token_env
-            return [f"{self.option('connection.token_env')}={name} is not in the environment. Run: export {name}=..."]
+        try:
+            self._client_options()
+        except ValueError as error:
+            return [str(error)]
         return []
 
     def take_counts(self) -> dict[str, int]:
@@ -212,10 +191,9 @@ class RemoteReward(Reward):
                 loop.call_soon_threadsafe(task.cancel)
 
     def _client_options(self) -> dict[str, Any]:
-        return {
-            "headers": {"Authorization": f"Bearer {self.connection.token}"} if self.connection.token else {},
-            "trust_env": not is_loopback(urlsplit(self._url).hostname or ""),  # a proxy cannot reach this machine
-        }
+        options = self.connection.client_options(self.url, self.option)
+        self._route = f" (through the proxy {shown_address(options['proxy'])})" if options["proxy"] else ""
+        return options
 
     @property
     def _is_down(self) -> bool:
@@ -299,26 +277,31 @@ class RemoteReward(Reward):
         timeout_s = self.connection.timeout_s
         try:
             # a limit on the whole exchange: a server that trickles bytes never exceeds the one on a read
-            answer = await asyncio.wait_for(client.post(self._url, **content), timeout_s)
+            async with asyncio.timeout(timeout_s), client.stream("POST", self._url, **content) as answer:
+                body = await _body(answer)
             if answer.status_code == 200:
-                return read(answer.content)
+                if len(body) > LARGEST_ANSWER:
+                    raise ValueError(f"it is larger than {LARGEST_ANSWER // 10**6} MB")
+                if (coding := answer.headers.get("content-encoding", "identity")) != "identity":
+                    raise ValueError(f"it is compressed ({coding}), which the request did not accept")
+                return read(body)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise self._counted("timeout", f"did not respond within {timeout_s:g} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except httpx.HTTPError as error:
             reason = one_line(error) or type(error).__name__
             raise self._counted("unreachable", f"cannot be reached ({reason})") from error
         except ValueError as error:
             reason = validation_message(error) if isinstance(error, ValidationError) else one_line(error)
             raise self._counted("invalid", f"returned an invalid response: {reason}") from error
         status, pause = answer.status_code, answer.headers.get("retry-after", "")
-        failure = self._counted(f"status_{status}", f"returned status {status}: {printable(answer.content, SHOWN)}")
+        failure = self._counted(f"status_{status}", f"returned status {status}: {printable(body, SHOWN)}")
         failure.is_permanent = status < 500 and status not in RETRIED_STATUS
         failure.retry_after_s = float(pause) if pause.isdecimal() else 0.0  # it may be a date
         raise failure
 
     def _counted(self, cause: str, reason: str) -> RequestError:
         self._counts[cause] += 1
-        return RequestError(f"{self._shown} {reason}")
+        return RequestError(f"{self._shown}{self._route} {reason}")
 
 
 @checked
@@ -344,7 +327,6 @@ class HTTPReward(RemoteReward):
         send_pictures: bool = False,
     ) -> None:
         super().__init__(url, connection)
-        self.url = url
         self.name = name
         self.batch_size = batch_size
         self.send_pictures = send_pictures
@@ -385,16 +367,11 @@ def _read(body: bytes, count: int) -> ScoreAnswer:
     return answer
 
 
-def shown_address(url: str) -> str:
-    """Return an address for messages, without its user, password and query, which may be secret.
-
-    >>> shown_address("http://me:key@host:80/score?key=1")
-    'http://(hidden)@host:80/score?(hidden)'
-    """
-    address, mark, _ = PASSWORD_IN_ADDRESS.sub(rf"\g<1>{HIDDEN}@", url).partition("?")
-    return f"{address}?{HIDDEN}" if mark else address
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for a host that is this machine itself."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+async def _body(answer: httpx.Response) -> bytes:
+    """Read an answer, and no more than a block beyond the limit; packed, since a block can unpack to gigabytes."""
+    body = bytearray()
+    async for block in answer.aiter_raw():
+        body += block
+        if len(body) > LARGEST_ANSWER:
+            break
+    return bytes(body)

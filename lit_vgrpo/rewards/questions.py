@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from pydantic_core import from_json
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.chat import ChatReward
-from lit_vgrpo.rewards.http import Connection, RequestError
+from lit_vgrpo.rewards.connection import Connection
+from lit_vgrpo.rewards.http import RequestError
 
 QUESTION = 'Does this image show what "{prompt}" asks for?'
 INSTRUCTION = "Answer in one word."
@@ -27,10 +28,13 @@ SAMPLING = {"max_tokens": 1, "logprobs": True, "top_logprobs": CANDIDATES}
 def _read(body: bytes) -> dict[str, float]:
     """Return the log-probabilities of the most probable first tokens in a chat completion."""
     try:
-        listed = json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        return {str(token["token"]): float(token["logprob"]) for token in listed}
-    except (KeyError, IndexError, TypeError) as error:
+        listed = from_json(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        found = {str(token["token"]): float(token["logprob"]) for token in listed}
+    except (KeyError, IndexError, TypeError, OverflowError) as error:
         raise ValueError("no log-probabilities: does the server support logprobs?") from error
+    if not all(number < 1e-3 for number in found.values()):  # 0, but for rounding
+        raise ValueError("a log-probability is above 0, or not a number")
+    return found
 
 
 @checked

@@ -19,7 +19,8 @@ from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import Finite, PositiveInt, Range, checked
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.chat import ChatReward
-from lit_vgrpo.rewards.http import Connection, RequestError
+from lit_vgrpo.rewards.connection import Connection
+from lit_vgrpo.rewards.http import RequestError
 from lit_vgrpo.rewards.vote_store import choice_scores
 
 SCORE_PATTERN = r"(?i)final score\W*?(-?\d+(?:\.\d+)?)"

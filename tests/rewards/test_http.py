@@ -1,16 +1,21 @@
 import asyncio
+import gzip
+import os
 import random
+import re
 import threading
 
 import fault_server as errors
+import httpx
 import numpy as np
 import pytest
 import torch
-from fault_server import FaultServer, answering
+from fault_server import FaultServer, answering, choosing, saying
 from helpers import free_port, repeating
 
-from lit_vgrpo.rewards import Connection, HTTPReward, RewardOutage, Weighted
-from lit_vgrpo.rewards.http import LONGEST_PAUSE_S, RequestError
+from lit_vgrpo.rewards import Connection, HTTPReward, QuestionScore, RewardOutage, VLMJudge, Weighted
+from lit_vgrpo.rewards.connection import proxy_of
+from lit_vgrpo.rewards.http import LARGEST_ANSWER, LONGEST_PAUSE_S, RequestError
 
 
 def patient(**options):
@@ -62,6 +67,12 @@ FAULTS = {
     "other_version": (answering({"version": 2, "scores": [1, 2, 3]}), "invalid"),
     "too_few": (answering({"scores": [0.5]}), "invalid"),
     "errors": (answering({"scores": [1, 2, 3], "errors": ["a"]}), "invalid"),
+    "page": (answering(b"<html>log in</html>", Content_Type="text/html"), "invalid"),
+    "no_list": (answering({"scores": "x"}), "invalid"),
+    "nested": (answering({"scores": [[1, 2, 3]]}), "invalid"),
+    "truth": (answering({"scores": [True, False, True]}), "invalid"),
+    "too_many": (answering({"scores": [1] * 1000}), "invalid"),
+    "packed": (answering(gzip.compress(b'{"scores": [1, 2, 3]}'), Content_Encoding="gzip"), "invalid"),
 }
 
 
@@ -149,6 +160,140 @@ def test_a_row_that_json_cannot_hold_fails_its_image_alone():
         weighted = Weighted([HTTPReward(server.url, connection=patient())])
         batch = weighted.score(pixels, prompts, [rows[0], {"prompt": "a", "x": object()}, rows[2]])
     assert batch.ok.tolist() == [True, False, True]
+
+
+def without_end(handler):
+    """Send zeros until the client hangs up."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+    handler.close_connection = True
+    while not handler.server.owner.closing.is_set():
+        handler.wfile.write(bytes(100_000))
+
+
+@pytest.mark.parametrize(
+    ("behave", "reason"),
+    [
+        (without_end, "an invalid response: it is larger than 10 MB"),
+        (answering(b" " * 2 * LARGEST_ANSWER, 500), "status 500: "),
+    ],
+    ids=["200", "500"],
+)
+def test_an_answer_is_read_only_up_to_the_limit(behave, reason):
+    with FaultServer([behave]) as server:
+        reward = HTTPReward(server.url, connection=patient(retries=0))
+        assert reward(*make_images(2)).isnan().all()
+    assert reward.failure == f"{server.url} returned {reason}"
+
+
+CLIENTS = [HTTPReward, lambda url, **o: VLMJudge(url, "m", **o), lambda url, **o: QuestionScore(url, "m", **o)]
+BAD_ADDRESSES = """ftp://x/y http:// http://127.0.0.1:99999/score http://127.0.0.1:0 http://127.0.0.1:-1 http://127.0.0.1:x
+    127.0.0.1:8000/score localhost:8000 http:/127.0.0.1:8000 http:///score //127.0.0.1 file:///x https://$HOST/score
+    http://<host>:8000 http://{host}:8000 http://256.1.1.1 http://[::1 http://[zz]:80 http://x:80:80 http://x#y
+    http://me:hunter2@127.0.0.1:99999 http://me:hunter2/3@127.0.0.1 me:hunter2@127.0.0.1:80 ftp://x?key=hunter2"""
+
+
+@pytest.mark.parametrize("url", [*BAD_ADDRESSES.split(), "", "http://a b", " http://a", "http://a/s ", "http://a\nb"])
+def test_an_address_to_which_nothing_can_be_sent_is_one_line_of_the_check_and_of_the_call(url):
+    for make in CLIENTS:
+        reward = make(url, connection=patient())
+        (line,) = reward.check()
+        assert line.startswith(f"{type(reward).__name__}.url=")
+        assert "hunter2" not in line
+        assert "hunter2" in url or url in line
+        with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+            reward(*make_images(2))
+
+
+@pytest.mark.parametrize("address", ["http://{}", "HTTP://{}/a%20b/\u00e9", "http://me:pass%20word@{}/../x/?key=a/b"])
+def test_an_address_that_the_check_accepts_is_asked(address):
+    with FaultServer() as server:
+        reward = HTTPReward(address.format(server.address.removeprefix("http://")), connection=patient())
+        assert reward.check() == []
+        assert reward(*make_images(1)).isfinite().all()
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets variables in an environment without proxies."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    return lambda **variables: [monkeypatch.setenv(*item) for item in variables.items()]
+
+
+HOSTS = "10.1.2.3 11.1.2.3 [fd00::1] [fd12::3] example.com a.example.com badexample.com EXAMPLE.com."
+DOMAIN = "example.com a.example.com EXAMPLE.com."
+
+
+@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
+@pytest.mark.parametrize(
+    ("no_proxy", "exempt"),
+    {
+        "": "",
+        ", ,": "",
+        "localhost,fd00::/8": "[fd00::1] [fd12::3]",
+        "fd00::/16 10.0.0.0/8": "10.1.2.3 [fd00::1]",
+        "10.0.0.0/255.0.0.0": "10.1.2.3",
+        "fd00::1": "[fd00::1]",
+        "[FD00::1]": "[fd00::1]",
+        "x, Example.com": DOMAIN,
+        ".example.com": DOMAIN,
+        "*.example.com": DOMAIN,
+        "example.com:8000,10.1.2.3:80": DOMAIN,
+        "a,*": HOSTS,
+    }.items(),
+)
+def test_no_proxy_has_hosts_domains_ports_addresses_and_ranges(environment, name, no_proxy, exempt):
+    environment(http_proxy="proxy:3128", **{name: no_proxy})
+    proxies = {host: proxy_of(httpx.URL(f"http://{host}:8000/score")) for host in HOSTS.split()}
+    assert proxies == {host: None if host in exempt.split() else "http://proxy:3128" for host in HOSTS.split()}
+
+
+BROKEN = ["10.0.0.0/33", "10.0.0.*", "<local>", "fd00::/200", "http://a", "a:b", "[fd00::1]:80", "::1::"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        *(({"http_proxy": "p", "no_proxy": f"a,{entry}"}, f"no_proxy has the entry '{entry}'") for entry in BROKEN),
+        ({"http_proxy": "socks5://p"}, "http_proxy=socks5://p needs socksio. Run: pip install"),
+        ({"HTTP_PROXY": "ftp://p"}, "http_proxy=ftp://p is no address"),
+        ({"all_proxy": "http://me:hunter2@p:99999"}, "all_proxy=http://(hidden)@p:99999 is no address"),
+        ({"ALL_PROXY": "p q"}, "all_proxy=http://p q is no address"),
+        ({"SSL_CERT_FILE": "/does/not/exist.pem"}, "SSL_CERT_FILE=/does/not/exist.pem cannot be read"),
+        ({"TOKEN": ""}, "connection.token_env=TOKEN is not in the environment"),
+        ({"TOKEN": "hunter\n2"}, "connection.token_env=TOKEN has a character that no token has"),
+        ({"TOKEN": "hunter2\u00e9"}, "connection.token_env=TOKEN has a character that no token has"),
+        ({"no_proxy": "10.0.0.0/33", "https_proxy": "ftp://p"}, None),
+        ({"http_proxy": "", "HTTP_PROXY": "ftp://p"}, None),
+    ],
+)
+def test_a_variable_that_cannot_be_used_is_one_line_of_the_check_and_of_the_call(environment, variables, said):
+    environment(**{"TOKEN": "t", **variables})
+    for make in CLIENTS:
+        reward = make("http://gpu.example:8000", connection=patient(token_env="TOKEN"))
+        if said is None:
+            assert reward.check() == []
+            continue
+        (line,) = reward.check()
+        assert said in line
+        assert "hunter" not in line
+        with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+            reward(*make_images(1))
+
+
+@pytest.mark.parametrize("make", CLIENTS)
+def test_every_client_asks_a_server_through_the_proxy_and_names_it_if_that_fails(environment, make):
+    answers = {"HTTPReward": errors.scores, "VLMJudge": saying("Final Score: 3"), "QuestionScore": choosing(yes=0.5)}
+    reward = make("http://gpu.example:8000/v1", connection=patient(retries=0))
+    models = {"http://gpu.example:8000/v1/models": (200, b"{}")}
+    with FaultServer(then=answers[type(reward).__name__], pages=models) as proxy:
+        environment(http_proxy=proxy.address.removeprefix("http://"), no_proxy="localhost,fd00::/8")
+        assert reward.check() == []
+        reward.load()
+        assert reward(*make_images(1)).isfinite().all()
+        assert [headers["Host"] for headers, body in proxy.requests if body] == ["gpu.example:8000"]
+    assert reward(*make_images(1)).isnan().all()
+    assert f"(through the proxy {proxy.address}) cannot be reached" in reward.failure
 
 
 def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch):

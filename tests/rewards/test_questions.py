@@ -70,8 +70,43 @@ def test_a_failed_question_fails_its_image_only():
     assert "status 400" in one.failure
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"choices": "x"}',
+        *(
+            b'{"choices": [{"logprobs": {"content": [{"top_logprobs": [%b]}]}}]}' % token
+            for token in (b"5", b"null", b'{"token": "yes"}', b'{"token": "yes", "logprob": NaN}')
+        ),
+        *(
+            b'{"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "yes", "logprob": %b}]}]}}]}' % number
+            for number in (b"1000", b"Infinity", b'"x"', b"[]", b"9" * 400)
+        ),
+    ],
+)
+def test_an_answer_without_log_probabilities_fails_its_image_only(body):
+    with FaultServer([answering(body), choosing(Yes=0.5, No=0.5)]) as server:
+        one = reward(server)
+        found = one(IMAGES, ["x", "y"], [{}, {}])
+    assert math.isnan(found[0])
+    assert found[1].item() == pytest.approx(0.5)
+    assert one.take_counts() == {"invalid": 1, "gave_up": 1}
+
+
+def unending(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+    handler.server.owner.closing.wait(60)
+
+
 def test_a_server_that_does_not_answer_is_found_before_sampling():
-    with FaultServer(pages={"/v1/models": (200, b"{}")}) as server:
-        reward(server).load()
+    for page in ((200, b"{}"), unending):
+        with FaultServer(pages={"/v1/models": page, "/v1/models?key=hunter2": page}) as server:
+            reward(server).load()
+            keyed = QuestionScore(f"http://me:hunter2@{server.address[7:]}/v1/?key=hunter2", "judge")
+            keyed.load()
     with pytest.raises(LoadError, match="does not answer .* Run: pip install vllm && vllm serve judge, or set "):
         reward(server).load()
+    with FaultServer() as server, pytest.raises(LoadError, match=r"does not answer \(status 404\)") as raised:
+        QuestionScore(f"http://me:hunter2@{server.address[7:]}/v1?key=hunter2", "judge").load()
+    assert "hunter2" not in str(raised.value)

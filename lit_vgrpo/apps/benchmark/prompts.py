@@ -18,6 +18,7 @@ from lit_vgrpo.apps.benchmark.preset import Benchmark
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.data.prompts import PROMPT, Rows
 from lit_vgrpo.errors import UserError, one_line
+from lit_vgrpo.rewards import Connection
 from lit_vgrpo.system.paths import file_sha256, new_file
 
 TASK = "benchmark_task"
@@ -97,14 +98,15 @@ def _download(url: str, file: Path, benchmark: Benchmark) -> None:
         if constants.HF_HUB_OFFLINE:
             raise httpx.ConnectError("HF_HUB_OFFLINE is set")
         file.parent.mkdir(parents=True, exist_ok=True)
-        with httpx.stream("GET", url, follow_redirects=True, timeout=TIMEOUT_S) as answer, new_file(file) as draft:
+        options = {"follow_redirects": True, "timeout": TIMEOUT_S, **Connection().client_options(url, str)}
+        with httpx.stream("GET", url, **options) as answer, new_file(file) as draft:
             answer.raise_for_status()
             size = int(answer.headers.get("content-length", 0)) or None
             with tqdm(None, file.name, size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
                 for block in answer.iter_bytes():
                     draft.write(block)
                     bar.update(len(block))
-    except (httpx.HTTPError, OSError) as error:
+    except (httpx.HTTPError, OSError, ValueError) as error:
         raise UserError(f"Cannot download {url}: {one_line(error).rstrip('.')}. {_advice(benchmark)}") from error
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from lit_vgrpo.apps.report.page import MARK, render
 from lit_vgrpo.apps.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME, RunData, read_run
 from lit_vgrpo.apps.report.verdict import Verdict
-from lit_vgrpo.apps.serve.listening import listening_socket, require_packages
-from lit_vgrpo.apps.serve.options import LOOPBACK
+from lit_vgrpo.apps.serve.listening import LOOPBACK, listening_socket, require_packages
 from lit_vgrpo.config.recipe import is_override
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.system.paths import write_atomically

@@ -7,8 +7,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
-from lit_vgrpo.apps.serve.options import ServeOptions
+from lit_vgrpo.apps.serve.listening import ServeOptions, listening_socket, require_packages, web_address
 from lit_vgrpo.errors import UserError, counted, nearest, say
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
 
     from lit_vgrpo.apps.serve.app import Worker, make_app
     from lit_vgrpo.apps.serve.page import serve_page
-    from lit_vgrpo.rewards.http import is_loopback
+    from lit_vgrpo.rewards.connection import is_loopback
 
     reward = build_served(options.words)
     errors = reward.check()
@@ -100,7 +99,7 @@ def print_setup(name: str) -> int:
 
 def opening(name: str, listener: socket.socket, options: ServeOptions, device: str) -> list[str]:
     """Return the lines to print once requests are accepted."""
-    from lit_vgrpo.rewards.http import is_loopback
+    from lit_vgrpo.rewards.connection import is_loopback
 
     lines = [f"Serving {name} on {device} at {web_address(options.host, listener)}/score. Ctrl-C stops it."]
     if not is_loopback(options.host) and options.token is None:

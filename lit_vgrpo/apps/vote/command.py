@@ -20,7 +20,7 @@ from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import train_recipe
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.rewards import VoteReward
-from lit_vgrpo.rewards.http import is_loopback
+from lit_vgrpo.rewards.connection import is_loopback
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.folder import find_run

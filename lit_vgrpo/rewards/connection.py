@@ -1,0 +1,144 @@
+"""The way to a server: its address, and the token, proxy and certificates of the environment, checked before httpx."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.request import getproxies
+
+from lit_vgrpo.core.ranges import PositiveInt, Range, checked
+from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, one_line
+
+if TYPE_CHECKING:
+    import httpx
+
+WEB, SOCKS = ("http", "https"), ("socks5", "socks5h")
+ADDRESS = re.compile(r"\w+://([^/?#\s]*@)?([\w.-]+|\[[\da-f:.]+\])(:\d+)?([/?][^#\s]*)?", re.IGNORECASE)
+EXEMPT = re.compile(r"\*|(?:\*?\.)?([\w-]+(?:\.[\w-]+)*)\.?(?::(\d+))?")
+"""An entry of no_proxy that is no address: all, or a host and the domain of its name, at one port or at any."""
+
+
+@checked
+@dataclass
+class Connection:
+    """Timeouts, retries and limits of requests to a server.
+
+    Args:
+        timeout_s: Seconds for one attempt, from the first byte sent to the last byte read.
+        retries: Attempts after the first; a permanent error such as status 404 is not retried.
+        backoff_s: The pause before retry k = 0, 1, ... is drawn from 0 to ``backoff_s * 2**k`` seconds, 30 at most. The
+            server's ``Retry-After`` is its minimum, within the same 30.
+        max_connections: Simultaneous requests, including those waiting for a retry.
+        token_env: Environment variable that holds the bearer token; no file contains the token itself.
+        give_up_after: Consecutive failed requests, each after its retries, after which the server counts as down and
+            the run ends.
+
+    Raises:
+        ValueError: A number is outside its range.
+    """
+
+    timeout_s: Annotated[float, Range(above=0, most=86_400)] = 60.0
+    retries: Annotated[int, Range(0, 1000)] = 5
+    backoff_s: Annotated[float, Range(0, 3_600)] = 0.5
+    max_connections: Annotated[int, Range(1, 1000)] = 4
+    token_env: str | None = None
+    give_up_after: PositiveInt = 4
+
+    @property
+    def token(self) -> str | None:
+        """The bearer token, read from the environment on each access."""
+        return None if self.token_env is None else os.environ.get(self.token_env, "").strip()
+
+    def client_options(self, url: str, option: Callable[[str], str]) -> dict[str, Any]:
+        """Return httpx's options for requests to a server, with all that httpx would take from the environment.
+
+        Args:
+            url: Address of the server.
+            option: Returns an option's name for messages, as :meth:`Reward.option` does.
+
+        Raises:
+            ValueError: The address, or a variable of the environment that concerns it, cannot be used.
+        """
+        import httpx
+
+        headers = {"Accept-Encoding": "identity"}
+        if (token := self.token) is not None:
+            if not (token and token.isascii() and token.isprintable()):
+                found = "has a character that no token has" if token else "is not in the environment"
+                name = f"{option('connection.token_env')}={self.token_env}"
+                raise ValueError(f"{name} {found}. Run: export {self.token_env}=...")
+            headers["Authorization"] = f"Bearer {token}"
+        proxy = proxy_of(_checked(url, option("url")))
+        try:
+            return {"headers": headers, "proxy": proxy, "verify": httpx.create_ssl_context(), "trust_env": False}
+        except OSError as error:
+            file = os.environ.get("SSL_CERT_FILE")
+            raise ValueError(f"SSL_CERT_FILE={file} cannot be read as certificates: {one_line(error)}.") from error
+
+
+def shown_address(address: str) -> str:
+    """Return an address for messages, without its user, password and query, which may be secret.
+
+    >>> shown_address("http://me:key@host:80/score?key=1")
+    'http://(hidden)@host:80/score?(hidden)'
+    """
+    start, mark, _ = PASSWORD_IN_ADDRESS.sub(rf"\g<1>{HIDDEN}@", address).partition("?")
+    return f"{start}?{HIDDEN}" if mark else start
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for a host that is this machine itself."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _checked(address: str, name: str, schemes: tuple[str, ...] = WEB) -> httpx.URL:
+    """Return a parsed address; raise ValueError, naming its option or variable, if nothing can be sent to it."""
+    import httpx
+
+    with suppress(httpx.InvalidURL):  # its text may quote a part of a password
+        url = httpx.URL(address)
+        if ADDRESS.fullmatch(address) and url.scheme in schemes and (url.port is None or 0 < url.port < 2**16):
+            return url
+    shown = HIDDEN if "@" in PASSWORD_IN_ADDRESS.sub("", address) else shown_address(address)
+    raise ValueError(f"{name}={shown} is no address of a server. Write http://HOST:PORT, with a port from 1 to 65535.")
+
+
+def proxy_of(url: httpx.URL) -> str | None:
+    """Return the proxy for an address, or None.
+
+    The variables are those of curl: http_proxy, https_proxy, all_proxy and no_proxy, in lower case before upper case.
+
+    Raises:
+        ValueError: A variable that decides cannot be used.
+    """
+    variables, host = getproxies(), url.raw_host.decode().rstrip(".")
+    kind = next((kind for kind in (url.scheme, "all") if variables.get(kind)), "")
+    if not kind or is_loopback(host):
+        return None
+    port, own = str(url.port or {"http": 80, "https": 443}[url.scheme]), _network(host)
+    for entry in filter(None, re.split(r"[,\s]+", variables.get("no", "").lower())):
+        if (network := _network(entry)) is not None:
+            is_exempt = own is not None and own.network_address in network
+        elif name := EXEMPT.fullmatch(entry):
+            is_exempt = name[2] in (None, port) and f".{host}".endswith(f".{name[1] or host}")
+        else:
+            known = "Write a host, a domain, an address or a range such as 10.0.0.0/8, or remove it"
+            raise ValueError(f"no_proxy has the entry {entry!r}. {known}.")
+        if is_exempt:
+            return None
+    proxy = variables[kind] if "://" in variables[kind] else f"http://{variables[kind]}"
+    if _checked(proxy, f"{kind}_proxy", WEB + SOCKS).scheme in SOCKS and find_spec("socksio") is None:
+        raise ValueError(f'{kind}_proxy={shown_address(proxy)} needs socksio. Run: pip install "httpx[socks]"')
+    return proxy
+
+
+def _network(text: str) -> IPv4Network | IPv6Network | None:
+    with suppress(ValueError):
+        return ip_network(text.strip("[]"), strict=False)
+    return None
