@@ -345,7 +345,7 @@ def serve_reward(
     port: Port = 8000,
     token_env: Token = None,
     device: Annotated[str | None, Option(help="cpu or cuda:0; by default a GPU if there is one.")] = None,
-    batch_size: Annotated[int, Option(min=1, help="Images per call of the reward.")] = 32,
+    batch_size: Annotated[int, Option(min=1, help="Images per call of the reward, or 16 megapixels.")] = 32,
     max_request_mb: Annotated[int, Option(min=1, help="Maximum size of a request in MB.")] = 64,
     max_images: Annotated[int, Option(min=1, help="Maximum images per request.")] = 256,
     max_megapixels: Annotated[int, Option(min=1, max=85, help="Maximum size of an image in megapixels.")] = 4,

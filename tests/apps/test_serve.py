@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import threading
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
@@ -13,13 +14,13 @@ from fastapi.testclient import TestClient
 from helpers import Brightness
 from processes import started
 
-from lit_vgrpo.apps.serve.app import Worker, make_app
+from lit_vgrpo.apps.serve.app import REQUESTS, Worker, make_app
 from lit_vgrpo.apps.serve.command import opening
 from lit_vgrpo.apps.serve.listening import listening_socket
 from lit_vgrpo.apps.serve.page import bounded_server
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.rewards import Connection, HTTPReward, JPEGCompressibility, Reward, RewardOutage, Weighted
-from lit_vgrpo.rewards.http import score_request
+from lit_vgrpo.rewards.http import ScoreRequest, score_request
 
 pytestmark = pytest.mark.slow  # it serves
 
@@ -218,7 +219,7 @@ def test_many_small_values_are_refused_unparsed_and_other_host_names_on_this_mac
     assert client.post("/score", content=body, headers=headers).status_code == 200
     assert client.post("/score", content=body, headers={**headers, "Host": "evil.example"}).status_code == 400
     assert client.post("/score", content=body, headers={"Content-Type": "text/plain"}).status_code == 422
-    monkeypatch.setattr("fastapi.Request.json", lambda request: pytest.fail("parsed"))
+    monkeypatch.setattr(ScoreRequest, "model_validate_json", lambda body: pytest.fail("parsed"))
     for values in (b"{}," * 5000 + b"{}", b"[" * 5000):
         answer = client.post("/score", content=body.replace(b'"rows":[', b'"rows":[' + values), headers=headers)
         assert (answer.status_code, answer.json()) == (413, {"detail": "more than 1000 JSON values per image"})
@@ -227,13 +228,58 @@ def test_many_small_values_are_refused_unparsed_and_other_host_names_on_this_mac
 HEAD = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n"
 
 
-def test_a_client_that_goes_away_is_no_server_error(logged):
+def test_a_client_that_goes_away_is_no_server_error(logged, capfd):
     with Serving(Recorded()) as serving:
         with socket.create_connection(serving.listener.getsockname()) as client:
             client.sendall(HEAD + b"\r\n" + bytes(10))
             wait_until(lambda: serving.server.server_state.tasks)
         wait_until(lambda: not serving.server.server_state.tasks)
     assert not logged
+    assert capfd.readouterr().err == "", "uvicorn writes past the loggers that the test watches"
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_clients_that_stall_in_a_request_keep_others_out_for_a_moment_only(monkeypatch, drips):
+    monkeypatch.setattr("lit_vgrpo.apps.serve.app.PATIENCE_S", 1.0)
+    monkeypatch.setattr("lit_vgrpo.apps.serve.app.SLOWEST", 10_000)
+    body = body_of(make_images(1)[0])
+    with ExitStack() as stack, Serving(Recorded()) as serving:
+        address, done = serving.listener.getsockname(), threading.Event()
+        stalled = [stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(REQUESTS)]
+        for client in stalled:
+            client.sendall(HEAD + b"\r\n" + bytes(10))
+
+        def drip():
+            for client in stalled * (60 if drips else 0):
+                with suppress(OSError):  # it was sent away
+                    client.send(b" ")
+                if done.wait(0.2 / len(stalled)):
+                    return
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        assert post(serving.url, body).status_code == 200
+        for client in stalled:
+            said = b""
+            with suppress(ConnectionResetError):  # a drip came after the answer
+                while block := client.recv(1000):
+                    said += block
+            assert said.startswith(b"HTTP/1.1 408"), said
+        done.set()
+        dripping.join()
+
+
+def test_a_slow_request_that_goes_on_is_scored(monkeypatch):
+    monkeypatch.setattr("lit_vgrpo.apps.serve.app.PATIENCE_S", 1.0)
+    body = body_of(make_images(1)[0])
+    head = f"POST /score HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {250_000 + len(body)}"
+    with Serving(Recorded()) as serving, socket.create_connection(serving.listener.getsockname(), timeout=20) as client:
+        client.sendall(head.encode() + b"\r\n\r\n")
+        for _ in range(5):
+            client.sendall(b" " * 50_000)
+            threading.Event().wait(0.4)
+        client.sendall(body)
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,9 @@ def store(tmp_path):
     return found
 
 
-def client_of(store, **settings):
-    return TestClient(make_app(store, **settings), base_url="http://127.0.0.1")
+def client_of(store, raises=True, **settings):
+    app = make_app(store, **settings)
+    return TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=raises)
 
 
 def vote_over_http(port, done, name="ann", pause_s=0):
@@ -89,6 +90,25 @@ def test_votes_are_stored_skipped_and_undone(store):
     for bad in ({"voter": " ", "comparison": 1, "image": "a"}, {"voter": "a" * 41, "comparison": 1, "image": "a"}, {}):
         assert client.post("/vote", json=bad).status_code == 422
     assert client.get("/image/none").status_code == 404
+
+
+def test_no_body_is_a_server_error(store):
+    client = client_of(store, raises=False)
+    vote = {"voter": "ann", "comparison": 1, "image": None}
+    wrong = {
+        "voter": [5, None, ["a"], {}, " ", "\ud800"],
+        "comparison": [None, "x", 1.5, -1, 2**63, [1]],
+        "image": [5, {}, ["a0"], "\0", "\ud800", "a9"],
+    }
+    bodies = [json.dumps({**vote, key: value}).encode() for key, values in wrong.items() for value in values]
+    bodies += [b"", b"5", b"null", b"[]", b"{", b"[" * 9_000, b'{"comparison":' + b"9" * 5_000 + b"}", b"\xff\xfe"]
+    for path in ("/vote", "/undo"):
+        for body in bodies:
+            answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code in (400, 409, 422), (path, body[:80], answer.text)
+            assert len(answer.text) < 400
+            assert not answer.json()["detail"].startswith(":")
+    assert client.post("/vote", json=vote).status_code == 200
 
 
 def test_each_voter_sees_another_order_which_repeats(store):

@@ -15,7 +15,7 @@ from PIL import Image
 
 from lit_vgrpo.apps.serve.app import Worker, decoded, make_app
 from lit_vgrpo.core.pixels import encode_png
-from lit_vgrpo.rewards import JPEGCompressibility, Weighted
+from lit_vgrpo.rewards import JPEGCompressibility, Reward, Weighted
 from lit_vgrpo.rewards.http import ScoreRequest, score_request
 
 
@@ -96,6 +96,24 @@ PNG, WIDE, LARGE = (base64.b64encode(encode_png(pixels(3, *size))).decode() for 
         ({"images": [PNG], "prompts": ["a", "b"]}, "1 images, 2 prompts and 2 rows", 422),
         ({"images": [PNG] * 9, "prompts": ["a"] * 9}, "9 images exceed the limit of 8", 413),
         ({"images": [LARGE], "prompts": ["a"]}, "9 x 9 pixels exceeds the limit of 64", 413),
+        ({"images": [PNG], "prompts": ["a"], "pictures": [LARGE]}, "9 x 9 pixels exceeds the limit of 64", 413),
+        ({"images": [PNG] * 2, "prompts": ["a"] * 2, "pictures": [PNG, WIDE]}, "differ in size", 422),
+        *(
+            ({"images": [PNG], "prompts": ["a"], "rows": [{"rewards": named}]}, "rows.0.rewards: send the names", 422)
+            for named in (5, 1.5, True, {"a": 1}, [5], ["a", ["b"]])
+        ),
+        *(
+            ({"images": [PNG], "prompts": ["a"], "rows": rows}, "rows", 422)
+            for rows in (5, None, "a", {}, [5], [None], [[]], [{}, {}])
+        ),
+        *(({"images": [PNG], "prompts": prompts}, "prompts", 422) for prompts in (5, None, "a", {}, [5], [None], [])),
+        *(({"images": images, "prompts": ["a"]}, "image", 422) for images in (5, None, PNG, {}, [None], [""], ["%"])),
+        *(
+            ({"images": [PNG], "prompts": ["a"], "pictures": of}, "picture", 422)
+            for of in (5, None, PNG, [5], [PNG] * 2)
+        ),
+        *((body, "", 422) for body in (b"", b"5", b"[]", b'"x"', b"\xff\xfe", b'{"images":' + b"9" * 5_000 + b"}")),
+        (b'{"images": ["a"], "prompts": ["\\ud800"]}', "", 422),
         (b'{"a":' + b"[" * 7_000, "", 400),  # 422 where Python's parser goes that deep
         (bytes(10_001), "", 413),
         ({"images": [PNG], "prompts": ["a"]}, '"scores":[-0.', 200),
@@ -106,3 +124,58 @@ def test_a_broken_request_gets_its_reason(client, sent, said, status):
     answer = client.post("/score", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code in ({400, 422} if status == 400 else {status}), answer.text
     assert said in answer.text
+    assert "\n" not in answer.text
+
+
+class Counted(Reward):
+    """Zero; notes the size of each call."""
+
+    name = "counted"
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, images, prompts, rows):
+        self.sizes.append(len(images))
+        return torch.zeros(len(images))
+
+
+def post(reward, images, pictures=(), batch_size=4, max_pixels=64):
+    """Post images ``(B, 3, H, W)`` or files to a server of a reward."""
+    worker = Worker(Weighted([reward]), batch_size, torch.device("cpu"))
+    files, sources = (
+        [base64.b64encode(one if isinstance(one, bytes) else encode_png(one)).decode() for one in of]
+        for of in (images, pictures)
+    )
+    sent = {"images": files, "prompts": ["a"] * len(files), "pictures": sources}
+    answer = TestClient(make_app(worker, "x", None, 1_000_000, 99, max_pixels, False)).post("/score", json=sent)
+    worker.close()
+    return answer
+
+
+def test_the_pixels_of_a_request_and_of_a_call_are_limited_by_headers_before_decoding(monkeypatch):
+    reward = Counted()
+    answer = post(reward, pixels(17, 3, 8, 8))
+    assert (answer.status_code, reward.sizes) == (413, [])
+    assert "1088 pixels exceed the limit of 1024 pixels per request. Send fewer images" in answer.json()["detail"]
+    assert post(reward, pixels(10, 3, 8, 8), pixels(10, 3, 8, 8)).status_code == 413, "pictures do not count"
+    assert post(reward, [header_only(64, 16)], max_pixels=1024).status_code == 422, "a header is not enough"
+    assert post(reward, [header_only(64, 16)] * 17, max_pixels=1024).status_code == 413, (
+        "decoded before it was added up"
+    )
+    assert post(reward, pixels(16, 3, 8, 8)).status_code == 200
+    assert reward.sizes == [4] * 4
+    for limit, sizes in ((200, [3, 3, 1]), (1, [1] * 7)):
+        monkeypatch.setattr("lit_vgrpo.apps.serve.app.CALL_PIXELS", limit)
+        reward.sizes.clear()
+        assert post(reward, pixels(7, 3, 8, 8)).json()["scores"] == [0.0] * 7
+        assert reward.sizes == sizes
+    reward.sizes.clear()
+    assert post(reward, pixels(4, 3, 8, 8), pixels(4, 3, 8, 4), batch_size=2).status_code == 200
+    assert reward.sizes == [1] * 4
+
+
+def test_images_are_decoded_batch_by_batch():
+    reward, noise = Counted(), [encode_png(image) for image in pixels(5, 3, 64, 64)]
+    answer = post(reward, [*noise, noise[0][:2000]], batch_size=2, max_pixels=64 * 64)
+    assert (answer.status_code, reward.sizes) == (422, [2, 2]), "all were decoded at once"

@@ -6,21 +6,23 @@ import asyncio
 import hmac
 import io
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.responses import JSONResponse
-from PIL import Image
+from fastapi import FastAPI, HTTPException, Request
+from PIL import Image, UnidentifiedImageError
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from torch import Tensor
 
 from lit_vgrpo.apps.serve.page import bounded_app
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards import Scores, Weighted
-from lit_vgrpo.rewards.http import ScoreAnswer, ScoreRequest
+from lit_vgrpo.rewards.http import ScoreAnswer, ScoreRequest, validation_message
 
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 """Pillow's modes of at most 8 bits per channel."""
@@ -28,14 +30,20 @@ MOST_VALUES = 1000
 """JSON values allowed in a request, per image it may hold; parsed, the smallest take a hundred times their bytes."""
 REQUESTS = 16
 """Requests held at the same time; the others wait in their connections, unread."""
+LARGEST_IMAGES = 16
+"""Images of the largest size in a request, or more that are smaller."""
+CALL_PIXELS = 2**24
+"""Pixels in a call of the reward, which takes 50 to 60 bytes for each, unless one image has more."""
+PATIENCE_S, SLOWEST = 10.0, 100_000
+"""Seconds without a byte of a request, and bytes per second in the long run, after which its client is sent away."""
 
 
 class Worker:
-    """Scores requests in order of arrival, in one thread.
+    """Scores batches of requests in order of arrival, in one thread.
 
     Args:
         reward: The reward, called only from the worker's thread.
-        batch_size: Images per call of the reward.
+        batch_size: Images per call of the reward, or fewer large ones.
         device: Device of the images.
 
     Attributes:
@@ -49,9 +57,24 @@ class Worker:
         self.scored_images = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-worker")
 
-    async def score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Scores:
-        """Wait for the scores of images, uint8, shape ``(B, 3, H, W)``."""
-        return await asyncio.wrap_future(self._thread.submit(self._score, images, prompts, rows))
+    async def score(self, sent: ScoreRequest, pixels: int) -> Scores:
+        """Wait for the scores of a request, whose images are decoded batch by batch.
+
+        Args:
+            pixels: Pixels of all its images and pictures.
+
+        Raises:
+            HTTPException: An image cannot be decoded.
+        """
+        size, calls = max(1, min(self.batch_size, CALL_PIXELS * len(sent.images) // pixels)), []
+        for part in (slice(start, start + size) for start in range(0, len(sent.images), size)):
+            images, rows = await asyncio.to_thread(decoded, sent.images[part], pixels), sent.rows[part]
+            if sent.pictures:
+                pictures = await asyncio.to_thread(decoded, sent.pictures[part], pixels)
+                rows = [{**row, PICTURE: picture} for row, picture in zip(rows, pictures, strict=True)]
+            call = self._thread.submit(self._score, images, sent.prompts[part], rows)
+            calls.append(await asyncio.wrap_future(call))
+        return Scores.joined(calls)
 
     def close(self) -> None:
         """Cancel waiting requests; the current one finishes."""
@@ -59,11 +82,9 @@ class Worker:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Scores:
-        parts = [slice(start, start + self.batch_size) for start in range(0, len(images), self.batch_size)]
-        pixels = [images[part].to(self.device).float() / 255 for part in parts]
-        calls = [self.reward.score(of, prompts[part], rows[part]) for of, part in zip(pixels, parts, strict=True)]
+        scores = self.reward.score(images.to(self.device).float().div_(255), prompts, rows)
         self.scored_images += len(images)
-        return Scores.joined(calls)
+        return scores
 
 
 def make_app(
@@ -77,41 +98,31 @@ def make_app(
         token: Required as ``Authorization: Bearer`` except at ``/health``; None requires no token.
         max_bytes: A larger request is refused with 413 while it is read.
         max_images: Images per request.
-        max_pixels: Pixels per image.
+        max_pixels: Pixels per image; a request may have ``LARGEST_IMAGES`` times as many.
         is_local: Refuse requests to host names other than this machine's.
     """
     app = bounded_app(max_bytes, is_local)
     room = asyncio.Semaphore(REQUESTS)
-
-    @app.middleware("http")
-    async def admit(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        if request.url.path == "/health":
-            return await call_next(request)
-        given = request.headers.get("authorization", "").encode("utf-8", errors="replace")
-        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            return JSONResponse({"detail": "the bearer token is missing or wrong"}, 401)
-        async with room:
-            body = await request.body()
-            if sum(map(body.count, (b",", b"[", b"{"))) > max_images * MOST_VALUES:
-                return JSONResponse({"detail": f"more than {MOST_VALUES} JSON values per image"}, 413)
-            return await call_next(request)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         return {"status": "ok", "name": name, "scored": worker.scored_images}
 
     @app.post("/score")
-    async def score(sent: ScoreRequest) -> ScoreAnswer:
-        if len(sent.images) > max_images:
-            raise HTTPException(413, f"{len(sent.images)} images exceed the limit of {max_images} per request")
-        images, rows = await asyncio.to_thread(decoded, sent.images, max_pixels), sent.rows
-        if sent.pictures:
-            pictures = await asyncio.to_thread(decoded, sent.pictures, max_pixels)
-            rows = [{**row, PICTURE: picture} for row, picture in zip(rows, pictures, strict=True)]
-        try:
-            scores = await worker.score(images, sent.prompts, rows)
-        except RuntimeError as error:  # a reward that broke its contract, or ran out of memory
-            raise HTTPException(500, f"{type(error).__name__}: {one_line(error)}") from error
+    async def score(request: Request) -> ScoreAnswer:
+        given = request.headers.get("authorization", "").encode("utf-8", errors="replace")
+        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            raise HTTPException(401, "the bearer token is missing or wrong")
+        async with room:
+            body = await whole_body(request)
+            if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                raise HTTPException(422, "send JSON, with Content-Type: application/json")  # other sites' pages cannot
+            sent = await asyncio.to_thread(read_request, body, max_images, max_pixels)
+            del body
+            try:
+                scores = await worker.score(*sent)
+            except (RuntimeError, MemoryError) as error:  # a reward that broke its contract, or ran out of memory
+                raise HTTPException(500, f"{type(error).__name__}: {one_line(error)}") from error
         why = "; ".join(f"{part}: {one_line(error)}" for part, error in scores.errors.items()) or "no score"
         values = [None if math.isnan(value) else value for value in scores.total.tolist()]
         return ScoreAnswer(scores=values, errors=[why if value is None else None for value in values])
@@ -119,28 +130,84 @@ def make_app(
     return app
 
 
+async def whole_body(request: Request) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        HTTPException: Its client went away, or is so slow that it would keep others out.
+    """
+    body, clock = bytearray(), asyncio.get_running_loop().time
+    start = clock()
+    try:
+        async with asyncio.timeout(PATIENCE_S) as limit:
+            async for block in request.stream():
+                body += block
+                limit.reschedule(PATIENCE_S + min(clock(), start + len(body) / SLOWEST))
+    except TimeoutError as error:
+        reason = f"the request stopped for {PATIENCE_S:g} s, or came slower than {SLOWEST // 1000} kB/s"
+        raise HTTPException(408, reason, {"Connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise HTTPException(400, "the request is not complete") from error
+    return bytes(body)
+
+
+def read_request(body: bytes, max_images: int, max_pixels: int) -> tuple[ScoreRequest, int]:
+    """Return the request in a body, and the pixels of all its images and pictures, from the headers of their files.
+
+    Raises:
+        HTTPException: It is not valid, or too large.
+    """
+    if sum(map(body.count, (b",", b"[", b"{"))) > max_images * MOST_VALUES:
+        raise HTTPException(413, f"more than {MOST_VALUES} JSON values per image")
+    try:
+        sent = ScoreRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise HTTPException(422, validation_message(error)) from error
+    if len(sent.images) > max_images:
+        raise HTTPException(413, f"{len(sent.images)} images exceed the limit of {max_images} per request")
+    total, most = 0, LARGEST_IMAGES * max_pixels
+    for files in (sent.images, sent.pictures):
+        sizes = set()
+        for data in files:
+            with png(data, max_pixels) as picture:
+                sizes.add(picture.size)
+                total += picture.width * picture.height
+        if len(sizes) > 1:
+            raise HTTPException(422, "the images of a request differ in size: send one request per size")
+    if total > most:
+        advice = "Send fewer images, or start the server with a larger --max-megapixels"
+        raise HTTPException(413, f"{total} pixels exceed the limit of {most} pixels per request. {advice}")
+    return sent, total
+
+
 def decoded(files: Sequence[bytes], max_pixels: int) -> Tensor:
     """Return the images in PNG files of the same size, uint8, shape ``(B, 3, H, W)``.
 
     Raises:
-        HTTPException: A file is not a PNG file of 8 bits per channel, is corrupt or larger, or the sizes differ.
+        HTTPException: A file is not a PNG file of 8 bits per channel, is corrupt or larger.
     """
     images = []
     for data in files:
-        try:
-            picture = Image.open(io.BytesIO(data), formats=("PNG",))
+        with png(data, max_pixels) as picture:
+            rgb = picture.convert("RGB")
+        pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
+        images.append(pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1))
+    return torch.stack(images)
+
+
+@contextmanager
+def png(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
+    """Open a PNG file of at most ``max_pixels`` and 8 bits per channel; errors, also in the block, become a status."""
+    try:
+        with Image.open(io.BytesIO(data), formats=("PNG",)) as picture:
             if picture.width * picture.height > max_pixels:  # from the header: a few bytes can unpack to gigabytes
                 size = f"an image of {picture.width} x {picture.height} pixels exceeds the limit of {max_pixels} pixels"
                 raise HTTPException(413, f"{size}. Start the server with a larger --max-megapixels")
             if picture.mode not in MODES:
                 raise ValueError(f"the mode is {picture.mode}, not 8-bit RGB")
-            rgb = picture.convert("RGB")
-        except HTTPException:
-            raise
-        except Exception as error:  # a corrupt file can raise almost anything
-            raise HTTPException(422, f"an image is not a readable PNG file: {one_line(error)}") from error
-        pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
-        images.append(pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1))
-    if len({image.shape for image in images}) > 1:
-        raise HTTPException(422, "the images of a request differ in size: send one request per size")
-    return torch.stack(images)
+            yield picture
+    except HTTPException:
+        raise
+    except Exception as error:  # a corrupt file can raise almost anything
+        reason = "it is another file" if isinstance(error, UnidentifiedImageError) else one_line(error)
+        raise HTTPException(422, f"an image is not a readable PNG file: {reason}") from error

@@ -32,7 +32,8 @@ def bounded_app(max_body_size: int, is_local: bool) -> FastAPI:
     def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
         """Name the first wrong field; FastAPI's answer would repeat the whole request."""
         first = error.errors()[0]
-        return JSONResponse({"detail": f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}"[:300]}, 422)
+        text = f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}".removeprefix(": ")
+        return JSONResponse({"detail": text[:300]}, 422)
 
     return app
 
