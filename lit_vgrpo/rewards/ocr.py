@@ -21,7 +21,14 @@ from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.rewards.base import Reward
 from lit_vgrpo.system.hub import LoadError
 
-QUOTED = re.compile(r'"([^"]*)"|[\u201c\u201e]([^\u201c\u201d\u201e]*)[\u201d\u201c]')
+MEASURE = r'(?:(?<=[\d¼-¾⅐-⅞])|(?<=\d )(?=.\s))["”]'  # inches or seconds, unless it closes a text
+PAIRS = (
+    *('"([^"]*)"', "“([^“”]*)”", "„([^“”„]*)[“”]", "”([^“”„]*)”", "«([^«»]*)»", "»([^«»]*)«"),
+    *("「([^「」]*)」", "『([^『』]*)』"),
+)
+QUOTED = re.compile("|".join([MEASURE, *PAIRS, '(?P<unpaired>["“”„«»「」『』])']))
+ESCAPED, KEPT = '\\"', "\0"
+OF_SCRIPTS = str.maketrans("\uff02\u301d\u301e\u301f", '"“””')
 PLAIN_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u201e", '\'\'"""')  # a recogniser does not distinguish them
 RECOGNISER_HEIGHT = 48  # pixels, the line height that PP-OCR was trained on
 DETECTOR_LINE_WIDTH = 320  # pixels, the recogniser's usual minimum width
@@ -35,7 +42,8 @@ MIN_HEIGHT = 64  # pixels, of the image
 class OCRReward(Reward):
     """Legibility of the text quoted in the prompt: ``1 - edit distance / length of the text``, in [0, 1].
 
-    The text is in double quotes, straight or curly, several pieces joined in order, or in the row's field ``text``.
+    The text is in double quotes, straight, curly or of another script, several pieces joined in order, or in the row's
+    field ``text``. A quote after a number is a unit (``a 12" pizza``), and one without its partner is an error.
     PP-OCR reads the image through rapidocr, whose package includes the models. An image without legible text scores 0
     and is not a failure; a prompt without text is a failure.
 
@@ -68,6 +76,9 @@ class OCRReward(Reward):
         return [f'OCRReward needs {missing[0]}. Run: pip install "lit-vgrpo[ocr]"'] if missing else []
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
+        if row.get("text") is None and (unpaired := _quoted(prompt)[1]):
+            what = f"a quotation mark without its partner, at {unpaired}"
+            return f'Prompt "{prompt}" has {what}. Close it, or put the text in the row\'s text field.'
         if not _plain(wanted_text(prompt, row)):
             return f'Prompt "{prompt}" has no text to render. Put it in quotes, or in the row\'s text field.'
         return None
@@ -142,12 +153,23 @@ def wanted_text(prompt: str, row: dict[str, Any]) -> str:
 
     >>> wanted_text('A sign that says "open" and a mug with “tea”', {})
     'open tea'
+    >>> wanted_text('A 12" pizza box with the words "HOT SLICE"', {})
+    'HOT SLICE'
     >>> wanted_text("A sign", {"text": "closed"})
     'closed'
     """
     if row.get("text") is not None:
         return str(row["text"])
-    return " ".join(filter(None, ((straight or curly).strip() for straight, curly in QUOTED.findall(prompt))))
+    return " ".join(filter(None, _quoted(prompt)[0]))
+
+
+def _quoted(prompt: str) -> tuple[list[str], str | None]:
+    """Return the quoted texts of a prompt, and the first quotation mark without a partner with what follows it."""
+    is_inner = prompt.count('"') > prompt.count(ESCAPED)  # else every mark is escaped, as in a program's source
+    marks = [*QUOTED.finditer(prompt.replace(ESCAPED, KEPT if is_inner else '"').translate(OF_SCRIPTS))]
+    texts = [mark[mark.lastindex] for mark in marks if mark.lastindex and not mark["unpaired"]]
+    unpaired = (mark.string[mark.start() :][:20] for mark in marks if mark["unpaired"])
+    return [text.replace(KEPT, '"').strip() for text in texts], next(unpaired, None)
 
 
 def _plain(text: str) -> str:

@@ -133,11 +133,44 @@ def test_a_score_is_between_0_and_1(found, wanted):
         ('an empty "" sign', {}, ""),
         ('a 5" ruler', {}, ""),
         ('a "sign"', {"text": "Closed"}, "Closed"),
+        ('a 5" ruler with "mm', {"text": "mm"}, "mm"),
+        ('a 12" pizza box with the words "HOT SLICE"', {}, "HOT SLICE"),
+        ('a man 5\'10" tall holds "HI"', {}, "HI"),
+        ('5" x 7½" prints at 40°26\'46", one says "Smile"', {}, "Smile"),
+        ('a 12 " by 14 " board with "No. 5" on a 9" plate', {}, "No. 5"),
+        ("a 3” mug with “tea” and a 4” spoon", {}, "tea"),
+        ('the "12" door and "A" door', {}, "12 A"),
+        ("\"it's 5 o'clock\"", {}, "it's 5 o'clock"),
+        ('"a “b” c" and “say "hi"”', {}, 'a “b” c say "hi"'),
+        ("„Halt“ ”Hej” «bonjour» »Hallo«", {}, "Halt Hej bonjour Hallo"),
+        ("「営業中」『出口』 \uff02OPEN\uff02 〝左〟", {}, "営業中 出口 OPEN 左"),
+        (r"a sign \"OPEN\" and \"24h\"", {}, "OPEN 24h"),
+        (r'it says "say \"hi\" now"', {}, 'say "hi" now'),
     ],
 )
 def test_the_text_of_a_prompt(prompt, row, text):
     assert wanted_text(prompt, row) == text
     assert (OCRReward().prompt_error(prompt, row) is None) == bool(text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "place"),
+    [
+        ('a sign "OPEN', '"OPEN'),
+        ('a sign OPEN" on a door', '" on a door'),
+        ('"HOT", "COLD" and "WARM', '"WARM'),
+        ('the words "a 12" pizza"', '"'),
+        ("an “open quote and “another”", "“open quote and “ano"),
+        ("“a “b” c”", "“a “b” c”"),
+        ('a „Halt and a "B"', '„Halt and a "B"'),
+        ("tall” “A”", "” “A”"),
+        ("a 「sign and 「two」", "「sign and 「two」"),
+    ],
+)
+def test_a_quotation_mark_without_its_partner_is_reported(prompt, place):
+    error = OCRReward().prompt_error(prompt, {})
+    assert f"has a quotation mark without its partner, at {place}. Close it, or put the text in the row" in error
+    assert OCRReward().prompt_error(prompt, {"text": "OPEN"}) is None
 
 
 def test_a_prompt_without_text_is_an_error_and_a_failure(line_reward):
