@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +90,22 @@ def save_comfyui(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.
         _save_comfyui(network, policy.comfyui_names, place, dtype)
 
 
-def _save_comfyui(network: Any, comfyui_names: Mapping[str, str], file: Path, dtype: torch.dtype) -> None:
-    from safetensors.torch import save_file
-
-    layers, modules = _layers_of_adapter(network, None, dtype), dict(network.named_modules())
-    trained = {name.removesuffix(".lora_A.weight") for name in layers if ".lora_A." in name}
+def fused_modules(modules: Iterable[str], comfyui_names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the modules that each of ComfyUI's names stands for, in the order of their outputs."""
     parts: dict[str, list[str]] = {}
     for old, new in comfyui_names.items():
         for name in modules:
             if f".{name}".endswith(f".{old}"):
                 parts.setdefault(name.removesuffix(old) + new, []).append(name)
+    return parts
+
+
+def _save_comfyui(network: Any, comfyui_names: Mapping[str, str], file: Path, dtype: torch.dtype) -> None:
+    from safetensors.torch import save_file
+
+    layers, modules = _layers_of_adapter(network, None, dtype), dict(network.named_modules())
+    trained = {name.removesuffix(".lora_A.weight") for name in layers if ".lora_A." in name}
+    parts = fused_modules(modules, comfyui_names)
     kept = trained.difference(*parts.values())
     tensors = {}
     for target, names in [*parts.items(), *((name, [name]) for name in kept)]:

@@ -10,30 +10,37 @@ import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.policies.export import fused_modules
 from lit_vgrpo.policies.loading import bare_network
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.system.hub import LoadError, loading, quiet_libraries
 
 KEY = "model.policy.start_from"
-PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""The files that peft's ``save_pretrained`` writes."""
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+PEFT_STEM, PEFT_CONFIG = "adapter_model", "adapter_config.json"
+"""The files that peft's ``save_pretrained`` writes, the first with one of the suffixes."""
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 Updates = dict[str, tuple[Tensor, Tensor]]
 """Each layer's update ``up @ down`` by name: ``down (r, ...)`` and ``up (out, r, ...)`` with its scale, float32."""
 SPELLINGS = {
-    **{DOWN: DOWN, UP: UP, ".lora_down.weight": DOWN, ".lora_up.weight": UP},
-    **{".lora_A.default.weight": DOWN, ".lora_B.default.weight": UP},
+    **{DOWN: DOWN, UP: UP, ".lora_A.default.weight": DOWN, ".lora_B.default.weight": UP},
+    **{".lora_down.weight": DOWN, ".lora_up.weight": UP, ".lora.down.weight": DOWN, ".lora.up.weight": UP},
+    **{".down.weight": DOWN, ".up.weight": UP},
 }
 """Endings of the matrices' names in other programs."""
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.", "unet.", "lora_unet_", "lora_transformer_", "")
 ALPHA = ".alpha"
+RESPELT = ((DOWN, UP), (".lora_down.weight", ".lora_up.weight"))
+"""Endings under which diffusers' converters look for a model's authors' names, behind ``diffusion_model.``."""
 FREE = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),  # read here, or seen in the tensors
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "inference_mode"),
@@ -90,7 +97,8 @@ def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
 
     Args:
         policy: The policy; need not be loaded.
-        file: Safetensors, under the names of any program that diffusers can convert, or of the network's layers.
+        file: A file with one of :data:`SUFFIXES`, under the names of any program that diffusers can convert, or of the
+            network's layers.
         network: A diffusers model without weights to compare with.
 
     Raises:
@@ -102,18 +110,7 @@ def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
         )
     with loading(f"{KEY}={policy.start_from}", "Download or save it again."):
         tensors, config = _read(policy, file)
-        attempts: list[list[str]] = []
-        for convert in (_converted, _renamed):
-            layers = convert(policy, tensors, network)
-            attempts.append(_unmatched(layers, network) or _unused(tensors, layers))
-            if not attempts[-1]:
-                break
-        else:
-            odd = min(attempts, key=len)
-            raise LoadError(
-                f"{KEY}={policy.start_from} is not a LoRA of {type(network).__name__} alone: "
-                f"{len(odd)} of its {len(tensors)} tensors do not fit, such as {odd[0]}. {REMEDY}"
-            )
+        layers = _layers_of(policy, tensors, network)
         names = [name.removesuffix(DOWN) for name in layers if name.endswith(DOWN)]
         pairs = {name: (layers[name + DOWN].detach(), layers[name + UP].detach()) for name in names}
         updates = {name: (down, up * _scale_of(config, name, len(down))) for name, (down, up) in pairs.items()}
@@ -134,10 +131,16 @@ def _scale_of(config: Mapping[str, Any], layer: str, rank: int) -> float:
 def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a file's tensors in float32, and the adapter's options in its header or in peft's file next to it."""
     what, prefix = f"{KEY}={policy.start_from}", f"{policy.network_name}."
-    with safe_open(file, framework="pt") as content:
-        tensors = {name: content.get_tensor(name).float() for name in content.keys()}  # noqa: SIM118  not a mapping
-        header = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    if file.name == PEFT_FILE:
+    if file.suffix == SUFFIXES[0]:
+        with safe_open(file, framework="pt") as content:
+            found = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  not a mapping
+            header = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    else:
+        found, header = _unpickled(file), {}
+    tensors = {name: tensor.float() for name, tensor in found.items()}
+    if not tensors:
+        raise ValueError("contains no tensors")
+    if file.stem == PEFT_STEM:
         header = json.loads((file.parent / PEFT_CONFIG).read_text(encoding="utf-8"))
     config = {name.removeprefix(prefix): value for name, value in header.items()}
     if (variant := _variant(config)) is not None:
@@ -146,7 +149,19 @@ def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[s
         raise LoadError(
             f"{what} has two LoRA scales, in its adapter's options and in {alphas[0]}. Save it with one of them."
         )
+    _fold_alphas(tensors)
     return {name: tensor.requires_grad_() for name, tensor in tensors.items()}, config
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file that ``torch.save`` wrote, without running code from it."""
+    try:
+        content: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise ValueError("is damaged, or has more than tensors in it, which could run code") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError("has more than named tensors in it")
+    return content
 
 
 def _variant(config: Mapping[str, Any]) -> str | None:
@@ -163,16 +178,67 @@ def _variant(config: Mapping[str, Any]) -> str | None:
 
 def _unused(tensors: Mapping[str, Tensor], layers: Mapping[str, Tensor]) -> list[str]:
     """Return the file's tensors on which no converted tensor depends: converters drop those that they do not know."""
-    matrices = [name for name in tensors if not name.endswith(ALPHA)]  # an alpha becomes a number
-    if not layers or not matrices:
-        return list(tensors) or ["none"]
+    if not layers:
+        return list(tensors)
     total = torch.stack([tensor.sum() for tensor in layers.values()]).sum()
-    gradients = torch.autograd.grad(total, [tensors[name] for name in matrices], allow_unused=True)
-    return [name for name, gradient in zip(matrices, gradients, strict=True) if gradient is None]
+    gradients = torch.autograd.grad(total, list(tensors.values()), allow_unused=True)
+    return [name for name, gradient in zip(tensors, gradients, strict=True) if gradient is None]
+
+
+def _fold_alphas(tensors: dict[str, Tensor]) -> None:
+    """Multiply each alpha of a layer, divided by its rank, into the layer's second matrix."""
+    for name in [name for name in tensors if name.endswith(ALPHA)]:
+        stem = name.removesuffix(ALPHA)
+        found = {matrix: stem + ending for ending, matrix in SPELLINGS.items() if stem + ending in tensors}
+        if found.keys() == {DOWN, UP}:
+            tensors[found[UP]] = tensors[found[UP]] * (tensors.pop(name).item() / len(tensors[found[DOWN]]))
+
+
+def _layers_of(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: Any) -> dict[str, Tensor]:
+    """Return a LoRA's matrices by peft's names: the first reading of its names that has a place for every tensor.
+
+    Raises:
+        LoadError: There is none; with the error of diffusers' converter for the file's own names.
+    """
+    error, odds = "", list[list[str]]()
+    for named in (tensors, None, *(_respelt(tensors, *endings) for endings in RESPELT)):
+        try:
+            layers = _converted(policy, named, network) if named else _renamed(policy, tensors, network)
+        except Exception as caught:  # a converter may ask for any name, also for the alphas
+            if named is tensors and ALPHA not in str(caught):
+                error = f" (diffusers: {type(caught).__name__}: {one_line(caught)[:200]})"
+            continue
+        odd = [*_unmatched(layers, network), *_unused(tensors, layers)]
+        if not odd:
+            return layers
+        if not named or named is tensors:
+            odds.append(odd)
+    fewest = min(odds, key=len)
+    first = min(fewest, key=lambda name: (_parts(name)[1] != "", name.endswith(ALPHA)))
+    raise LoadError(
+        f"{KEY}={policy.start_from} is not a LoRA of {type(network).__name__} alone: {len(fewest)} of its "
+        f"{len(tensors)} tensors do not fit, such as {first}.{error} {REMEDY}"
+    )
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """Return a layer's name without a program's prefix, and which of its matrices a tensor is, empty if none."""
+    ending = next((ending for ending in SPELLINGS if name.endswith(ending)), "")
+    stem = name.removesuffix(ending)
+    for prefix in PREFIXES:
+        stem = stem.removeprefix(prefix)
+    return stem, SPELLINGS.get(ending, "")
+
+
+def _respelt(tensors: Mapping[str, Tensor], down: str, up: str) -> dict[str, Tensor]:
+    """Return a LoRA under names that diffusers' converters know, whatever its own prefix and endings are."""
+    parts, endings = {name: _parts(name) for name in tensors}, {DOWN: down, UP: up}
+    names = {name: f"diffusion_model.{stem}{endings[matrix]}" for name, (stem, matrix) in parts.items() if matrix}
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _converted(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: Any) -> dict[str, Tensor]:
-    """Return a LoRA's matrices by peft's names, as the family's pipeline reads them; empty if it cannot.
+    """Return a LoRA's matrices by peft's names, as the family's pipeline reads them.
 
     Tensors that the pipeline would pass to other networks keep their names.
     """
@@ -180,52 +246,30 @@ def _converted(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: A
     from diffusers.utils import convert_unet_state_dict_to_peft
 
     family, prefix = getattr(diffusers, policy.pipeline_class), f"{policy.network_name}."
-    try:
-        with quiet_libraries():
-            found, *alphas, _ = family.lora_state_dict(
-                dict(tensors), unet_config=network.config, return_alphas=True, return_lora_metadata=True
-            )
-    except (ValueError, KeyError, IndexError, AssertionError, NotImplementedError, RuntimeError):
-        return {}
+    with quiet_libraries():
+        found, *_ = family.lora_state_dict(dict(tensors), unet_config=network.config, return_lora_metadata=True)
     ours = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-    renames = {name: name for name in ours}
     if not any("lora_A" in name for name in ours):
-        renames = {name: next(iter(convert_unet_state_dict_to_peft({name: tensor}))) for name, tensor in ours.items()}
-    layers = {renames[name]: tensor for name, tensor in ours.items()}
-    for name, alpha in (next(iter(alphas), None) or {}).items():
-        # diffusers 0.42 names those of a UNet's attention after its old processors, and then ignores them
-        old = name.removeprefix(prefix).removesuffix(ALPHA)
-        _scale(layers, renames.get(old, old).removesuffix(DOWN), float(alpha))
-    return layers
+        ours = {next(iter(convert_unet_state_dict_to_peft({name: tensor}))): tensor for name, tensor in ours.items()}
+    return ours
 
 
 def _renamed(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Return a LoRA whose layers have the network's names, up to the prefix and underscores for dots.
+    """Return a LoRA whose layers have the names of the network or of its authors, with underscores or dots.
 
-    diffusers has no converter for SD 3.5, and others support only the original publisher's names.
+    diffusers has no converter for SD 3.5, and others need all layers of a file.
     """
-    names = {name.replace(".", "_"): name for name, _ in network.named_modules()}
-    layers, alphas = {}, {}
+    modules = dict(network.named_modules())
+    places = {**{name: [name] for name in modules}, **fused_modules(modules, policy.comfyui_names)}
+    flat = {name.replace(".", "_"): layers for name, layers in places.items()}
+    found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        ending = next((ending for ending in (*SPELLINGS, ALPHA) if name.endswith(ending)), "")
-        flat = name.removesuffix(ending).replace(".", "_")
-        stripped = (flat.removeprefix(prefix.replace(".", "_")) for prefix in PREFIXES)
-        layer = next((names[one] for one in stripped if one in names), None)
-        if ending == ALPHA:
-            alphas[layer or name] = tensor.item()
-        else:
-            layers[name if layer is None else layer + SPELLINGS.get(ending, "")] = tensor
-    for layer, alpha in alphas.items():
-        _scale(layers, layer, alpha)
-    return layers
-
-
-def _scale(layers: dict[str, Tensor], name: str, alpha: float) -> None:
-    """Multiply a layer's scale, alpha / rank, into its second matrix; keep an alpha without matrices, as unmatched."""
-    if name + DOWN in layers and name + UP in layers:
-        layers[name + UP] = layers[name + UP] * (alpha / len(layers[name + DOWN]))
-    else:
-        layers[name + ALPHA] = torch.tensor(alpha)
+        stem, matrix = _parts(name)
+        layers = flat.get(stem.replace(".", "_"), []) if matrix else []
+        sizes = [len(getattr(modules[layer], "weight", ())) for layer in layers]
+        parts = tensor.split(sizes) if matrix == UP and sum(sizes) == len(tensor) else [tensor] * len(layers)
+        found |= {layer + matrix: part for layer, part in zip(layers, parts, strict=True)} or {name: tensor}
+    return found
 
 
 def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:

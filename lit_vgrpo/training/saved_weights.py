@@ -17,7 +17,7 @@ from lit_vgrpo.core.sharding import shape_of, write
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_FILE, lora_file_error, put_lora
+from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_STEM, SUFFIXES, lora_file_error, put_lora
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path
 from lit_vgrpo.system.process import report_on_first
@@ -26,8 +26,10 @@ from lit_vgrpo.training.folder import find_run
 from lit_vgrpo.training.resume import Progress, last_good
 
 TRAINED, AVERAGE, REFERENCE = "trained", "EMA", "reference"
-SUFFIX, DEFAULT_FILE = ".safetensors", "pytorch_lora_weights.safetensors"
-_HUB_FILE = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w./-]+\.safetensors))?", re.ASCII)
+SUFFIX, DEFAULT_FILE = SUFFIXES[0], f"pytorch_lora_weights{SUFFIXES[0]}"
+_HUB_FILE = re.compile(
+    rf"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w./-]+(?:{'|'.join(map(re.escape, SUFFIXES))})))?", re.ASCII
+)
 _RUNS = "runs"
 OF_MODULE = "policy."  # in front of the names in a checkpoint, which are those of the Lightning module
 
@@ -122,7 +124,7 @@ class LoraPlace:
 
         remedy = f"Set {KEY}={self.repository}/FILE{SUFFIX}, or {KEY}=/a/local/file{SUFFIX}."
         with loading(self.repository, remedy):
-            if Path(self.filename).name == PEFT_FILE:
+            if Path(self.filename).stem == PEFT_STEM:
                 hf_hub_download(self.repository, str(Path(self.filename).with_name(PEFT_CONFIG)))
             return Path(hf_hub_download(self.repository, self.filename))
 
@@ -153,17 +155,20 @@ def find_lora(policy: Policy) -> LoraPlace | None:
 
 def _lora_at(start_from: str, path: Path) -> LoraPlace | None:
     if path.is_dir():
-        files = [] if (path / CONFIG_NAME).is_file() else sorted(path.glob(f"*{SUFFIX}"))
+        known = [] if (path / CONFIG_NAME).is_file() else sorted(path.iterdir())
+        files = [file for file in known if file.suffix == SUFFIX] or [file for file in known if file.suffix in SUFFIXES]
         if len(files) > 1 and path / DEFAULT_FILE not in files:
             raise LoadError(f"{KEY}={start_from} has {len(files)} files. Name one of them, such as {files[0]}.")
         return LoraPlace(path / DEFAULT_FILE if len(files) > 1 else files[0]) if files else None
     if path.is_file():
-        return LoraPlace(path) if path.suffix == SUFFIX else None
+        if path.suffix not in (*SUFFIXES, ".ckpt") and path.name != CONFIG_NAME:
+            raise LoadError(f"{KEY}={start_from} is neither a run nor a LoRA file, {', '.join(SUFFIXES)}.")
+        return LoraPlace(path) if path.suffix in SUFFIXES else None
     named = _HUB_FILE.fullmatch(start_from)
     first = start_from.partition("/")[0]
     if named is not None and first != _RUNS and not Path(first).is_dir():
         return LoraPlace(None, named[1], named[2] or DEFAULT_FILE)
-    if path.suffix == SUFFIX:
+    if path.suffix in SUFFIXES:
         raise LoadError(f"{KEY}={start_from} does not exist.")
     return None
 
@@ -225,8 +230,8 @@ def start_hashes(policy: Policy) -> dict[str, str]:
     path = _saved(policy)[0].path if lora is None else lora.at_hand()
     if path is None:
         return {}
-    if path.suffix == SUFFIX:
-        config = {PEFT_CONFIG: file_sha256(path.parent / PEFT_CONFIG)} if path.name == PEFT_FILE else {}
+    if path.suffix in SUFFIXES:
+        config = {PEFT_CONFIG: file_sha256(path.parent / PEFT_CONFIG)} if path.stem == PEFT_STEM else {}
         return {"weights": file_sha256(path), **config}
     with zipfile.ZipFile(path) as archive:  # torch's checkpoint: its checksums are together at the end of the file
         parts = [(part.filename.partition("/")[2], part.CRC) for part in archive.infolist()]

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from commands import export, run
+from diffusers import WanPipeline
 from fake_hub import FakeHub
+from helpers import repeating
 from huggingface_hub import constants
 from peft import LoraConfig
 from policies.contract import inputs
@@ -20,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.policies.loading import bare_network
+from lit_vgrpo.policies.lora_file import lora_file_error, read_lora
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.resume_guard import changed_inputs
 from lit_vgrpo.training.saved_weights import load_policy, policy_errors, start_hashes
@@ -82,6 +86,44 @@ OF_XLABS = {
     "lora_unet_single_blocks_0_linear2": "single_blocks.0.processor.proj_lora",
 }
 RANK = {"lora_rank": 4, "lora_alpha": 6}
+FIRST = "transformer_blocks.0"
+OF_AUTHORS = {  # of each family: name of the model's authors -> diffusers' layers, rank, alpha
+    "wan": {
+        "blocks.0.self_attn.q": (("blocks.0.attn1.to_q",), 2, 1.0),
+        "blocks.1.cross_attn.o": (("blocks.1.attn2.to_out.0",), 3, 6.0),
+        "blocks.1.ffn.2": (("blocks.1.ffn.net.2",), 4, 3.0),
+    },
+    "flux2": {
+        "double_blocks.0.img_attn.qkv": (tuple(f"{FIRST}.attn.to_{x}" for x in "qkv"), 2, 1.0),
+        "double_blocks.0.txt_mlp.2": ((f"{FIRST}.ff_context.linear_out",), 3, 6.0),
+        "single_blocks.0.linear2": (("single_transformer_blocks.0.attn.to_out",), 4, 3.0),
+    },
+    "krea2": {
+        "blocks.0.attn.wq": ((f"{FIRST}.attn.to_q",), 2, 1.0),
+        "blocks.1.mlp.up": (("transformer_blocks.1.ff.up",), 3, 6.0),
+        "first": (("img_in",), 4, 3.0),
+    },
+    "flux": {
+        "double_blocks.0.img_attn.qkv": (tuple(f"{FIRST}.attn.to_{x}" for x in "qkv"), 2, 1.0),
+        "double_blocks.0.img_mlp.0": ((f"{FIRST}.ff.net.0.proj",), 3, 6.0),
+        "single_blocks.0.linear2": (("single_transformer_blocks.0.proj_out",), 4, 3.0),
+    },
+    "z_image": {
+        "layers.0.attention.to_q": (("layers.0.attention.to_q",), 2, 1.0),
+        "layers.0.attention.out": (("layers.0.attention.to_out.0",), 3, 6.0),
+    },
+    "lumina2": {
+        "layers.0.attention.qkv": (tuple(f"layers.0.attn.to_{x}" for x in "qkv"), 2, 1.0),
+        "layers.1.feed_forward.w1": (("layers.1.feed_forward.linear_1",), 3, 6.0),
+    },
+}
+PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
+SPELLINGS = [
+    ("diffusion_model.", PEFT),
+    ("diffusion_model.", KOHYA),
+    ("lora_unet_", KOHYA),
+    ("base_model.model.", PEFT),
+]
 
 
 class Loras:
@@ -190,6 +232,133 @@ def test_each_naming_gives_the_picture_of_the_merged_weights(loras, name, naming
     print(f"{name}, {naming}: {255 * difference:.4f} of 255")  # for docs/weights.md
     assert difference <= GREY_LEVEL
     assert (found - picture(loras.family(name).shared)).abs().max() > 10 * GREY_LEVEL
+
+
+SPELT = [(name, *way) for name in OF_AUTHORS for way in SPELLINGS if (name, way[0]) != ("krea2", "lora_unet_")]
+
+
+@pytest.mark.parametrize("has_alphas", [True, False])
+@pytest.mark.parametrize(
+    ("name", "prefix", "endings"),
+    repeating(SPELT, slow=[one for one in SPELT if one[0] in ("flux", "z_image", "lumina2")]),
+)
+def test_the_names_of_a_models_authors_are_read_with_their_alphas(loras, tmp_path, name, prefix, endings, has_alphas):
+    family, draw, tensors, expected = loras.family(name), torch.Generator().manual_seed(2), {}, {}
+    policy = family.policy_class(str(family.folder), start_from=str(tmp_path / "a.safetensors"))
+    network = bare_network(policy)
+    for theirs, (layers, rank, alpha) in OF_AUTHORS[name].items():
+        weights = [network.get_submodule(layer).weight for layer in layers]
+        down = torch.randn(rank, weights[0].shape[1], generator=draw)
+        up = torch.randn(sum(map(len, weights)), rank, generator=draw)
+        stem = prefix + (theirs.replace(".", "_") if prefix == "lora_unet_" else theirs)
+        tensors |= {f"{stem}.{ending}.weight": matrix for ending, matrix in zip(endings, (down, up), strict=True)}
+        tensors |= {f"{stem}.alpha": torch.tensor(alpha)} if has_alphas else {}
+        scale = alpha / rank if has_alphas else 1.0
+        parts = up.split([len(weight) for weight in weights])
+        expected |= {layer: scale * part @ down for layer, part in zip(layers, parts, strict=True)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    found = {name: up @ down for name, (down, up) in read_lora(policy, tmp_path / "a.safetensors", network).items()}
+    assert found.keys() == expected.keys()
+    for layer, update in expected.items():
+        torch.testing.assert_close(found[layer], update, rtol=1e-5, atol=1e-5)
+    if name == "wan" and prefix == "diffusion_model.":  # plain diffusers reads these
+        plain = WanPipeline.lora_state_dict(str(tmp_path / "a.safetensors"))
+        for layer, update in found.items():
+            down, up = (plain[f"transformer.{layer}.lora_{side}.weight"] for side in "AB")
+            torch.testing.assert_close(up @ down, update, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("wan", "diffusion_model.blocks.0.self_attn.q.dora_scale", "1 of its 7 tensors do not fit, such as {}."),
+        ("wan", "diffusion_model.blocks.0.self_attn.q.diff_b", "1 of its 7 tensors do not fit, such as "),
+        (
+            "wan",
+            "diffusion_model.blocks.0.self_attn.k.lokr_w1",
+            "such as {}. (diffusers: ValueError: `state_dict` shou",
+        ),
+        (
+            "flux2",
+            "diffusion_model.double_blocks.0.img_attn.proj.hada_w1_a",
+            "such as {}. (diffusers: ValueError: `ori",
+        ),
+        ("flux2", "diffusion_model.single_blocks.0.linear1.alpha", "such as {}. Use a plain"),
+        (
+            "krea2",
+            "diffusion_model.blocks.0.attn.wv.oft_blocks",
+            "such as {}. (diffusers: ValueError: `state_dict` sho",
+        ),
+        ("krea2", "flux2", "is not a LoRA of Krea2Transformer2DModel alone: 6 of its 6 tensors do not fit, such as "),
+        ("flux2", "wan", "is not a LoRA of Flux2Transformer2DModel alone: 6 of its 6 tensors do not fit, such as "),
+    ],
+)
+def test_another_kind_of_adapter_is_one_line(loras, tmp_path, name, change, words):
+    source = loras.family(change if change in OF_AUTHORS else name)
+    modules = dict(bare_network(source.policy_class(str(source.folder))).named_modules())
+    tensors = {} if change in OF_AUTHORS else {change: torch.ones(2)}
+    for theirs, (layers, rank, _) in OF_AUTHORS[change if change in OF_AUTHORS else name].items():
+        weights = [modules[layer].weight for layer in layers]
+        tensors[f"diffusion_model.{theirs}.lora_A.weight"] = torch.ones(rank, weights[0].shape[1])
+        tensors[f"diffusion_model.{theirs}.lora_B.weight"] = torch.ones(sum(map(len, weights)), rank)
+    save_file(tensors, tmp_path / "a.safetensors")
+    policy = loras.family(name).policy_class(str(loras.family(name).folder), start_from="a.safetensors")
+    error = lora_file_error(policy, tmp_path / "a.safetensors")
+    assert words.format(change) in error
+    assert "\n" not in error
+    assert len(error) < 600
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth"])
+def test_a_file_of_torch_is_read_without_running_code(loras, tmp_path, suffix):
+    plain, file = loras.started("sd3", loras.file("sd3", "kohya")), tmp_path / f"a{suffix}"
+    torch.save(load_file(plain.start_from), file)
+    start = loras.started("sd3", tmp_path)  # the folder's only file
+    assert policy_errors(start) == []
+    network = bare_network(start)
+    expected, found = read_lora(plain, Path(plain.start_from), network), read_lora(start, file, network)
+    assert all(torch.equal(found[name][1], up) for name, (_, up) in expected.items())
+    assert start_hashes(start).keys() == {"weights"}
+    ran = tmp_path / "ran"
+    for content, words in (
+        (Trap(ran), "could run code"),
+        ({"r": 4}, "has more than named tensors in it"),
+        ({}, "no ten"),
+    ):
+        torch.save(content, file)
+        (error,) = policy_errors(start)
+        assert words in error
+        assert error.endswith(". Download or save it again.")
+    assert not ran.exists()
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_an_adapter_of_peft_in_torchs_format_has_its_options(loras, peft_folder):
+    folder = peft_folder()
+    file = folder / "adapter_model.safetensors"
+    policy = loras.started("sd3", folder)
+    expected = read_lora(policy, file, bare_network(policy))
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.unlink()
+    assert policy_errors(policy) == []
+    found = read_lora(policy, file.with_suffix(".bin"), bare_network(policy))
+    assert all(torch.equal(found[name][1], up) for name, (_, up) in expected.items())
+    assert len(start_hashes(policy)) == 2
+
+
+def test_what_is_neither_a_run_nor_a_lora_is_named(loras, tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    (error,) = policy_errors(loras.started("sd3", tmp_path / "a.gguf"))
+    assert error.endswith("a.gguf is neither a run nor a LoRA file, .safetensors, .bin, .pt, .pth.")
+    (error,) = policy_errors(loras.started("sd3", tmp_path / "gone.bin"))
+    assert error.endswith("gone.bin does not exist.")
 
 
 def test_full_weights_take_it_in_and_other_ranks_stay_free(loras):
