@@ -63,7 +63,7 @@ class SampleOptions(RunOptions):
         if self.format == "mp4" and not (find_spec("imageio") and find_spec("imageio_ffmpeg")):
             raise UserError('--format mp4 needs imageio and imageio-ffmpeg. Run: pip install "lit-vgrpo[video]"')
         try:
-            self.rows = read_prompts(self.prompt_file) if self.prompt_file is not None else []
+            self.rows = read_prompts(self.prompt_file, edits=False) if self.prompt_file is not None else []
         except (ValueError, ModuleNotFoundError) as error:
             raise UserError(str(error)) from error
         self.rows += [{"prompt": prompt} for prompt in self.typed_prompts]

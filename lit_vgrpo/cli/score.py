@@ -71,7 +71,7 @@ class ScoreOptions:
         if self.prompts is None:
             return [{"prompt": self.prompt or ""} for _ in files]
         try:
-            rows = read_prompts(self.prompts)
+            rows = read_prompts(self.prompts, edits=False)
         except ValueError as error:
             raise UserError(str(error)) from error
         if len(rows) != len(files):

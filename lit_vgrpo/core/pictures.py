@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -62,18 +63,22 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
                 raise ValueError(what)
             yield opened
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} {what}.") from error
+        raise ValueError(f"{str(path)[:200]} {what}.") from error
 
 
 def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:
     """Return a one-line error if a prompt has no picture, else ``None``."""
-    return None if picture_files(row) else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
+    named = f": {str(row[PICTURE])[:200]} is not a file" if row.get(PICTURE) else ""
+    return (
+        None if picture_files(row) else f'Prompt "{prompt}" has no picture to edit{named}. Give its row an {PICTURE}.'
+    )
 
 
 def picture_files(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the files of the pictures that a row's prompt edits."""
+    """Return the files of the pictures that a row's prompt edits; a field that names no file is not about pictures."""
     named = row.get(PICTURE) or ()
-    return tuple(named) if isinstance(named, list | tuple) else (str(named),)
+    files = tuple(map(str, named)) if isinstance(named, list | tuple) else (str(named),)
+    return files if any(map(os.path.isfile, files)) else ()
 
 
 def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:

@@ -20,6 +20,7 @@ from lit_vgrpo.data.datasets import GroupSampler, HeldOutDataset, IterationDatas
 from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, read_heldout
 from lit_vgrpo.data.prompts import Row, Rows, text_of
 from lit_vgrpo.data.source import Sources, as_sources
+from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.paths import resolve_path
 
 
@@ -94,6 +95,10 @@ class PromptDataModule(L.LightningDataModule):
         """Replace ``micro_batch_size="auto"`` by a number."""
         self._settled = micro_batch_size
 
+    def read_for(self, policy: Policy) -> None:
+        """Require readable pictures in the rows only if a policy edits them."""
+        self.choice = replace(self.choice, edits=policy.edits)
+
     def start_at(self, step: int) -> None:
         """Let the next training loader, and no later one, start at a step of its iteration."""
         self._first_step = step
@@ -123,6 +128,8 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: The first error of :meth:`check`.
         """
+        if isinstance(policy := getattr(getattr(self.trainer, "lightning_module", None), "policy", None), Policy):
+            self.read_for(policy)
         if (self._sets is None or self.sizes.errors(self._world_size)) and (found := self.check(self._world_size)):
             raise ValueError(found[0])
 

@@ -15,7 +15,7 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_vgrpo.data.prompts import Row, Rows, TableRows, open_prompts, read_prompts, text_of
+from lit_vgrpo.data.prompts import Row, Rows, TableRows, open_prompts, text_of
 from lit_vgrpo.data.source import PromptError, PromptSource
 
 CHECKED_ROWS = 10_000
@@ -32,6 +32,7 @@ class PromptChoice:
     heldout_fraction: float | None = None
     heldout_limit: int | None = None
     deduplicate: bool = False
+    edits: bool = True
 
 
 class PromptSets:
@@ -52,7 +53,7 @@ class PromptSets:
         self.choice = choice
         self.heldout: Rows | None = None
         names: list[str | None] = []
-        sources = [open_prompts(source) for source in choice.train]
+        sources = [open_prompts(source, choice.edits) for source in choice.train]
         apart = prompt_keys([])
         if choice.heldout:
             self.heldout, names, apart = read_heldout(choice)
@@ -108,7 +109,7 @@ class PromptSets:
 
 def read_heldout(choice: PromptChoice) -> tuple[Rows, list[str | None], Keys]:
     """Return the held-out files' rows that the evaluation uses, the source of each, and the keys of all their rows."""
-    read = [(row, source.name) for source in choice.heldout for row in read_prompts(source)]
+    read = [(row, source.name) for source in choice.heldout for row in open_prompts(source, choice.edits)]
     keys = prompt_keys(text_of(row) for row, _ in read)
     if choice.deduplicate:
         read = [read[index] for index in np.flatnonzero(first_of_each(keys))]

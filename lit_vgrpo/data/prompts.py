@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from io import StringIO
 from itertools import islice
@@ -21,27 +22,29 @@ from lit_vgrpo.system.paths import file_sha256, resolve_path
 Row = dict[str, Any]
 Rows = list[Row]
 PROMPT = "prompt"
+LINE_END = re.compile(r"\r\n?|\n")
 SAVED_MARKS = ("dataset_dict.json", "state.json")
 """Files that identify a folder written by ``save_to_disk``."""
 
 
-def read_prompts(source: str | Path | PromptSource) -> Rows:
+def read_prompts(source: str | Path | PromptSource, edits: bool = True) -> Rows:
     """Read prompts into rows ``{"prompt": str, **fields}``.
 
     Args:
         source: A ``.txt`` file with one prompt per line; a ``.jsonl`` file with one object per line that has a "prompt"
             string and any fields for rewards; a ``.csv`` file with a header; a ``.parquet`` file; a folder or a hub
             dataset, see :class:`PromptSource`. Text is UTF-8; blank lines are skipped; ``shipped:`` paths are resolved.
+        edits: The rows are for a policy that edits the pictures that they name, which must then be readable.
 
     Raises:
         PromptError: The source is missing, of another kind, not UTF-8, empty or malformed. The message is one line with
             the file and the line or row. It is a ValueError.
         ModuleNotFoundError: The source needs the extra ``data``.
     """
-    return list(open_prompts(as_source(source)))
+    return list(open_prompts(as_source(source), edits))
 
 
-def open_prompts(source: PromptSource) -> Rows | TableRows:
+def open_prompts(source: PromptSource, edits: bool = True) -> Rows | TableRows:
     """Open a source's rows: text files in memory, parquet files, folders and hub datasets on disk.
 
     Raises:
@@ -49,7 +52,8 @@ def open_prompts(source: PromptSource) -> Rows | TableRows:
         ModuleNotFoundError: The source needs the extra ``data``.
     """
     kind = kind_of(source)
-    rows = _read_text(source, kind) if kind in _PARSERS else TableRows(source, _open_table(source, kind))
+    in_memory = kind in _PARSERS
+    rows = _read_text(source, kind, edits) if in_memory else TableRows(source, _open_table(source, kind), edits=edits)
     if not len(rows):
         raise PromptError(f"{source.path} has no prompts.")
     return rows
@@ -62,7 +66,7 @@ def prompt_errors(*given: object) -> list[str]:
     for entry in entries:
         try:
             if isinstance(entry, str | dict):
-                open_prompts(as_source(entry))
+                open_prompts(as_source(entry), edits=False)
         except (PromptError, OSError, ModuleNotFoundError) as error:
             errors.append(str(error))
         except (TypeError, ValueError):
@@ -78,7 +82,7 @@ def text_of(row: Row) -> str:
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str) -> Row:
+def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str, edits: bool) -> Row:
     """Validate a row of a source, ``where`` in it, and return it as ``{"prompt": str, **fields}``.
 
     Raises:
@@ -95,17 +99,26 @@ def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str) -> Ro
     named = fields.get("rewards") or []
     if not isinstance(named, str | list) or not all(isinstance(one, str) for one in named):
         raise PromptError(f'{where}: "rewards" is {fields["rewards"]!r}. Write the names of rewards, such as ["ocr"].')
-    picture = fields.pop(PICTURE, None)
-    if picture is not None:
-        files = [_picture_file(one, source, where) for one in (picture if isinstance(picture, list) else [picture])]
-        fields[PICTURE] = files[0] if len(files) == 1 else files
+    if (picture := fields.pop(PICTURE, None)) is not None:
+        try:
+            files = [_picture_file(one, source, where) for one in (picture if isinstance(picture, list) else [picture])]
+            fields[PICTURE] = files[0] if len(files) == 1 else files
+        except PromptError:
+            if edits:
+                raise
+            fields[PICTURE] = picture  # a field like any other
     return fields
 
 
 def _checked_prompt(value: object, source: PromptSource, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise PromptError(f'{where}: "{source.column or PROMPT}" is {str(value)[:40]!r}. A prompt must be text.')
-    return value
+    """Return a cell as text; bytes are UTF-8. Zeros, as of UTF-16, and lone surrogates are not text."""
+    try:
+        text = value.decode() if isinstance(value, bytes) else value
+        if isinstance(text, str) and text.strip() and b"\0" not in text.encode():
+            return text
+    except UnicodeError:
+        pass
+    raise PromptError(f'{where}: "{source.column or PROMPT}" is {str(value)[:40]!r}. A prompt must be text.')
 
 
 def _check_column(columns: Collection[str], source: PromptSource, where: str) -> None:
@@ -129,21 +142,21 @@ def _picture_file(named: object, source: PromptSource, where: str) -> str:
 # --- text files ------------------------------------------------------------------------------------------------------
 
 
-def _read_text(source: PromptSource, kind: Kind) -> Rows:
+def _read_text(source: PromptSource, kind: Kind, edits: bool) -> Rows:
     file = resolve_path(source.path)
     content = file.read_bytes()
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
+        line = len(LINE_END.split(content[: error.start].decode("utf-8-sig")))
         raise PromptError(f"{file} line {line}: not UTF-8. Save the file as UTF-8.") from error
     records = islice(_PARSERS[kind](text, source, file), source.limit)
-    return [_checked_row(row, source, f"{file} line {number}") for number, row in records]
+    return [_checked_row(row, source, f"{file} line {number}", edits) for number, row in records]
 
 
 def _txt_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[int, Row]]:
     # str.splitlines would also split at U+2028 and the like, which may occur inside a JSON string
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(LINE_END.split(text), start=1):
         if line.strip():
             yield number, {PROMPT: line.strip()}
 
@@ -163,7 +176,10 @@ def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[
     """Yield the rows of a csv file with the number of their last line; cells are text, and empty ones are left out."""
     reader = csv.DictReader(StringIO(text, newline=""), strict=True)
     try:
-        _check_column(reader.fieldnames or [], source, f"{file} line 1")
+        columns = reader.fieldnames or []
+        _check_column(columns, source, f"{file} line 1")
+        if twice := [name for name in columns if columns.count(name) > 1]:
+            raise PromptError(f'{file} line 1: two columns are named "{twice[0]}". Rename one.')
         for row in reader:
             if None in row or None in row.values():
                 raise PromptError(
@@ -189,17 +205,25 @@ class TableRows:
         source: The dataset's options.
         table: A ``datasets.Dataset``.
         numbers: The selected rows, shape ``(N,)``; all by default.
+        edits: As in :func:`read_prompts`.
 
     Raises:
         PromptError: The dataset lacks the prompt's column; on access: the row is invalid.
     """
 
-    def __init__(self, source: PromptSource, table: Any, numbers: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self, source: PromptSource, table: Any, numbers: NDArray[np.int64] | None = None, edits: bool = True
+    ) -> None:
         _check_column(table.column_names, source, source.path)
-        self.source = source
+        self.source, self.edits = source, edits
+        column, features = source.column or PROMPT, table.features
+        if hasattr(features[column], "decode_example"):
+            raise PromptError(
+                f'{source.path}: "{column}" is a column of {type(features[column]).__name__}, not of text.'
+            )
         # images and audio are not decoded
-        media = [name for name, of in table.features.items() if hasattr(of, "decode_example") or "binary" in repr(of)]
-        self.table = table.remove_columns(media)
+        media = [name for name, of in features.items() if hasattr(of, "decode_example") or "binary" in repr(of)]
+        self.table = table.remove_columns([name for name in media if name != column])
         self.numbers = np.arange(len(table))[: source.limit] if numbers is None else numbers
 
     def __len__(self) -> int:
@@ -208,14 +232,14 @@ class TableRows:
     def __getitem__(self, index: int) -> Row:
         number = int(self.numbers[index])
         row, column = self.table[number], self.source.column or PROMPT
-        return _checked_row({**_without_nulls(row), column: row[column]}, self.source, self._where(number))
+        return _checked_row({**_without_nulls(row), column: row[column]}, self.source, self._where(number), self.edits)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
 
     def select(self, indices: NDArray[np.int64]) -> TableRows:
         """Return these rows."""
-        return TableRows(self.source, self.table, self.numbers[indices])
+        return TableRows(self.source, self.table, self.numbers[indices], self.edits)
 
     def texts(self) -> Iterator[str]:
         """Yield the rows' texts as in :func:`text_of`, without reading other columns if possible."""

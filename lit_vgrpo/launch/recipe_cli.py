@@ -136,6 +136,7 @@ class RecipeCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         trains = self.make_folder  # before it is narrowed to the first rank
         super().instantiate_classes()
+        self.datamodule.read_for(self.model.policy)
         try:
             if trains or self.ckpt_path is not None:
                 self.guard.carry(self.plain_recipe(), self.recipe.texts)

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import sys
 
 import pytest
@@ -36,6 +37,20 @@ def test_txt_is_one_prompt_a_line(write):
     assert read_prompts(path) == [{"prompt": "a cat"}, {"prompt": "a dog"}, {"prompt": "ein Bär\u2028im Wald"}]
 
 
+@pytest.mark.parametrize(
+    "content", ["a cat\ra dog\r\rno fox\r", "\ufeffa cat\r\r\na dog\nno fox", "a cat\n\ra dog\rno fox\r\n"]
+)
+def test_every_kind_of_line_end_ends_a_prompt(write, content):
+    three = ["a cat", "a dog", "no fox"]
+    assert prompts(read_prompts(write("p.txt", content))) == three
+    lines = "".join(f'{{"prompt": "{line}"}}\r' for line in three)
+    assert prompts(read_prompts(write("p.jsonl", lines))) == three
+    assert prompts(read_prompts(write("p.csv", "\ufeffprompt,n\r" + "".join(f"{line},1\r" for line in three)))) == three
+    marks = "a\x85b\u2028c\u2029d\x0be\x0cf\x1cg"
+    assert prompts(read_prompts(write("p.txt", f"{marks}\r{marks}"))) == [marks, marks]
+    assert "line 3: not UTF-8." in refused(write("p.txt", b"a\rb\r\ncaf\xe9\r"))
+
+
 def test_jsonl_rows_keep_their_fields_and_duplicates(write):
     row = {"prompt": "a red\u2028circle", "colour": "red", "boxes": [1, 2]}
     text = json.dumps(row, ensure_ascii=False)
@@ -59,6 +74,10 @@ def test_a_csv_has_a_header_and_its_empty_cells_are_absent(write):
         ("3", "not an object."),
         ('{"promt": "a"}', 'no column "prompt". Did you mean promt? Set column='),
         ('{"prompt": " "}', "\"prompt\" is ' '. A prompt must be text."),
+        ('{"prompt": ["a"]}', '"prompt" is "[\'a\']". A prompt must be text.'),
+        ('{"prompt": NaN}', "\"prompt\" is 'nan'. A prompt must be text."),
+        ('{"prompt": "a\\ud800b"}', "\"prompt\" is 'a\\ud800b'. A prompt must be text."),
+        ('{"prompt": "a\\u0000"}', "\"prompt\" is 'a\\x00'. A prompt must be text."),
     ],
 )
 def test_a_wrong_line_is_named(write, line, said):
@@ -78,6 +97,8 @@ def test_a_wrong_line_is_named(write, line, said):
         ('prompt\na\n"b\nc\n', "line 3: not csv (unexpected end of data)."),
         ('prompt\n"a"b\n', "line 2: not csv ("),
         ("prompt\n", "has no prompts."),
+        ("prompt,tag,prompt\na,b,c\n", 'line 1: two columns are named "prompt". Rename one.'),
+        ("prompt\na cat\n".encode("utf-16-le"), 'line 1: no column "prompt".'),
         ("", 'line 1: no column "prompt".'),
         ("prompt\na\ncaf\u00e9\n".encode("latin-1"), "line 3: not UTF-8. Save the file as UTF-8."),
     ],
@@ -114,6 +135,46 @@ def test_a_wrong_parquet_file_is_refused(write, datasets_cache):
     assert "cannot be read as a dataset (" in refused(write("cut.parquet", whole[: len(whole) // 2]))
     assert 'no column "prompt". Use one of: text, n.' in refused(write("c.parquet", [{"text": "a", "n": 1}]))
     assert 'row 2: "prompt" is ' in refused(write("n.parquet", [{"prompt": "a"}, {"prompt": None}]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        *((kind, [b"a cat", "ein Bär".encode()], ["a cat", "ein Bär"]) for kind in ("binary", "large_binary")),
+        *((kind, ["a cat", "ein Bär"], ["a cat", "ein Bär"]) for kind in ("large_string", "string_view")),
+        *((kind, ["a", "b", "a"], ["a", "b", "a"]) for kind in ("dictionary of string", "dictionary of binary")),
+        ("binary", [b"a cat", b"\xff\xfea"], 'row 2: "prompt" is "b\'\\\\xff\\\\xfea\'". A prompt must be text.'),
+        ("binary", [b"a", None], "row 2: \"prompt\" is 'None'. A prompt must be text."),
+        ("string", ["a", ""], "row 2: \"prompt\" is ''. A prompt must be text."),
+        ("float64", [1.5, math.nan], "row 1: \"prompt\" is '1.5'. A prompt must be text."),
+        ("list of string", [["a"], ["b"]], 'row 1: "prompt" is "[\'a\']". A prompt must be text.'),
+        ("null", [None], "row 1: \"prompt\" is 'None'. A prompt must be text."),
+        ("struct", [{"bytes": b"a", "path": "b"}], 'row 1: "prompt" is "{'),
+    ],
+)
+def test_any_cell_of_a_table_is_a_prompt_or_one_line(tmp_path, datasets_cache, kind, values, expected):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    name = kind.rpartition(" ")[2]
+    base = None if name == "struct" else getattr(pyarrow, name)()
+    column = pyarrow.array(values, pyarrow.list_(base) if kind.startswith("list") else base)
+    column = column.dictionary_encode() if kind.startswith("dictionary") else column
+    parquet.write_table(pyarrow.table({"prompt": column, "n": list(range(len(values)))}), tmp_path / "p.parquet")
+    source = str(tmp_path / "p.parquet")
+    if isinstance(expected, list):
+        assert read_prompts(source) == [{"prompt": prompt, "n": number} for number, prompt in enumerate(expected)]
+        assert PromptDataModule(source, 2, 2).check() == []
+    else:
+        assert expected in refused(source)
+        assert expected in PromptDataModule(source, 2, 2).check()[0]
+
+
+def test_a_column_of_pictures_is_no_prompt(tmp_path, datasets_cache):
+    features = datasets_cache.Features({"prompt": datasets_cache.Image()})
+    table = datasets_cache.Dataset.from_dict({"prompt": [{"bytes": b"no picture", "path": None}]}, features)
+    table.save_to_disk(tmp_path / "one")
+    assert '"prompt" is a column of Image, not of text.' in refused(tmp_path / "one")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

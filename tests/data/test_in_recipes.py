@@ -1,8 +1,10 @@
 import pytest
-from commands import check
+from commands import check, run
 from helpers import prompt_file
+from lightning import Trainer
 
 from lit_vgrpo.cli.eval import heldout_rows
+from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.launch.build import build
 
 SHIPPED = f"train: {prompt_file('shapes_train.jsonl')}"
@@ -38,6 +40,18 @@ def test_a_recipe_names_a_source_or_several(recipe, train, words, sources):
     cli = build([recipe(train), *words], make_folder=False)
     assert cli.errors() == []
     assert [(source.path, source.weight) for source in cli.datamodule.choice.train] == sources
+
+
+@pytest.mark.slow
+def test_a_text_to_image_run_needs_no_pictures(recipe, write):
+    write("rows.jsonl", [{"prompt": f"prompt {number}", "image": "gone.png"} for number in range(4)])
+    words = [recipe("rows.jsonl"), "data.heldout=rows.jsonl", "trainer.max_epochs=1"]
+    assert check(words) == 0
+    assert run(words) == 0
+    cli = build(words, make_folder=False)
+    data = PromptDataModule("rows.jsonl", 2, 2)  # as in Python, where only the trainer knows the policy
+    Trainer(fast_dev_run=True, accelerator="cpu", logger=False).fit(cli.model, datamodule=data)
+    assert [row["image"] for row in data.training_rows()] == ["gone.png"] * 4
 
 
 def test_a_saved_recipe_has_the_same_sources(recipe):

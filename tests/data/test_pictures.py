@@ -6,9 +6,11 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_vgrpo.core.pictures import references_of, stacked_references
+from lit_vgrpo.core.pictures import picture_error, references_of, stacked_references
 from lit_vgrpo.data import PromptDataModule, read_prompts
 from lit_vgrpo.data.prompts import PromptError, text_of
+from lit_vgrpo.launch.checks import picture_errors
+from lit_vgrpo.policies import SD3Policy
 
 
 @pytest.fixture
@@ -56,6 +58,37 @@ def test_a_wrong_picture_is_one_line_with_its_row(folder, write, image, said):
     assert str(error.value).startswith(f"{file} line 2: ")
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+NO_PICTURE = [
+    "gone.png",
+    "http://a/b.png",
+    17,
+    {"id": 1},
+    ["gone.png", "gone too.png"],
+    "",
+    f"data:image/png;base64,{'A' * 999}",
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_only_a_policy_that_edits_needs_the_pictures(write, datasets_cache, kind):
+    named = NO_PICTURE if kind == "jsonl" else NO_PICTURE[:1] * 7
+    rows = [{"prompt": f"prompt {number}", "image": image} for number, image in enumerate(named)]
+    data = PromptDataModule(str(write(f"rows.{kind}", rows)), 2, 2, heldout_fraction=0.5, deduplicate=True)
+    (error,) = data.check()
+    assert "gone.png does not exist. Give an image file." in error
+    assert len(error) < 400
+    policy = SD3Policy("nowhere")
+    data.read_for(policy)
+    assert data.check() == []
+    found = [*data.training_rows(), *data.heldout_rows()]
+    assert sorted(found, key=lambda row: row["prompt"]) == rows  # for rewards, as they were written
+    assert picture_errors(policy, found) == []
+    assert references_of(found) is None
+    assert {picture_error("a", row) for row in found if row["image"] == "gone.png"} == {
+        'Prompt "a" has no picture to edit: gone.png is not a file. Give its row an image.'
+    }
 
 
 def test_a_picture_is_part_of_what_a_prompt_is(folder, write):
