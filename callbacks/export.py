@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_vgrpo.callbacks.ema import averaged_weights, evaluated_weights
 from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.system.paths import WRITE_ERRORS, write_error, write_folder_atomically
+from lit_vgrpo.system.paths import write_error, write_folder_atomically
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -49,7 +49,7 @@ class Export(L.Callback):
                 try:
                     with write_folder_atomically(folder, replace=True) as draft:
                         policy.save(draft, weights)
-                except WRITE_ERRORS as error:
+                except Exception as error:  # the checkpoint must still be saved
                     rank_zero_warn(
                         f"No export: cannot write {folder}: {write_error(error)}. "
                         f"Free some space and run: lightning export {root} --to {folder}"

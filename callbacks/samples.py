@@ -81,17 +81,17 @@ class SampleGrid(L.Callback):
             repeated = [row for row in self._rows for _ in range(columns)]
             images = generate(pl_module, repeated, list(range(len(repeated))))
         if trainer.is_global_zero:
-            rows = torch.cat([self._reference[:, None], images.unflatten(0, (-1, columns))], dim=1)
-            given = stacked_references(self._rows)
-            if given is not None:
-                rows = torch.cat([rows, given.flatten(0, -4).unflatten(0, (len(rows), -1))], dim=1)
-            labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
-            labels += [] if given is None else [""] * (columns - 1) + [TO_EDIT]
-            captions = [row["prompt"] for row in self._rows], labels, self.min_pixels
-            picture = draw_grid(strips(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]), *captions)
-            log_picture(trainer.loggers, "samples", picture, trainer.global_step)
             path = Path(trainer.default_root_dir) / "samples" / f"{name}.png"
             try:
+                rows = torch.cat([self._reference[:, None], images.unflatten(0, (-1, columns))], dim=1)
+                given = stacked_references(self._rows)
+                if given is not None:
+                    rows = torch.cat([rows, given.flatten(0, -4).unflatten(0, (len(rows), -1))], dim=1)
+                labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
+                labels += [] if given is None else [""] * (columns - 1) + [TO_EDIT]
+                captions = [row["prompt"] for row in self._rows], labels, self.min_pixels
+                picture = draw_grid(strips(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]), *captions)
+                log_picture(trainer.loggers, "samples", picture, trainer.global_step)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 notes = PngInfo()
                 notes.add_text(LAYOUT, picture.info[LAYOUT])
@@ -106,7 +106,7 @@ class SampleGrid(L.Callback):
                     is_enlarged = rows.shape[-1] < self.min_pixels
                     with new_file(path) as file:
                         save_webp(moving, file, duration, lossless=is_enlarged, exif=exif)
-            except (OSError, RuntimeError) as error:  # Pillow's, if a side of a WebP file exceeds 16,383 pixels
+            except Exception as error:  # a grid is no reason to end a run, or to lose what others write at its end
                 rank_zero_warn(f"Cannot write {path}: {write_error(error).rstrip('.')}. Training continues without it.")
 
 

@@ -1,6 +1,8 @@
 """The model card that every export carries: what hubs read in its head, and what people read below."""
 
 import json
+import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from commands import export, run
 from diffusers import DiffusionPipeline
 
 from lit_vgrpo.apps.report import verdict
-from lit_vgrpo.apps.report.model_card import base_licence, card, sample_call
+from lit_vgrpo.apps.report.model_card import LICENCE_KEYS, base_licence, card, sample_call
 from lit_vgrpo.apps.report.run_data import differences, read_run, without_secrets
 from lit_vgrpo.policies import KontextPolicy
 from lit_vgrpo.training.checkpoint_file import read, write
@@ -90,6 +92,82 @@ def test_the_licence_is_that_of_the_base_models_card(tmp_path):
     for damaged in ("# no head", "---\n[\n---\n", "---\n- a\n---\n", ""):
         base.write_text(damaged)
         assert base_licence(base) == {}
+
+
+BOMB = "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in pairwise("abcdefghi"))
+
+
+@pytest.mark.parametrize(
+    ("head", "licence"),
+    [
+        ("license: [mit, apache-2.0]", {"license": ["mit", "apache-2.0"]}),
+        ("license:\n- cc-by-4.0\n- 3\nlicense_name: own", {"license": ["cc-by-4.0", "3"], "license_name": "own"}),
+        ("license: 3\nlicense_link: 2024-02-01", {"license": "3", "license_link": "2024-02-01"}),
+        ("first: &l mit\nlicense: *l", {"license": "mit"}),
+        ("license: mit\n---\nlicense: other", {"license": "mit"}),
+        ("license: null", {}),
+        ("", {}),
+        ("license: mit\ndate: 2024-02-30", None),
+        ("license: mit\nwhen: 12:61:61\nx: !!timestamp yes", None),
+        ("license: {a: b}", None),
+        ("license: !!set {a, b}", None),
+        ("license: [[mit]]", None),
+        ("license: !!python/object:os.system x", None),
+        (f"a: &a [mit]\n{BOMB}license: *i", None),
+        ("[" * 400 + "]" * 400, None),
+        ("- a", None),
+        ("license: *nowhere", None),
+    ],
+)
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_a_licence_that_cannot_be_read_is_unknown_and_said(tmp_path, capsys, head, licence, ends):
+    base = tmp_path / "README.md"
+    base.write_text(f"\ufeff---\n{head}\n---\n# Base\n{'text ' * 99}".replace("\n", ends), encoding="utf-8", newline="")
+    assert base_licence(base) == (licence or {})
+    err = capsys.readouterr().err
+    assert (err == "") == (licence is not None)
+    assert err.count("\n") == (licence is None)
+    if licence is None:
+        assert err.startswith(f"The base model's licence is not known: {base} cannot be read (")
+        assert len(err) < 400 + len(str(base))
+    text = card(read_run(tmp_path), base, is_adapter=True, **{**SHOWN, "base": "some/model", "edits": False})
+    shown = yaml.safe_load(text.split("---\n")[1])
+    assert {key: shown[key] for key in LICENCE_KEYS if key in shown} == (licence or {})
+    words = [word for value in (licence or {}).values() for word in (value if isinstance(value, list) else [value])]
+    assert (", ".join(words) if words else "states no licence, cannot be read, or is not on the machine") in text
+
+
+@pytest.mark.parametrize("content", [b"---\nlicense: \xff\n---\n", None])
+def test_a_card_of_other_bytes_or_without_permission_is_unreadable(tmp_path, capsys, content):
+    base = tmp_path / "README.md"
+    base.symlink_to(base) if content is None else base.write_bytes(content)
+    assert base_licence(base) == {}
+    assert "licence is not known" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_nothing_beside_the_weights_keeps_them_from_being_written(tiny_recipe, tiny_sd3, tmp_path, capsys):
+    """The base model's card, the sample grid, the run's tables and the export's own place cannot be used."""
+    base = shutil.copytree(tiny_sd3, tmp_path / "base")
+    (base / "README.md").write_text("---\nlicense: mit\ndate: 2024-02-30\n---\n")
+    words = [
+        str(tiny_recipe),
+        "name=other",
+        f"model.policy.checkpoint={base}",
+        f"trainer.callbacks={CALLBACKS}",
+        "trainer.max_epochs=1",
+    ]
+    assert run(words) == 0
+    said = "The base model's licence is not known: "
+    assert said in capsys.readouterr().err
+    assert "cannot be read, or is not" in Path("runs/other/export/README.md").read_text()
+    shutil.rmtree("runs/other/samples")
+    Path("runs/other/samples/after.png").mkdir(parents=True)
+    Path("runs/other/report/scores.jsonl").write_text("5\n")
+    assert export(["runs/other", "--to=out"]) == 0
+    out = capsys.readouterr()
+    assert "Written: out (pipeline in float32)" in out.out
+    assert Path("out/transformer/diffusion_pytorch_model.safetensors").is_file()
 
 
 def test_a_model_that_edits_pictures_says_how_to_call_it(tmp_path):

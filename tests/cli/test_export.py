@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -297,6 +298,27 @@ def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_p
     pipeline.set_progress_bar_config(disable=True)
     image = pipeline(PROMPT, num_inference_steps=1, height=32, width=32, max_sequence_length=8, output_type="pt").images
     assert image.isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_second_file_that_cannot_be_written_costs_the_first_nothing(inside, large_folder, tmp_path, capsys):
+    options = {"checkpoint": str(large_folder("lumina2")), "max_sequence_length": 48, "height": 32, "width": 32}
+    save_stirred("lumina2_lora", {"class_path": "Lumina2Policy", "init_args": {**options, "lora_rank": 32}})
+    command = ["runs/lumina2_lora", "--format=comfyui"]
+    assert export([*command, "--to", str(tmp_path / "whole")]) == 0
+    first = tmp_path / "whole" / "pytorch_lora_weights.safetensors"
+    assert (tmp_path / "whole" / "README.md").is_file()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    capsys.readouterr()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (first.stat().st_size, limits[1]))  # the second has a larger rank
+    try:
+        assert export([*command, "--to", str(tmp_path / "half")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    err = capsys.readouterr().err
+    assert f"{tmp_path / 'half'} has the LoRA for diffusers. Cannot write {tmp_path / 'half'}/half.safetensors: " in err
+    (file,) = (tmp_path / "half").iterdir()
+    assert all(torch.equal(load_file(file)[name], tensor) for name, tensor in load_file(first).items())
 
 
 @pytest.mark.slow

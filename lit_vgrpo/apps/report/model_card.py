@@ -16,7 +16,7 @@ from lit_vgrpo.apps.report.page import environment
 from lit_vgrpo.apps.report.run_data import RunData, read_run
 from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.config.tree import class_name
-from lit_vgrpo.errors import UserError, report
+from lit_vgrpo.errors import one_line, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import lora_options
 from lit_vgrpo.policies.loading import config_folder
@@ -43,7 +43,7 @@ def add_card(
     """Write the model card into an export; a failure is only reported, since only the weights matter.
 
     Args:
-        folder: The export, possibly still under a temporary name.
+        folder: The export, whose weights are written.
         run: The run folder.
         written: Final name of what diffusers loads: folder of a pipeline or an adapter, or file of an adapter.
         variant: Set of weights, ``trained`` or ``EMA``.
@@ -57,17 +57,17 @@ def add_card(
     """
     is_adapter = policy.lora_rank is not None and not merged
     name, base = str(dtype).removeprefix("torch."), source_of(policy.checkpoint)
-    if is_adapter:
-        what = f"LoRA of rank {policy.lora_rank}, {name}"
-        lines = [from_pretrained(policy, base, policy.dtype)]
-        for options in lora_options(policy):
-            given = [_quoted(written), *(f"{key}={value!r}" for key, value in options.items())]
-            lines.append(f"pipe.load_lora_weights({', '.join(given)})")
-    else:
-        what = f"pipeline in {name}{', with the LoRA merged in' if merged else ''}"
-        lines = [from_pretrained(policy, str(written), dtype, folder)]
-    lines.insert(0, "import diffusers, torch")
+    of_adapter = f"LoRA of rank {policy.lora_rank}, {name}"
+    what = of_adapter if is_adapter else f"pipeline in {name}{', with the LoRA merged in' if merged else ''}"
+    lines = ["import diffusers, torch"]
     try:
+        if is_adapter:
+            lines.append(from_pretrained(policy, base, policy.dtype))
+            for options in lora_options(policy):
+                given = [_quoted(written), *(f"{key}={value!r}" for key, value in options.items())]
+                lines.append(f"pipe.load_lora_weights({', '.join(given)})")
+        else:
+            lines.append(from_pretrained(policy, str(written), dtype, folder))
         data = read_run(run)
         lines.append(sample_call(policy, data.recipe.get("model") or {}))
         is_evaluated, data = is_whole and variant == data.weights, _until(data, iterations)
@@ -89,8 +89,8 @@ def add_card(
         }
         shown |= {"base": base_name(policy.checkpoint), "edits": policy.edits}
         write_atomically(folder / CARD_NAME, card(data, base_card, is_adapter, **shown))
-    except (OSError, UserError) as error:
-        report([f"No model card in {written}: {error}"])
+    except Exception as error:  # a card is no reason to lose an export or the end of a run
+        report([f"No model card in {written}: {one_line(error) or type(error).__name__}"])
     return what, lines
 
 
@@ -125,7 +125,7 @@ def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, edit
             verdict=Verdict(run),
             base=base,
             edits=edits,
-            licence=licence,
+            licence=[word for value in licence.values() for word in (value if isinstance(value, list) else [value])],
             method=class_name(model.get("objective")) or "not known",
             rewards=run.reward_names or [class_name(model.get("reward"))],
             unseen=class_name(model.get("heldout_reward")),
@@ -135,14 +135,23 @@ def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, edit
     )
 
 
-def base_licence(card: Path | None) -> dict[str, str]:
-    """Return the licence in a model card's metadata; empty if it has none."""
+def base_licence(card: Path | None) -> dict[str, str | list[str]]:
+    """Return the licence in a model card's metadata; empty if it has none, or cannot be read, which is reported."""
     try:
-        text = card.read_text(encoding="utf-8") if card is not None else ""
-        head = yaml.safe_load(text.split("---\n", 2)[1]) if text.startswith("---\n") else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        text = card.read_text(encoding="utf-8-sig") if card is not None else ""
+        head = (yaml.safe_load(text.split("\n---", 1)[0]) if text.startswith("---\n") else None) or {}
+        found = {key: head[key] for key in LICENCE_KEYS if head.get(key)}
+        return {key: [*map(_word, value)] if isinstance(value, list) else _word(value) for key, value in found.items()}
+    except Exception as error:  # YAML's types raise anything
+        why = one_line(error)[:200] or type(error).__name__
+        report([f"The base model's licence is not known: {card} cannot be read ({why})."])
         return {}
-    return {key: str(head[key]) for key in LICENCE_KEYS if head.get(key)} if isinstance(head, Mapping) else {}
+
+
+def _word(value: object) -> str:
+    if isinstance(value, list | dict | set | bytes):
+        raise ValueError(f"a licence is a {type(value).__name__}")
+    return str(value)
 
 
 def _until(run: RunData, iterations: int) -> RunData:
