@@ -15,7 +15,7 @@ from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_poli
 from lit_vgrpo.errors import UserError, one_line, say
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import save_comfyui, save_kohya, save_merged
-from lit_vgrpo.system.paths import WRITE_ERRORS, vacant_folder, write_error, write_folder_atomically, write_new_folder
+from lit_vgrpo.system.paths import vacant_folder, write_new_folder
 from lit_vgrpo.training.folder import candidates
 
 DIFFUSERS, KOHYA, COMFYUI = "diffusers", "kohya", "comfyui"
@@ -79,13 +79,8 @@ def export(options: ExportOptions) -> int:
         else:
             policy.save(draft, dtype=options.dtype)
     if options.format == COMFYUI:  # diffusers cannot read ComfyUI's file
-        try:
-            with write_folder_atomically(folder, replace=True) as draft:
-                save_comfyui(policy, draft / options.named_file.name, options.dtype)
-        except WRITE_ERRORS as error:
-            raise UserError(
-                f"{folder} has the LoRA for diffusers. Cannot write {written}: {write_error(error)}."
-            ) from error
+        with write_new_folder(folder, "--to", replace=True) as draft:
+            save_comfyui(policy, draft / options.named_file.name, options.dtype)
     what, lines = add_card(
         folder, options.run, policy, loaded_from, variant, iterations, options.dtype, options.merge, saved.is_whole
     )

@@ -68,10 +68,7 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
 
 def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:
     """Return a one-line error if a prompt has no picture, else ``None``."""
-    named = f": {str(row[PICTURE])[:200]} is not a file" if row.get(PICTURE) else ""
-    return (
-        None if picture_files(row) else f'Prompt "{prompt}" has no picture to edit{named}. Give its row an {PICTURE}.'
-    )
+    return None if picture_files(row) else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
 
 
 def picture_files(row: Mapping[str, Any]) -> tuple[str, ...]:

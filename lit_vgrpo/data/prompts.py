@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from io import StringIO
 from itertools import islice
 from pathlib import Path
@@ -52,8 +53,8 @@ def open_prompts(source: PromptSource, edits: bool = True) -> Rows | TableRows:
         ModuleNotFoundError: The source needs the extra ``data``.
     """
     kind = kind_of(source)
-    in_memory = kind in _PARSERS
-    rows = _read_text(source, kind, edits) if in_memory else TableRows(source, _open_table(source, kind), edits=edits)
+    is_text = kind in _PARSERS
+    rows = _read_text(source, kind, edits) if is_text else TableRows(source, _open_table(source, kind), edits)
     if not len(rows):
         raise PromptError(f"{source.path} has no prompts.")
     return rows
@@ -112,12 +113,10 @@ def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str, edits
 
 def _checked_prompt(value: object, source: PromptSource, where: str) -> str:
     """Return a cell as text; bytes are UTF-8. Zeros, as of UTF-16, and lone surrogates are not text."""
-    try:
+    with suppress(UnicodeError):
         text = value.decode() if isinstance(value, bytes) else value
         if isinstance(text, str) and text.strip() and b"\0" not in text.encode():
             return text
-    except UnicodeError:
-        pass
     raise PromptError(f'{where}: "{source.column or PROMPT}" is {str(value)[:40]!r}. A prompt must be text.')
 
 
@@ -176,10 +175,7 @@ def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[
     """Yield the rows of a csv file with the number of their last line; cells are text, and empty ones are left out."""
     reader = csv.DictReader(StringIO(text, newline=""), strict=True)
     try:
-        columns = reader.fieldnames or []
-        _check_column(columns, source, f"{file} line 1")
-        if twice := [name for name in columns if columns.count(name) > 1]:
-            raise PromptError(f'{file} line 1: two columns are named "{twice[0]}". Rename one.')
+        _check_column(reader.fieldnames or [], source, f"{file} line 1")
         for row in reader:
             if None in row or None in row.values():
                 raise PromptError(
@@ -204,26 +200,19 @@ class TableRows:
     Args:
         source: The dataset's options.
         table: A ``datasets.Dataset``.
-        numbers: The selected rows, shape ``(N,)``; all by default.
         edits: As in :func:`read_prompts`.
+        numbers: The selected rows, shape ``(N,)``; all by default.
 
     Raises:
         PromptError: The dataset lacks the prompt's column; on access: the row is invalid.
     """
 
-    def __init__(
-        self, source: PromptSource, table: Any, numbers: NDArray[np.int64] | None = None, edits: bool = True
-    ) -> None:
+    def __init__(self, source: PromptSource, table: Any, edits: bool, numbers: NDArray[np.int64] | None = None) -> None:
         _check_column(table.column_names, source, source.path)
         self.source, self.edits = source, edits
-        column, features = source.column or PROMPT, table.features
-        if hasattr(features[column], "decode_example"):
-            raise PromptError(
-                f'{source.path}: "{column}" is a column of {type(features[column]).__name__}, not of text.'
-            )
         # images and audio are not decoded
-        media = [name for name, of in features.items() if hasattr(of, "decode_example") or "binary" in repr(of)]
-        self.table = table.remove_columns([name for name in media if name != column])
+        media = [name for name, of in table.features.items() if hasattr(of, "decode_example") or "binary" in repr(of)]
+        self.table = table.remove_columns([name for name in media if name != (source.column or PROMPT)])
         self.numbers = np.arange(len(table))[: source.limit] if numbers is None else numbers
 
     def __len__(self) -> int:
@@ -239,7 +228,7 @@ class TableRows:
 
     def select(self, indices: NDArray[np.int64]) -> TableRows:
         """Return these rows."""
-        return TableRows(self.source, self.table, self.numbers[indices], self.edits)
+        return TableRows(self.source, self.table, self.edits, self.numbers[indices])
 
     def texts(self) -> Iterator[str]:
         """Yield the rows' texts as in :func:`text_of`, without reading other columns if possible."""

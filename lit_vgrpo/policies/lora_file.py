@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from pickle import UnpicklingError
@@ -34,7 +35,6 @@ Updates = dict[str, tuple[Tensor, Tensor]]
 SPELLINGS = {
     **{DOWN: DOWN, UP: UP, ".lora_A.default.weight": DOWN, ".lora_B.default.weight": UP},
     **{".lora_down.weight": DOWN, ".lora_up.weight": UP, ".lora.down.weight": DOWN, ".lora.up.weight": UP},
-    **{".down.weight": DOWN, ".up.weight": UP},
 }
 """Endings of the matrices' names in other programs."""
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.", "unet.", "lora_unet_", "lora_transformer_", "")
@@ -155,13 +155,11 @@ def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[s
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a file that ``torch.save`` wrote, without running code from it."""
-    try:
-        content: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise ValueError("is damaged, or has more than tensors in it, which could run code") from error
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError("has more than named tensors in it")
-    return content
+    with suppress(UnpicklingError):
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        if isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values()):
+            return content
+    raise ValueError("is damaged, or has more in it than named tensors, which could run code")
 
 
 def _variant(config: Mapping[str, Any]) -> str | None:

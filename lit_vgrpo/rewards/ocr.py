@@ -22,11 +22,8 @@ from lit_vgrpo.rewards.base import Reward
 from lit_vgrpo.system.hub import LoadError
 
 MEASURE = r'(?:(?<=[\d¼-¾⅐-⅞])|(?<=\d )(?=.\s))["”]'  # inches or seconds, unless it closes a text
-PAIRS = (
-    *('"([^"]*)"', "“([^“”]*)”", "„([^“”„]*)[“”]", "”([^“”„]*)”", "«([^«»]*)»", "»([^«»]*)«"),
-    *("「([^「」]*)」", "『([^『』]*)』"),
-)
-QUOTED = re.compile("|".join([MEASURE, *PAIRS, '(?P<unpaired>["“”„«»「」『』])']))
+PAIRS = '"([^"]*)"|“([^“”]*)”|„([^“”„]*)[“”]|”([^“”„]*)”|«([^«»]*)»|»([^«»]*)«|「([^「」]*)」|『([^『』]*)』'
+QUOTED = re.compile(f'{MEASURE}|{PAIRS}|(?P<unpaired>["“”„«»「」『』])')
 ESCAPED, KEPT = '\\"', "\0"
 OF_SCRIPTS = str.maketrans("\uff02\u301d\u301e\u301f", '"“””')
 PLAIN_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u201e", '\'\'"""')  # a recogniser does not distinguish them

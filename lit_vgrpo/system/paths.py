@@ -119,14 +119,14 @@ def vacant_folder(text: str) -> Path:
 
 
 @contextmanager
-def write_new_folder(folder: Path, option: str) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to an empty or new folder at the end of the block.
+def write_new_folder(folder: Path, option: str, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder, and rename it at the end of the block; see :func:`write_folder_atomically`.
 
     Raises:
         UserError: The disk is full or not writable.
     """
     try:
-        with write_folder_atomically(folder) as draft:
+        with write_folder_atomically(folder, replace) as draft:
             yield draft
     except WRITE_ERRORS as error:
         raise UserError(f"Cannot write {folder}: {write_error(error)}. Choose another folder: {option} DIR.") from error

@@ -86,9 +86,7 @@ def test_only_a_policy_that_edits_needs_the_pictures(write, datasets_cache, kind
     assert sorted(found, key=lambda row: row["prompt"]) == rows  # for rewards, as they were written
     assert picture_errors(policy, found) == []
     assert references_of(found) is None
-    assert {picture_error("a", row) for row in found if row["image"] == "gone.png"} == {
-        'Prompt "a" has no picture to edit: gone.png is not a file. Give its row an image.'
-    }
+    assert picture_error("a", found[0]).endswith("has no picture to edit. Give its row an image.")
 
 
 def test_a_picture_is_part_of_what_a_prompt_is(folder, write):

@@ -57,11 +57,11 @@ def add_card(
     """
     is_adapter = policy.lora_rank is not None and not merged
     name, base = str(dtype).removeprefix("torch."), source_of(policy.checkpoint)
-    of_adapter = f"LoRA of rank {policy.lora_rank}, {name}"
-    what = of_adapter if is_adapter else f"pipeline in {name}{', with the LoRA merged in' if merged else ''}"
+    what = f"pipeline in {name}{', with the LoRA merged in' if merged else ''}"
     lines = ["import diffusers, torch"]
     try:
         if is_adapter:
+            what = f"LoRA of rank {policy.lora_rank}, {name}"
             lines.append(from_pretrained(policy, base, policy.dtype))
             for options in lora_options(policy):
                 given = [_quoted(written), *(f"{key}={value!r}" for key, value in options.items())]
@@ -80,14 +80,8 @@ def add_card(
         if has_picture:
             copy_file(picture, folder / PICTURE_NAME)
         base_card = file_at_hand(policy.checkpoint, CARD_NAME, policy.revision)
-        shown: dict[str, Any] = {
-            "what": what,
-            "lines": lines,
-            "variant": variant,
-            "iterations": iterations,
-            "has_picture": has_picture,
-        }
-        shown |= {"base": base_name(policy.checkpoint), "edits": policy.edits}
+        shown: dict[str, Any] = {"what": what, "lines": lines, "variant": variant, "iterations": iterations}
+        shown |= {"base": base_name(policy.checkpoint), "edits": policy.edits, "has_picture": has_picture}
         write_atomically(folder / CARD_NAME, card(data, base_card, is_adapter, **shown))
     except Exception as error:  # a card is no reason to lose an export or the end of a run
         report([f"No model card in {written}: {one_line(error) or type(error).__name__}"])
