@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from lit_vgrpo.core.pictures import picture_files
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import Finite, PositiveInt, Range, checked
 from lit_vgrpo.errors import one_line
@@ -169,7 +169,7 @@ class VLMJudge(ChatReward):
             return [[[number]] for number in range(len(files))]
         groups: dict[tuple[Any, ...], list[int]] = {}
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-            groups.setdefault((prompt, *picture_files(row)), []).append(number)
+            groups.setdefault((prompt, str(row.get(PICTURE))), []).append(number)
         plans = []
         for (prompt, *_), numbers in groups.items():
             order = sorted(numbers, key=lambda number: sha256(prompt.encode() + files[number]).digest())
