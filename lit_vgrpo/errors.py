@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import sysconfig
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 LONGEST_LIST = 12
 HIDDEN = "(hidden)"
@@ -108,8 +110,15 @@ def error_in_user_code(error: BaseException) -> str | None:
     ]
     if not frames:
         return None
-    message = str(error).rstrip(".")
-    return f"{_shown(frames[-1].filename)}:{frames[-1].lineno}: {type(error).__name__}: {one_line(message)}."
+    message = one_line(f"{type(error).__name__}: {error}").rstrip(".: ")
+    return f"{_shown(frames[-1].filename)}:{frames[-1].lineno}: {message}."
+
+
+def place_of(code: Any) -> str:
+    """Return file and line of a function, of the ``func`` of an object or of its ``__call__``, or an empty text."""
+    code = inspect.unwrap(getattr(code, "func", code))
+    found = getattr(code, "__code__", None) or getattr(type(code).__call__, "__code__", None)
+    return "" if found is None else f"{_shown(found.co_filename)}:{found.co_firstlineno}: "
 
 
 def _shown(file: str) -> str:

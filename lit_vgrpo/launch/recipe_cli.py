@@ -232,7 +232,7 @@ class RecipeCLI(LightningCLI):
         if not of_data:
             self.unscorable = self.find_unscorable()
             errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
-            errors += [*filter(None, map(model.objective.row_error, data.training_rows()))][:1]
+            errors += [*filter(None, map(model.objective.row_error, map(copy.deepcopy, data.training_rows())))][:1]
         errors += [*of_data, *callback_errors(chosen)]
         return [with_full_key(error, self.recipe.values) for error in errors]
 

@@ -1,12 +1,20 @@
-"""The base class of rewards, their errors, images and scores."""
+"""The base class of rewards, the calls of their code, their errors, images and scores."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import signature
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +23,9 @@ from torch import Tensor
 
 from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.pixels import strips, to_uint8
-from lit_vgrpo.errors import RewardError, error_in_user_code, one_line
+from lit_vgrpo.errors import RewardError, UserError, error_in_user_code, one_line, place_of
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.signals import STOP_SIGNALS, is_stop
 
 
 class RewardOutage(RewardError):
@@ -124,6 +134,60 @@ class Reward(ABC):
         """Cancel pending work and close connections; a later call may reopen them."""
 
 
+def _set_stop_handlers(handlers: Sequence[Any]) -> None:
+    for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
+        if threading.current_thread() is threading.main_thread():  # others cannot
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+Settings = Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]]
+OF_THREAD: Settings = (
+    # not "cpu", which would slow down every function of torch
+    (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+)
+OF_PROCESS: Settings = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (lambda: [*map(signal.getsignal, STOP_SIGNALS)], _set_stop_handlers),
+)
+"""Settings that silently change a run's numbers or lose its work, with the functions that get and set them."""
+_lock = threading.Lock()
+_inside: list[list[Any]] = []  # for each guest, the process's settings before the first of them
+
+
+@contextmanager
+def guest() -> Iterator[None]:
+    """Run a user's code, in any thread."""
+    process, of_thread = os.getpid(), [get() for get, _ in OF_THREAD]
+    with _lock:
+        _inside.append(_inside[0] if _inside else [get() for get, _ in OF_PROCESS])
+    try:
+        yield
+    except BaseException as error:
+        _end_fork(process, error)
+        raise
+    finally:
+        _end_fork(process)
+        with _lock:
+            before = zip((*OF_THREAD, *OF_PROCESS), (*of_thread, *_inside.pop()), strict=True)
+            for put, value in [(put, value) for (get, put), value in before if get() != value]:
+                put(value)
+
+
+def _end_fork(process: int, error: BaseException | None = None) -> None:
+    """End a forked process, which would continue as a second trainer."""
+    if os.getpid() == process:
+        return
+    status = error.code if isinstance(error, SystemExit) else error
+    if not isinstance(status, int | None):
+        traceback.print_exception(error)
+        status = 1
+    sys.stdout.flush()
+    os._exit(status or 0)
+
+
 def called(
     reward: Reward,
     images: Tensor,
@@ -132,6 +196,8 @@ def called(
     method: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Call a reward, with pictures if it takes them, and return its scores ``(B,)``, float32.
+
+    It may change its arguments and keep what it returns: both are copies.
 
     Args:
         images: Shape ``(B, 3, H, W)``, or ``(B, F, 3, H, W)`` for videos.
@@ -150,18 +216,56 @@ def called(
         scores = called(reward, frames, [prompts[i] for i in each], [rows[i] for i in each], method)
         return scores.unflatten(0, (-1, number)).mean(1)
     given = {"references": stacked_references(rows)} if reward.takes_references else {}
-    returned, shape = (method or reward)(images, prompts, rows, **given), (len(images),)
+    with guest():
+        # rows are copied one by one, since a group shares its row
+        copies = images.clone(), list(prompts), [deepcopy(row) for row in rows]
+        returned: Any = (method or reward)(*copies, **given)  # type: ignore[arg-type]
+    shape = (len(images),)
     if not isinstance(returned, Tensor) or tuple(returned.shape) != shape or returned.dtype != torch.float32:
-        found = f"{returned.dtype} {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
-        raise RewardOutage(f'Reward "{reward.name}" returned {found}. Return a float32 tensor of shape {shape}.')
-    return returned
+        wanted = f"Return a float32 tensor of shape {shape}."
+        raise RewardOutage(f'{place_of(reward)}Reward "{reward.name}" returned {described(returned)}. {wanted}')
+    return returned.clone()
+
+
+def described(value: Any) -> str:
+    """Describe what a user's code returned.
+
+    >>> described(([1.0], {})), described({"scores": 1}), described("good"), described(torch.ones(2, 1))
+    ('tuple (list, dict)', 'dict (scores)', "str 'good'", 'torch.float32 (2, 1)')
+    """
+    kind, most = type(value).__name__, 4
+    if hasattr(value, "dtype"):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, tuple | Mapping):
+        parts = map(str, value) if isinstance(value, Mapping) else (type(one).__name__ for one in value)
+        return f"{kind} ({', '.join(islice(parts, most))})"
+    return f"{kind} {value!r:.40}" if isinstance(value, str | bytes | int | float) else kind
 
 
 def reason_of(error: BaseException) -> str:
     """Return the reason that a reward failed, in one line; for user code, with file and line."""
     if isinstance(error, RewardError):
         return str(error)
-    return error_in_user_code(error) or f"{type(error).__name__}: {one_line(error)}"
+    return error_in_user_code(error) or one_line(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def in_one_line(reward: Reward, method: str) -> Iterator[None]:
+    """Turn an error in a user's method other than scoring into a RewardOutage; a package's errors stay."""
+    try:
+        yield
+    except (RewardError, LoadError, UserError):
+        raise
+    except BaseException as error:
+        if is_stop(error) or error_in_user_code(error) is None:
+            raise
+        raise RewardOutage(f'Reward "{reward.name}" failed in {method}: {reason_of(error)}') from error
+
+
+def asked(reward: Reward, method: str, *args: Any) -> Any:
+    """Call a method of a reward other than scoring; raise RewardOutage if a user's code fails in it."""
+    with guest(), in_one_line(reward, method):
+        return getattr(reward, method)(*args)
 
 
 @dataclass

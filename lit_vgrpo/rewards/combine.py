@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Finite, checked
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardOutage, Scores, called, reason_of
-from lit_vgrpo.rewards.function import RewardLike, as_reward
+from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardOutage, Scores, asked, called, in_one_line, reason_of
+from lit_vgrpo.rewards.function import RewardLike, RewardsLike, as_reward
+from lit_vgrpo.system.signals import is_stop
 
 # would collide with another metric's key, such as reward/mean or heldout/reward
 RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"})
@@ -53,7 +55,7 @@ class Weighted(Reward):
         overlap: Score in threads while the next images are sampled, if a reward allows it; scores do not change.
 
     Raises:
-        ValueError: Lists have different lengths, all weights are 0, or a range is empty.
+        ValueError: There are no rewards, lists have different lengths, all weights are 0, or a range is empty.
     """
 
     name = "weighted"
@@ -66,6 +68,8 @@ class Weighted(Reward):
         overlap: bool = True,
     ) -> None:
         size, found = len(rewards), [as_reward(reward) for reward in rewards]
+        if not size:
+            raise ValueError("rewards=[] is empty. Name at least one reward, such as PickScore.")
         weights = [1 / size] * size if weights is None else weights
         clips = [None] * size if clips is None else clips
         if not len(weights) == len(clips) == size:
@@ -148,7 +152,8 @@ class Weighted(Reward):
             if not chosen:
                 continue
             of_chosen = [prompts[i] for i in chosen], [rows[i] for i in chosen]
-            scores = called(part.reward, images[chosen], *of_chosen, part.reward.with_gradient)
+            with in_one_line(part.reward, "with_gradient"):
+                scores = called(part.reward, images[chosen], *of_chosen, part.reward.with_gradient)
             if images.requires_grad and not scores.requires_grad:
                 raise RewardOutage(f'Reward "{part.name}" is differentiable, but its scores carry no gradient.')
             shaped = self.shaped(part.name, {part.name: scores})
@@ -164,14 +169,14 @@ class Weighted(Reward):
         return self.score(images, prompts, rows).total
 
     def check(self) -> list[str]:
-        return [error for part in self.parts for error in part.reward.check()]
+        return [error for errors in self._ask_all("check") for error in errors]
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         return next(iter(self.errors_of_prompt(prompt, row).values()), None)
 
     def errors_of_prompt(self, prompt: str, row: dict[str, Any]) -> dict[str, str]:
         """Return by name why rewards that apply to a prompt cannot score it."""
-        errors = {part.name: part.reward.prompt_error(prompt, row) for part in self.parts if self._applies(part, row)}
+        errors = {part.name: _prompt_error(part.reward, prompt, row) for part in self.parts if self._applies(part, row)}
         return {name: error for name, error in errors.items() if error is not None}
 
     def unknown_names(self, row: Mapping[str, Any]) -> list[str]:
@@ -179,16 +184,16 @@ class Weighted(Reward):
         return [name for name in _named(row) if name not in self.part_names]
 
     def load(self) -> None:
-        for part in self.parts:
-            part.reward.load()
+        self._ask_all("load")
 
     def enter_run(self, folder: Path) -> None:
-        for part in self.parts:
-            part.reward.enter_run(folder)
+        self._ask_all("enter_run", folder)
 
     def close(self) -> None:
-        for part in self.parts:
-            part.reward.close()
+        self._ask_all("close")
+
+    def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        return [asked(part.reward, method, *args) for part in self.parts]
 
     def score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Scores:
         """Score a batch with every reward.
@@ -219,11 +224,13 @@ class Weighted(Reward):
         errors = []
         for part in (part for part in self.parts if part.reward.loads_nothing):
             chosen = [row for row in rows if self._applies(part, row)]
-            chosen = [row for row in chosen if part.reward.prompt_error(row["prompt"], row) is None][: len(images)]
+            chosen = [row for row in chosen if _prompt_error(part.reward, row["prompt"], row) is None][: len(images)]
             try:
                 if chosen:
                     called(part.reward, images[: len(chosen)], [row["prompt"] for row in chosen], chosen)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
+                if is_stop(error):
+                    raise
                 errors.append(f'Reward "{part.name}" failed on random images: {reason_of(error)}')
         return errors
 
@@ -243,7 +250,7 @@ class Weighted(Reward):
             scores[chosen], error = _score(part.reward, images, prompts, rows)
             if error is not None:
                 errors[part.name] = error
-        counts = part.reward.take_counts()
+        counts = dict(asked(part.reward, "take_counts"))
         return Scores(
             scores,
             {part.name: scores},
@@ -291,13 +298,13 @@ class Weighted(Reward):
         return part.name in names or not any(name in rivals for name in names)
 
 
-def as_weighted(reward: RewardLike, key: str | None = None) -> Weighted:
-    """Wrap a reward or a function in a :class:`Weighted`; return a ``Weighted`` unchanged.
+def as_weighted(reward: RewardsLike, key: str | None = None) -> Weighted:
+    """Wrap a reward, a function or a list of them in a :class:`Weighted`; return a ``Weighted`` unchanged.
 
     Args:
         key: The reward's key in the recipe, for its messages.
     """
-    reward = as_reward(reward)
+    reward = Weighted([*reward]) if isinstance(reward, Sequence) and not isinstance(reward, str) else as_reward(reward)
     if key is not None:
         reward.found_at(key)
     return reward if isinstance(reward, Weighted) else Weighted([reward])
@@ -306,9 +313,12 @@ def as_weighted(reward: RewardLike, key: str | None = None) -> Weighted:
 def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> tuple[Tensor, str | None]:
     try:
         returned = called(reward, images, prompts, rows)
-    except (MemoryError, torch.cuda.OutOfMemoryError, RewardOutage):
-        raise
-    except (Exception, SystemExit) as error:  # sys.exit() would end the run silently
+    except BaseException as error:  # sys.exit() would end the run silently
+        if is_stop(error) or isinstance(error, RewardOutage):
+            raise
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            advice = "Give it fewer images per call: lower model.policy.decode_batch_size or --batch-size."
+            raise RewardOutage(f'Reward "{reward.name}" ran out of memory: {reason_of(error)} {advice}') from error
         if len(images) == 1 or reward.compares:
             return torch.full((len(images),), math.nan), reason_of(error)
         singles = [_score(reward, images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(len(images))]
@@ -320,6 +330,13 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
         return scores, None
     reason = one_line(reward.failure or f"returned NaN or infinity for {int(bad.sum())} of {len(images)} images")
     return scores.masked_fill(bad, math.nan), reason
+
+
+def _prompt_error(reward: Reward, prompt: str, row: Mapping[str, Any]) -> str | None:
+    if type(reward).prompt_error is Reward.prompt_error:
+        return None
+    with in_one_line(reward, "prompt_error"):  # not as a guest, which would take seconds for many prompts
+        return reward.prompt_error(prompt, deepcopy(dict(row)))
 
 
 def _named(row: Mapping[str, Any]) -> list[str]:

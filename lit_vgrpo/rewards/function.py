@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,15 +14,16 @@ from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.errors import error_in_user_code
-from lit_vgrpo.rewards.base import Reward, RewardError
+from lit_vgrpo.errors import error_in_user_code, place_of
+from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, described, guest
 from lit_vgrpo.system.paths import import_from_here
 
 Images = Literal["tensor", "pil", "numpy"]
 if TYPE_CHECKING:
     RewardLike = Reward | Callable[..., Any]
+    RewardsLike = RewardLike | Sequence[RewardLike]
 else:
-    RewardLike = Reward  # the type that the parser sees: a recipe names a function under "python"
+    RewardLike = RewardsLike = Reward  # the type that the parser sees: a recipe names a function under "python"
 
 
 @checked
@@ -94,6 +95,11 @@ class PythonReward(Reward):
         self._call  # noqa: B018  the property imports
 
     @property
+    def func(self) -> Callable[..., Any]:
+        """The function, imported; named as in a ``partial``."""
+        return self._call[0]
+
+    @property
     def takes_references(self) -> bool:
         return self._call[1]
 
@@ -109,8 +115,23 @@ class PythonReward(Reward):
         more = {"references": self._converted(references)} if takes_references else {}
         returned = function(*(self._converted(images), prompts, rows)[:count], **self.options, **more)
         if isinstance(returned, Tensor):
-            return returned.float()
-        return torch.tensor([math.nan if score is None else float(score) for score in returned])
+            return returned if returned.is_complex() else returned.float()
+        return torch.tensor(self._numbers(returned, len(images)), dtype=torch.float32)
+
+    def _numbers(self, returned: Any, count: int) -> list[float]:
+        """Return one number per image; a value that is none fails its image, anything but a list ends the run."""
+        is_list = isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping | Set)
+        scores = [*returned] if is_list and getattr(returned, "ndim", 1) == 1 else None
+        numbers = [_number(score) for score in scores or ()]
+        is_pair = isinstance(returned, tuple) and None in numbers  # such as (scores, info)
+        if scores is None or len(scores) != count or is_pair:
+            found = described(returned) if scores is None or is_pair else f"{len(scores)} values"
+            wanted = f"Return one number per image: a list or tensor of {count}."
+            raise RewardOutage(f'{place_of(self)}Reward "{self.name}" returned {found}. {wanted}')
+        if None in numbers:
+            found = described(scores[numbers.index(None)])
+            raise RewardError(f"{place_of(self)}returned {found} for an image. Return a number, or None if it failed.")
+        return [number for number in numbers if number is not None]
 
     def _converted(self, images: Tensor | None) -> Any:
         if images is None or self.images == "tensor":
@@ -126,8 +147,9 @@ class PythonReward(Reward):
         """The function, if it takes the pictures to edit, and its number of positional arguments."""
         import_from_here()
         try:
-            function = resolve_name(self.function) if isinstance(self.function, str) else self.function
-            signature = inspect.signature(function)
+            with guest():
+                function = resolve_name(self.function) if isinstance(self.function, str) else self.function
+                signature = inspect.signature(function)
         except (Exception, SystemExit) as error:  # importing the user's module may raise anything
             reason = error_in_user_code(error) or f"{type(error).__name__}: {error}"
             raise RewardError(f"{self._shown} cannot be imported ({reason.rstrip('.')}).") from error
@@ -142,6 +164,15 @@ class PythonReward(Reward):
         raise RewardError(f"{self._shown} cannot be called with (images, prompts, rows): {reason}")
 
 
+def _number(score: Any) -> float | None:
+    """Return a number, also from a tensor of one value; NaN for None, and ``None`` for anything else."""
+    try:
+        score = math.nan if score is None else score.item() if hasattr(score, "item") else score
+        return None if isinstance(score, str | bytes) else float(score)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
 def as_reward(reward: RewardLike) -> Reward:
     """Return a reward unchanged, and a function of images and prompts as a :class:`PythonReward`.
 
@@ -149,6 +180,8 @@ def as_reward(reward: RewardLike) -> Reward:
         TypeError: It is neither.
     """
     if isinstance(reward, Reward):
+        if not isinstance(getattr(reward, "name", None), str):
+            raise TypeError(f"{type(reward).__name__} has no name. Set its attribute name, the key of its score.")
         return reward
     if isinstance(reward, type) or not callable(reward):
         given = f"the class {reward.__name__}" if isinstance(reward, type) else repr(reward)

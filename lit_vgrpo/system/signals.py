@@ -170,6 +170,13 @@ def is_stop_requested() -> bool:
     return _listening is not None and bool(_listening.signals)
 
 
+def is_stop(error: BaseException) -> bool:
+    """Return True if an exception was raised to stop the command, not by the code that it interrupted."""
+    if _listening is None:
+        return isinstance(error, KeyboardInterrupt)
+    return _listening.is_urgent and isinstance(error, KeyboardInterrupt | SystemExit)
+
+
 def _stop_listening_in_a_fork() -> None:
     """Restore signals in a process forked by a reward, which would otherwise count its parent's and never end."""
     if _listening is not None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_vgrpo.core.pixels import to_uint8
-from lit_vgrpo.rewards import Reward, RewardError, Scores, Weighted
+from lit_vgrpo.rewards import Frames, Reward, RewardError, RewardOutage, Scores, Weighted
 
 IMAGES = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8).contiguous()
 PROMPTS = ["a", "b", "c", "d"]
@@ -38,8 +38,8 @@ def raises_on_two(scores, images, rows):
     return scores
 
 
-def score(*rewards, weights=None, images=IMAGES):
-    return Weighted(list(rewards), weights).score(images, PROMPTS, ROWS)
+def score(*rewards, weights=None, images=IMAGES, rows=ROWS):
+    return Weighted(list(rewards), weights).score(images, PROMPTS, rows)
 
 
 def test_the_total_is_the_weighted_sum_and_the_mean_by_default():
@@ -96,10 +96,13 @@ def test_an_image_that_is_not_finite_fails_and_reaches_no_reward():
         (lambda scores, *_: scores[:3], r"torch.float32 \(3,\)"),
         (lambda scores, *_: scores.double(), r"torch.float64 \(4,\)"),
         (lambda scores, *_: scores.tolist(), "list"),
+        (lambda scores, *_: (scores, {}), r"tuple \(Tensor, dict\)"),
+        (lambda scores, *_: {"scores": scores}, r"dict \(scores\)"),
     ],
 )
 def test_a_broken_contract_stops_the_run_and_names_the_reward(returned, said):
-    with pytest.raises(RewardError, match=rf'"odd" returned {said}. Return a float32 tensor of shape \(4,\)'):
+    wanted = r"Return a float32 tensor of shape \(4,\)"
+    with pytest.raises(RewardError, match=rf'test_combine.py:\d+: Reward "odd" returned {said}. {wanted}'):
         score(Field("good"), Field("odd", returned))
 
 
@@ -108,7 +111,8 @@ def test_errors_outside_the_image_are_not_swallowed(error):
     def stop(*_):
         raise error
 
-    with pytest.raises(error):
+    said = rf'^Reward "bad" ran out of memory: .*test_combine.py:\d+: {error.__name__}. Give it fewer images per call'
+    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else pytest.raises(RewardOutage, match=said):
         score(Field("bad", stop))
 
 
@@ -116,7 +120,8 @@ def test_images_are_rounded_once_before_all_rewards():
     seen = []
     keep = Field("keep", lambda scores, images, _: seen.append(images) or scores)
     score(keep, Field("more", keep.trouble), images=IMAGES * 0.9 + 0.001)
-    assert seen[0] is seen[1]
+    assert torch.equal(seen[0], seen[1])
+    assert seen[0].data_ptr() != seen[1].data_ptr()  # each reward has its own copy
     assert seen[0].dtype == torch.float32
     steps = seen[0] * 255
     torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
@@ -204,11 +209,12 @@ def test_rounding_to_uint8():
     [
         ({"weights": [1.0, 2.0]}, r"weights=\[1.0, 2.0\] or clips=\[None\] does not match 1 rewards"),
         ({"clips": [(1.0, 1.0)]}, r"clips=\[1.0, 1.0\] is an empty range"),
+        ({"rewards": []}, r"rewards=\[\] is empty. Name at least one"),
     ],
 )
 def test_a_wrong_combination_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
-        Weighted([Field()], **options)
+        Weighted(**{"rewards": [Field()], **options})
 
 
 def test_counts_and_shapes_must_agree():
@@ -223,7 +229,7 @@ def test_a_reward_explains_its_failures_without_control_characters():
         raise SystemExit("\x1b[2Jgone\nwrong")
 
     batch = score(Field("bad", trouble))
-    assert batch.errors["bad"].endswith(".py:223: SystemExit: ?[2Jgone wrong.")
+    assert batch.errors["bad"].endswith(".py:229: SystemExit: ?[2Jgone wrong.")
 
     def tells(scores, images, rows):
         own.failure = "\x1b[2J told\r"
@@ -231,3 +237,85 @@ def test_a_reward_explains_its_failures_without_control_characters():
 
     own = Field("own", tells)
     assert score(own).errors == {"own": "?[2J told"}
+
+
+def spoil(scores, images, rows):
+    """Change everything that a reward receives, and fail for more than one image."""
+    images.mul_(0.5)
+    for row in rows:
+        row["words"].append(row.pop("number"))
+    if len(rows) > 1:
+        raise OSError("one image at a time, please")
+    return scores + images.mean((1, 2, 3))
+
+
+def test_what_a_reward_changes_changes_nothing_else():
+    """Not another reward's images or rows, its own retry, the caller's, or the next row if a group shares one."""
+    row, prompts = {"number": 1, "words": []}, [*PROMPTS]
+    look = Field("look", lambda scores, images, rows: scores + images.mean((1, 2, 3)) + len(rows[0]["words"]))
+    spoils = [Field("spoils", spoil), Weighted([Field("inner", spoil), look], [0.0, 1.0])]
+    expected = 1 + to_uint8(IMAGES).float().mean((1, 2, 3)) / 255
+    for reward in (*spoils, Frames(spoils[0], every=1)):
+        images = IMAGES[:, None] if isinstance(reward, Frames) else IMAGES
+        given = images.clone()
+        for _ in range(2):
+            batch = Weighted([reward, look], [1.0, 1.0]).score(given, prompts, [row] * 4)
+            torch.testing.assert_close(batch.parts["look"], expected)
+        torch.testing.assert_close(
+            batch.parts[reward.name], expected if reward.name == "weighted" else 1 + (expected - 1) / 2
+        )
+        assert torch.equal(given, images)
+    assert (row, prompts) == ({"number": 1, "words": []}, PROMPTS)
+    pops = Field("pops", lambda scores, images, rows: scores + sum(row.pop("number") for row in rows))
+    assert score(pops, rows=[row] * 4).total.tolist() == [5] * 4  # at once, not one by one
+    assert pops.calls == 1
+
+
+class Asks(Field):
+    def prompt_error(self, prompt, row):
+        row["words"].append(row.pop("number"))
+
+    def take_counts(self):
+        self.counts["calls"] += 1
+        return self.counts
+
+
+def test_questions_about_a_prompt_get_a_copy_too_and_returned_values_may_be_kept():
+    buffer = torch.zeros(1)
+
+    def reused(scores, images, rows):
+        if len(scores) > 1:
+            raise OSError("one image at a time, please")
+        return buffer.copy_(scores)
+
+    asks, row = Asks("asks", reused), {"number": 1, "words": []}
+    asks.counts = {"calls": 0}
+    weighted = Weighted([asks])
+    assert weighted.errors_of_prompt("a", row) == {}
+    assert row == {"number": 1, "words": []}
+    first, second = (weighted.score(IMAGES, PROMPTS, ROWS) for _ in range(2))
+    assert first.total.tolist() == [0, 1, 2, 3]
+    assert [batch.counts for batch in (first, second)] == [{"asks": {"calls": 1}}, {"asks": {"calls": 2}}]
+
+
+class Broken(Field):
+    def fails(self, *args):
+        raise KeyError("no such key")
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("check", lambda weighted: weighted.check()),
+        ("load", lambda weighted: weighted.load()),
+        ("prompt_error", lambda weighted: weighted.errors_of_prompt("a", {})),
+        ("enter_run", lambda weighted: weighted.enter_run(None)),
+        ("take_counts", lambda weighted: weighted.score(IMAGES, PROMPTS, ROWS)),
+        ("close", lambda weighted: weighted.close()),
+        ("with_gradient", lambda weighted: weighted.with_gradient(IMAGES, PROMPTS, ROWS)),
+    ],
+)
+def test_a_method_that_fails_is_named_with_its_line(method, call):
+    broken = type("Broken", (Broken,), {method: Broken.fails, "differentiable": True})("broken")
+    with pytest.raises(RewardOutage, match=rf'^Reward "broken" failed in {method}: .*test_combine.py:\d+: KeyError'):
+        call(Weighted([broken]))

@@ -1,9 +1,21 @@
 import math
+import re
+from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 
-from lit_vgrpo.rewards import JPEGCompressibility, PythonReward, RewardError, Weighted, as_weighted
+from lit_vgrpo.rewards import (
+    JPEGCompressibility,
+    PythonReward,
+    Reward,
+    RewardError,
+    RewardOutage,
+    Weighted,
+    as_weighted,
+)
+from lit_vgrpo.rewards.base import described
 
 IMAGES = torch.tensor([0.0, 1.0, 0.2]).view(3, 1, 1, 1).expand(3, 3, 4, 4).contiguous()
 PROMPTS = ["a", "b", "c"]
@@ -76,6 +88,64 @@ def test_what_cannot_be_called_is_found_by_check(function, said):
     assert "\n" not in error
 
 
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda scores: (scores.tolist(), {}), r"tuple \(list, dict\)"),
+        (lambda scores: (scores, scores), r"tuple \(Tensor, Tensor\)"),
+        (lambda scores: {"scores": scores}, r"dict \(scores\)"),
+        (lambda scores: dict(enumerate(scores.tolist())), r"dict \(0, 1, 2\)"),
+        (lambda scores: "012", "str '012'"),
+        (lambda scores: b"012", "bytes b'012'"),
+        (lambda scores: {*scores.tolist()}, "set"),
+        (lambda scores: 0.5, "float 0.5"),
+        (lambda scores: None, "NoneType"),
+        (lambda scores: scores.tolist()[:2], "2 values"),
+        (lambda scores: [*scores.tolist(), 0.0], "4 values"),
+        (lambda scores: scores[:, None].numpy(), r"float32 \(3, 1\)"),
+        (lambda scores: scores[:, None], r"torch.float32 \(3, 1\)"),
+        (lambda scores: scores * 1j, r"torch.complex64 \(3,\)"),
+        (lambda scores: scores.mean(), r"torch.float32 \(\)"),
+    ],
+)
+def test_what_is_no_number_per_image_ends_the_run_with_file_and_line(returned, said):
+    def bad(images, prompts):
+        return returned(images.mean((1, 2, 3)))
+
+    with pytest.raises(RewardOutage, match=rf'^.*test_function.py:\d+: Reward "bad" returned {said}. Return .* of .*3'):
+        Weighted([bad]).score(IMAGES, PROMPTS, ROWS)
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], "0.5", "good", {}, 1j, torch.ones(2)])
+def test_a_value_that_is_no_number_fails_its_image_and_is_named(value):
+    def bad(images, prompts):
+        return [value if prompt == "b" else 1 for prompt in prompts]
+
+    batch = Weighted([bad]).score(IMAGES, PROMPTS, ROWS)
+    assert batch.total.isnan().tolist() == [False, True, False]
+    place = r"test_function.py:\d+: returned"
+    assert re.search(
+        rf"{place} {re.escape(described(value))} for an image. Return a number, or None", batch.errors["bad"]
+    )
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda scores: (score for score in scores.tolist()),
+        lambda scores: tuple(scores.split(1)),
+        lambda scores: scores.double().numpy().astype(object),
+        lambda scores: [np.float64(score) for score in scores],
+        lambda scores: [Decimal(score) for score in scores.tolist()],
+        lambda scores: scores.double().requires_grad_(),
+    ],
+)
+def test_numbers_of_every_kind_are_accepted(returned):
+    batch = Weighted([lambda images, prompts: returned(images.mean((1, 2, 3)))]).score(IMAGES, PROMPTS, ROWS)
+    torch.testing.assert_close(batch.total, torch.tensor([0.0, 1.0, 0.2]))
+    assert not batch.total.requires_grad
+
+
 def redness(images, prompts):
     return images[:, 0].mean((1, 2))
 
@@ -86,6 +156,7 @@ def test_a_function_is_a_reward():
     torch.testing.assert_close(weighted(IMAGES, PROMPTS, ROWS), torch.tensor([0.0, 1.0, 0.2]))
     assert as_weighted(weighted) is weighted
     assert as_weighted(redness, "model.reward").rewards[0].key == "model.reward"
+    assert as_weighted([redness, JPEGCompressibility()]).weight_of == {"redness": 0.5, "jpeg": 0.5}
 
 
 def test_a_class_or_a_text_is_no_reward():
@@ -93,6 +164,8 @@ def test_a_class_or_a_text_is_no_reward():
         as_weighted(JPEGCompressibility)
     with pytest.raises(TypeError, match="'PickScore' is not a reward"):
         Weighted(["PickScore"])
+    with pytest.raises(TypeError, match="Nameless has no name. Set its attribute name"):
+        as_weighted(type("Nameless", (Reward,), {"__call__": redness})())
 
 
 def test_rewards_that_load_nothing_are_tried():

@@ -122,6 +122,17 @@ def test_a_function_declares_its_gradient_and_has_one():
         PythonReward(redness, images="pil", differentiable=True)
 
 
+def test_a_reward_that_changes_its_images_changes_no_other_and_keeps_its_gradient():
+    def inverted(images, prompts):
+        return images.neg_().mean((1, 2, 3))
+
+    leaf, rewards = photos(8, 8).requires_grad_(), [PythonReward(f, differentiable=True) for f in (inverted, redness)]
+    scores = Weighted(rewards, [1.0, 1.0]).with_gradient(leaf * 1, PROMPTS, ROWS)
+    torch.testing.assert_close(scores, redness(leaf, PROMPTS) - leaf.mean((1, 2, 3)))
+    gradients = [torch.autograd.grad(of.sum(), leaf)[0] for of in (scores, redness(leaf, PROMPTS))]
+    torch.testing.assert_close(gradients[0], gradients[1] - 1 / leaf[0].numel())
+
+
 def test_smooth_shapes_rate_every_right_picture_above_a_wrong_one():
     rows, _ = prompt_rows()
     draw = torch.Generator().manual_seed(0)

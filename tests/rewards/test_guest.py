@@ -1,0 +1,108 @@
+"""A user's code is a guest: the settings that it changes are restored, and a process that it forks ends in it."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from lit_vgrpo.rewards import PythonReward, ScoreQueue, Weighted
+from lit_vgrpo.rewards.base import OF_PROCESS, OF_THREAD, guest
+
+IMAGES, PROMPTS, ROWS = torch.rand(2, 3, 4, 4), ["a", "b"], [{}, {}]
+CHANGES = {
+    "dtype": lambda: torch.set_default_dtype(torch.float64),
+    "device": lambda: torch.set_default_device("meta"),
+    "gradient": lambda: torch.set_grad_enabled(False),
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "Ctrl-C": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    "SIGTERM": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+}
+
+
+def settings():
+    return [get() for get, _ in (*OF_THREAD, *OF_PROCESS)]
+
+
+def reward_that(act, **options):
+    def mean(images, prompts):
+        scores = images.mean((1, 2, 3))
+        act()
+        return scores
+
+    return PythonReward(mean, **options)
+
+
+def fail_after(act):
+    def both():
+        act()
+        raise OSError("lost")
+
+    return both
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("step", ["score", "fail", "load", "with_gradient"])
+def test_settings_are_those_of_before(change, step):
+    before, change = settings(), CHANGES[change]
+    reward = reward_that(fail_after(change) if step == "fail" else change, differentiable=True)
+    if step == "load":
+        reward.load = change
+    try:
+        if step == "with_gradient":
+            Weighted([reward]).with_gradient(IMAGES.clone().requires_grad_(), PROMPTS, ROWS).sum().backward()
+        found = Weighted([reward]).score(IMAGES, PROMPTS, ROWS)
+        assert settings() == before
+        assert found.total.dtype == torch.float32
+        assert found.ok.all() == (step != "fail")
+    finally:
+        for (_, put), value in zip((*OF_THREAD, *OF_PROCESS), before, strict=True):
+            put(value)
+
+
+def test_what_another_guest_changes_for_a_moment_is_not_kept():
+    """As two rewards in threads may overlap."""
+    brief, longer = guest(), guest()
+    brief.__enter__()
+    torch.set_default_dtype(torch.float64)
+    longer.__enter__()
+    torch.set_default_dtype(torch.float32)
+    for one in (longer, brief):
+        one.__exit__(None, None, None)
+        assert torch.get_default_dtype() == torch.float32
+
+
+def fork_and(leave):
+    def act():
+        if (child := os.fork()) == 0:
+            leave()
+            return
+        for _ in range(100):
+            time.sleep(0.1)
+            if (found := os.waitpid(child, os.WNOHANG))[0]:
+                statuses.append(os.waitstatus_to_exitcode(found[1]))
+                return
+        os.kill(child, signal.SIGKILL)
+
+    statuses = []
+    return act, statuses
+
+
+@pytest.mark.parametrize(
+    ("leave", "status"),
+    [(lambda: None, 0), (sys.exit, 0), (lambda: sys.exit(3), 3), (lambda: sys.exit("bye"), 1), (fail_after(list), 1)],
+)
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_forked_process_ends_where_it_leaves_the_users_code(leave, status, concurrent):
+    process, (act, statuses) = os.getpid(), fork_and(leave)
+    try:
+        queue = ScoreQueue(Weighted([reward_that(act, concurrent=concurrent)]))
+        queue.put(IMAGES, PROMPTS, ROWS)
+        assert queue.take().ok.all()
+    finally:
+        if os.getpid() != process:
+            os._exit(77)  # not a second run of the tests
+    assert statuses == [status]
