@@ -22,7 +22,7 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import as_weighted
-from lit_vgrpo.rewards.function import RewardLike
+from lit_vgrpo.rewards.function import RewardsLike
 from lit_vgrpo.rollout.iteration import Continuation, Iteration, Replay
 from lit_vgrpo.rollout.scores import ScoreCollector
 from lit_vgrpo.rollout.scouts import image_sampler
@@ -49,7 +49,8 @@ class VGRPOModule(L.LightningModule):
     Args:
         policy: The denoising model; its weights are loaded in ``configure_model``.
         objective: The training method.
-        reward: Scores the images: a reward or a function of images and prompts; ``Weighted`` combines several.
+        reward: Scores the images: a reward, a function of images and prompts, or a list of them, whose mean is trained
+            on; ``Weighted`` weighs several.
         optimizer: AdamW's settings, or any other optimizer, by ``class_path`` or as a function of the weights.
         heldout_reward: Scores held-out images in addition to the reward; never trained on.
         advantage_std: The std that divides advantages: the iteration's, source's, group's or none; null: the paper's.
@@ -75,9 +76,9 @@ class VGRPOModule(L.LightningModule):
         self,
         policy: InstanceOf[Policy],
         objective: InstanceOf[Objective],
-        reward: RewardLike,
+        reward: RewardsLike,
         optimizer: OptimizerConfig | OptimizerCallable | None = None,
-        heldout_reward: RewardLike | None = None,
+        heldout_reward: RewardsLike | None = None,
         advantage_std: AdvantageStd | None = None,
         advantage_aggregate: AdvantageAggregate | None = None,
         evaluation: EvaluationSpec | None = None,

@@ -51,8 +51,27 @@ def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3):
             VGRPOModule(policy, VGRPO(), Brightness())
     with pytest.raises(TypeError, match=r"SGD\(...\) is already built. Pass a function that builds it"):
         make_module(tiny_sd3, optimizer=torch.optim.SGD([torch.zeros(1)], lr=1))
+    with pytest.raises(
+        TypeError, match=r"^optimizer=0.0001 builds nothing. Pass a class with its options, such as part"
+    ):
+        make_module(tiny_sd3, optimizer=1e-4)
+    with pytest.raises(TypeError, match=r"^lr_scheduler='cosine' builds nothing"):
+        make_module(tiny_sd3, lr_scheduler="cosine")
+    with pytest.raises(TypeError, match=r"^evaluation=5: Input should be an instance of RolloutSpec"):
+        make_module(tiny_sd3, evaluation=5)
+    with pytest.raises(ValueError, match=r"^rewards=\[\] is empty. Name at least one reward"):
+        make_module(tiny_sd3, heldout_reward=[])
     with pytest.raises(RuntimeError, match=r"SD3Policy is not loaded and has no network. Call policy.load\(\) first."):
         SD3Policy(str(tiny_sd3)).encode(["a cat"])
+
+
+def test_what_a_recipe_takes_python_takes(tiny_sd3):
+    options = {"evaluation": {"steps": 3, "height": 64}, "optimizer": {"lr": 1e-4}}
+    module = make_module(tiny_sd3, VGRPO({"steps": 2}), [Brightness(), Brightness()], **options)
+    assert (module.evaluation.steps, module.evaluator.sides) == (3, (64, None))
+    assert module.optimization.optimizer.lr == 1e-4
+    assert module.reward.weight_of == {"brightness": 0.5, "brightness_2": 0.5}
+    assert make_module(tiny_sd3, evaluation=RolloutSpec(steps=4)).evaluator.spec.steps == 4
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache, wraps
-from typing import Annotated, Any, Literal, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -49,6 +50,8 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]
 def checked(cls: T) -> T:
     """Make a class refuse arguments that do not fit the ranges, choices and classes that its constructor declares.
 
+    The options of a dataclass may be given as a mapping, as in a recipe.
+
     Raises:
         TypeError: By the constructor, for an argument of another type.
         ValueError: By the constructor, for a number out of range, an unknown word, or an option without effect.
@@ -66,14 +69,18 @@ def checked(cls: T) -> T:
     @wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            given = signature.bind(self, *args, **kwargs).arguments
+            bound = signature.bind(self, *args, **kwargs)
         except TypeError:
-            given = {}  # the constructor raises Python's usual error
+            return init(self, *args, **kwargs)  # it raises Python's usual error
+        for name, value in bound.arguments.items():
+            kinds = [kind for kind in _members(_hints(cls).get(name)) if is_dataclass(kind)]
+            if isinstance(value, Mapping) and len(kinds) == 1:
+                bound.arguments[name] = kinds[0](**value)  # type: ignore[operator]
         for name, adapter in _adapters(cls).items():
-            if name in given:
-                _validate(name, given[name], adapter)
-        _refuse_unused(cls, signature, given)
-        init(self, *args, **kwargs)
+            if name in bound.arguments:
+                _validate(name, bound.arguments[name], adapter)
+        _refuse_unused(cls, signature, bound.arguments)
+        init(*bound.args, **bound.kwargs)
 
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
@@ -108,14 +115,31 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @cache
 def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
-    """Return the validators of the arguments that have a range, choices or ``InstanceOf``."""
+    """Return the validators of the arguments, those with a range first."""
     config, hints = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False), _hints(cls)
-    return {
-        name: TypeAdapter(hints[name], config=config)
-        for kind in (FieldInfo, InstanceOf)  # numbers first
-        for name in inspect.signature(cls).parameters
-        if any(isinstance(note, kind) for note in _notes(hints.get(name)))
-    }
+    names = [name for name in inspect.signature(cls).parameters if name in hints]
+    names.sort(key=lambda name: not any(isinstance(note, FieldInfo) for note in _notes(hints[name])))
+    validated = {name: _validated(hints[name]) for name in names}
+    return {name: TypeAdapter(hint, config=config) for name, hint in validated.items() if hint is not Any}
+
+
+def _validated(hint: Any) -> Any:
+    """Return what is validated of a hint: all but ``Any``, for which Python takes more than a recipe can name."""
+    origin = typing.get_origin(hint)
+    if origin is Annotated and any(isinstance(note, FieldInfo | InstanceOf) for note in hint.__metadata__):
+        return hint
+    members = tuple(map(_validated, _members(hint)))
+    if origin in (Annotated, Union, UnionType):
+        return Any if Any in members else Union[members]  # noqa: UP007
+    if origin in (list, tuple):
+        return origin[members]
+    if is_dataclass(hint):  # an instance of its base class has the same options
+        return InstanceOf[next(base for base in reversed(hint.__mro__) if is_dataclass(base))]  # type: ignore[misc,union-attr]
+    return hint if origin is Literal or hint in (bool, NoneType, Ellipsis) else Any
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return (hint.__origin__,) if typing.get_origin(hint) is Annotated else typing.get_args(hint)
 
 
 def _notes(hint: Any) -> Iterator[Any]:

@@ -27,7 +27,7 @@ from lit_vgrpo.metrics.looks import DISTANCE, LOOKS, distances, diversities, red
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import ScoreQueue, as_weighted
-from lit_vgrpo.rewards.function import RewardLike
+from lit_vgrpo.rewards.function import RewardsLike
 
 
 @checked
@@ -135,8 +135,8 @@ class Evaluator:
     def __init__(
         self,
         policy: Policy,
-        reward: RewardLike,
-        untrained: RewardLike | None = None,
+        reward: RewardsLike,
+        untrained: RewardsLike | None = None,
         spec: RolloutSpec | None = None,
         batch_size: int | None = None,
         seed: int = 0,
@@ -222,7 +222,7 @@ class Evaluator:
             with self.ledger.phase("evaluation"):
                 images = self.generate_batch(batch)
             for observer in self.observers:
-                observer.update(strips(images), batch)
+                observer.update(strips(images).clone(), batch)  # it may be a user's
             self._queue.put(images, batch.prompts, batch.rows)
 
     def of_images(self, name: str) -> Tensor | None:

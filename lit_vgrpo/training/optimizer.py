@@ -6,6 +6,7 @@ On resume the recipe's settings replace the saved ones.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
@@ -93,26 +94,48 @@ class CustomOptimizer:
     def __init__(self, make: OptimizerCallable) -> None:
         self.make = direct(make)
 
+    def check(self) -> list[str]:
+        """Return why the optimizer cannot take a step, tried on one weight: at most one line."""
+        weight = nn.Parameter(torch.zeros(2, 2))
+        weight.grad = torch.ones_like(weight)
+        try:
+            optimizer = self.make([weight])
+        except Exception:  # it may need other weights; build() reports the reason
+            return []
+        key, module = f"model.optimizer={type(optimizer).__name__}", type(optimizer).__module__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return [f"{key} is not an optimizer. Name a class such as torch.optim.SGD."]
+        file, losses = getattr(sys.modules.get(module), "__file__", None) or "", [0.0]
+        if optimizer.defaults.get("capturable") or ("site-packages" in file and not module.startswith("torch.")):
+            return []  # a step may need a GPU
+        try:
+            optimizer.step(closure=losses.pop)
+        except IndexError:
+            return [f"{key} needs the loss several times per step. Use AdamW or another."]
+        except Exception as error:  # a step may raise anything
+            return [f"{key} cannot take a step: {one_line(error).rstrip('.')}. Use AdamW or another."]
+        return []
+
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer; a checkpoint restores its state, not its settings.
 
         Raises:
-            ValueError: The optimizer cannot be built, or needs the loss several times per step.
+            ValueError: The optimizer cannot be built.
         """
         try:
             optimizer = self.make(list(parameters))
         except Exception as error:  # the constructor may raise anything
             raise ValueError(f"model.optimizer cannot be built: {one_line(error)}") from error
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("model.optimizer=LBFGS needs the loss several times per step. Use AdamW or another.")
         optimizer.register_load_state_dict_pre_hook(with_current_settings)
         return optimizer
 
 
 def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> OptimizerConfig | CustomOptimizer:
     """Return the object that builds the optimizer; raise ValueError or TypeError for invalid settings of AdamW."""
-    if optimizer is None or isinstance(optimizer, OptimizerConfig):
-        return optimizer or OptimizerConfig()
+    if optimizer is None or optimizer is OptimizerConfig:
+        return OptimizerConfig()
+    if isinstance(optimizer, OptimizerConfig):
+        return optimizer
     make = direct(optimizer)
     if isinstance(make, partial) and make.func is torch.optim.Optimizer:
         # The parser passes invalid AdamW settings on as a plain mapping.
@@ -120,15 +143,18 @@ def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> Optim
     return CustomOptimizer(make)
 
 
-def direct(make: Callable[..., Any]) -> Callable[..., Any]:
+def direct(make: Callable[..., Any], option: str = "optimizer") -> Callable[..., Any]:
     """Return a factory without the parser's wrappers, which cannot be pickled; raise TypeError if it is none.
 
     >>> direct(partial(lambda call, cls, *args, **options: call(cls, *args, **options), map, dict, a=1))
     functools.partial(<class 'dict'>, a=1)
     """
-    if not callable(make):
-        name = type(make).__name__
+    name = type(make).__name__
+    if isinstance(make, torch.optim.Optimizer | LRScheduler):
         raise TypeError(f"{name}(...) is already built. Pass a function that builds it, such as partial({name}, ...).")
+    if not callable(make):
+        how = "Pass a class with its options, such as partial(torch.optim.SGD, lr=0.01)."
+        raise TypeError(f"{option}={one_line(repr(make)):.80} builds nothing. {how}")
     if isinstance(make, partial) and not isinstance(make.func, type) and make.args and isinstance(make.args[-1], type):
         return partial(make.args[-1], **make.keywords)
     return make
@@ -169,7 +195,7 @@ class Optimization:
         self, optimizer: OptimizerConfig | OptimizerCallable | None, lr_scheduler: LRSchedulerCallable | None
     ) -> None:
         self.optimizer: OptimizerConfig | CustomOptimizer = as_optimizer(optimizer)
-        self.make_schedule: Callable[..., Any] | None = None if lr_scheduler is None else direct(lr_scheduler)
+        self.make_schedule: Callable[..., Any] | None = lr_scheduler and direct(lr_scheduler, "lr_scheduler")
         self._asked: dict[str, Any] = {}
 
     def schedule_error(self, steps: int) -> str | None:
@@ -189,7 +215,9 @@ class Optimization:
         return None
 
     def check(self) -> list[str]:
-        """Return why optimizer and schedule are incompatible: at most one line."""
+        """Return why the optimizer cannot train, or is incompatible with the schedule: at most one line."""
+        if isinstance(self.optimizer, CustomOptimizer):
+            return self.optimizer.check()
         if self.make_schedule is None or not self.optimizer.warmup_steps:
             return []
         return [

@@ -1,6 +1,7 @@
 """Errors in a user's own code and files end in a line that says where, before or after training."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,28 @@ class TrainsOnly(Reward):
     def __call__(self, images, prompts, rows):
         held_out = prompts[0] == "a blue square"
         return torch.full((len(images),), float("nan")) if held_out else images.mean(dim=(1, 2, 3))
+""",
+    "guests.py": """
+images_seen = 0
+
+def hungry(images, prompts):
+    bytearray(2**62)
+
+def greedy(images, prompts, rows):
+    images.sub_(images.mean()).div_(9)
+    for row in rows:
+        del row["colour"], row["shape"]
+    prompts.clear()
+    if len(rows) > 1:
+        raise OSError("one image at a time")
+    return images.square().mean((1, 2, 3))
+
+def stops(images, prompts):
+    global images_seen
+    images_seen += len(images)
+    if images_seen > 2:
+        raise KeyboardInterrupt
+    return images.mean((1, 2, 3))
 """,
     "numbers.jsonl": '{"prompt": "a red circle", "rewards": 3}\n',
     "train.txt": "a red circle\na green triangle\n",
@@ -69,6 +92,12 @@ def recipe(tiny_recipe):
             ["trainer.callbacks={class_path: ModelCheckpoint, init_args: {monitor: nothing}}"],
             "trainer.callbacks[0].monitor=nothing: runs log no metric with this name. Use one of: heldout/reward, ",
         ),
+        (["model.reward=[]"], "model.reward.rewards=[] is empty. Name at least one reward, such as PickScore."),
+        (["model.heldout_reward=[]"], "model.heldout_reward.rewards=[] is empty. Name at least one reward, "),
+        (
+            ["model.optimizer={class_path: torch.optim.SparseAdam}"],
+            "model.optimizer=SparseAdam cannot take a step: SparseAdam does not support dense gradients",
+        ),
         (["data.train=numbers.jsonl"], 'numbers.jsonl line 1: "rewards" is 3. Write the names of rewards, such '),
         (["ckpt_path=."], "ckpt_path=. is not a file. Give a checkpoint file."),
     ],
@@ -88,6 +117,32 @@ def test_a_reward_that_calls_exit_stops_the_run_and_says_so(recipe, capsys):
     err = capsys.readouterr().err
     assert "rewards_of_mine.py:9: SystemExit: bye." in err
     assert "Training failed. " in err
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("hungry", r'Reward "hungry" ran out of memory: .*guests.py:5: MemoryError. Give it fewer images per call: '),
+        ("stops", r'4 of 4 images of iteration 1 failed, .* Reward "stops": .*guests.py:20: KeyboardInterrupt\.'),
+    ],
+)
+def test_a_reward_without_memory_or_with_its_own_interrupt_ends_the_run_in_a_line(recipe, capsys, function, said):
+    assert run([recipe, f"model.reward={{python: 'guests:{function}'}}"]) == 1
+    err = capsys.readouterr().err
+    assert re.search(said, err)
+    assert "Traceback" not in err
+    assert "Training failed. " in err
+
+
+def test_what_a_reward_changes_reaches_neither_held_out_prompts_nor_later_iterations(recipe, capsys):
+    words = ["data.train=shipped:prompts/shapes_train.jsonl", "data.heldout=shipped:prompts/shapes_heldout.jsonl"]
+    words += ["data.heldout_limit=2", "data.prompts_per_iteration=2", "data.group_size=2", "data.micro_batch_size=4"]
+    words += ["model.reward=[{python: 'guests:greedy'}, ShapesReward]", "model.optimizer.lr=1e-9"]
+    assert run([recipe, *words, "model.heldout_reward=JPEGCompressibility"]) == 0
+    assert "failed" not in capsys.readouterr().err
+    summary = json.loads(Path("runs/tiny/summary.json").read_text())
+    assert summary["outcome"] == "finished"
+    assert summary["heldout_reward_end"] == pytest.approx(summary["heldout_reward_start"], abs=1e-3)
 
 
 def test_a_held_out_reward_of_nan_is_no_success(recipe, capsys):

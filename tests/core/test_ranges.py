@@ -4,6 +4,7 @@ import inspect
 import math
 import types
 import typing
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
@@ -132,8 +133,12 @@ class Timer:
         digits: Annotated[PositiveInt, OnlyWith("unit", "min")] = 1,
         part: InstanceOf[Part] | None = None,
         copies: Annotated[PositiveInt, OnlyWith("part")] | None = None,
+        spec: RolloutSpec | None = None,
+        names: list[str] | None = None,
+        quiet: bool = False,
+        place: str | dict[str, str] = ".",
     ) -> None:
-        self.seconds, self.pair = seconds, pair
+        self.seconds, self.pair, self.spec = seconds, pair, spec
 
 
 Timer = checked(Timer)
@@ -153,6 +158,13 @@ Timer = checked(Timer)
         ({"copies": 2}, ValueError, "copies=2 has no effect with part=None. Set copies=None, or part."),
         ({"part": Part}, TypeError, ": Input should be an instance of Part"),
         ({"part": "hub/name"}, TypeError, "part='hub/name': Input should be an instance of"),
+        ({"spec": 5}, TypeError, "spec=5: Input should be an instance of RolloutSpec"),
+        ({"spec": RolloutSpec}, TypeError, ": Input should be an instance of RolloutSpec"),
+        ({"spec": {"steps": 0}}, ValueError, "steps=0: Input should be greater than or equal to 1"),
+        ({"spec": {"stepz": 1}}, TypeError, "RolloutSpec.__init__() got an unexpected keyword argument 'stepz'"),
+        ({"names": "to_q"}, TypeError, "names='to_q': Input should be a valid list"),
+        ({"quiet": "false"}, TypeError, "quiet='false': Input should be a valid boolean"),
+        ({"speed": 1}, TypeError, "Timer.__init__() got an unexpected keyword argument 'speed'"),
     ],
 )
 def test_a_message_names_the_argument(given, kind, message):
@@ -165,3 +177,14 @@ def test_the_ends_of_a_range_are_valid():
     pair = [1, 1]
     assert Timer(10, 1, pair).pair is pair  # validated, not replaced
     assert Timer(None).seconds is None
+    Timer(place=Path())  # Python may accept more than a recipe can name
+
+
+def test_the_options_of_a_dataclass_may_be_a_mapping():
+    nested = {"steps": 9, "scouts": {"steps": 3, "cache": {"kind": "taylorseer"}}}
+    expected = RolloutSpec(steps=9, scouts=ScoutSpec(steps=3, cache=BlockCache("taylorseer")))
+    assert Timer(spec=nested).spec == expected
+    assert objectives.VGRPO(nested).rollout == expected
+    assert objectives.VGRPO(times={"grid": 10}).times.grid == 10
+    child = type("Child", (RolloutSpec,), {})(steps=2)
+    assert Timer(spec=child).spec is child

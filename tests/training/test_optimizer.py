@@ -1,4 +1,6 @@
+import re
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -119,3 +121,34 @@ def test_a_missing_package_is_one_line_with_its_command(monkeypatch):
     config = OptimizerConfig(kind="adamw8bit")
     with pytest.raises(ModuleNotFoundError, match=r'^.*needs bitsandbytes. Run: pip install "lit-vgrpo\[memory\]"$'):
         config.build([nn.Parameter(torch.ones(2))])
+
+
+class NeedsLoss(torch.optim.SGD):
+    def step(self, closure=None, *, loss):
+        return super().step(closure)
+
+
+class LooksTwice(torch.optim.SGD):
+    def step(self, closure=None):
+        return closure() + closure()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (partial(LooksTwice, lr=1), "model.optimizer=LooksTwice needs the loss several times per step. Use AdamW"),
+        (torch.optim.SparseAdam, "model.optimizer=SparseAdam cannot take a step: SparseAdam does not support dense "),
+        (partial(NeedsLoss, lr=1), "model.optimizer=NeedsLoss cannot take a step: .* missing 1 required keyword-only"),
+        (torch.optim.LBFGS, "model.optimizer=LBFGS needs the loss several times per step"),
+        (lambda weights: 3, "model.optimizer=int is not an optimizer"),
+        (lambda weights: print(end=""), "model.optimizer=NoneType is not an optimizer"),
+        (partial(torch.optim.SGD, lr=-1), None),  # build() has its message
+        (partial(torch.optim.Adam, capturable=True), None),  # on a GPU only
+        *((partial(kind, lr=1e-3), None) for kind in (torch.optim.Rprop, torch.optim.Adafactor, torch.optim.Muon)),
+        (OptimizerConfig, None),
+    ],
+)
+def test_an_optimizer_that_cannot_train_is_found_before_weights_are_loaded(make, said):
+    errors = Optimization(make, None).check()
+    assert len(errors) == (said is not None)
+    assert said is None or re.match(said, errors[0])
