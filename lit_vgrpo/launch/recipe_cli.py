@@ -267,7 +267,9 @@ class RecipeCLI(LightningCLI):
 
     def about_prompts(self) -> list[str]:
         """Return lines on the prompts that were read, and on those that a reward cannot score."""
-        return [*self.datamodule.describe(), *(line for found in self.unscorable for line in found.lines())]
+        rows = [*self.datamodule.training_rows(), *self.datamodule.heldout_rows()]
+        unscorable = [line for found in self.unscorable for line in found.lines()]
+        return [*self.datamodule.describe(), *unscorable, *self.model.evaluator.observed.truncations(rows)]
 
     def opening(self) -> list[str]:
         """Return the lines to print before training."""

@@ -1,6 +1,7 @@
 """CLIP models of transformers, and the rewards that are computed from their embeddings."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from lit_vgrpo.core.pictures import picture_error
 from lit_vgrpo.core.pixels import clip_normalised, to_uint8
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import counted
-from lit_vgrpo.rewards.model import Dtype, ModelReward, ScoreHead, read_weights, unit, weights_file
+from lit_vgrpo.rewards.model import Dtype, ModelReward, ScoreHead, longer_than, read_weights, unit, weights_file
 from lit_vgrpo.system.hub import LoadError, loading, source_of
 
 if TYPE_CHECKING:
@@ -107,8 +108,19 @@ class CLIPReward(ModelReward):
 
     def _build(self) -> nn.Module:
         model = clip_model(self.checkpoint, self.dtype, self.option("checkpoint"))
-        self._encoder = CLIPEncoder(model, clip_processor(str(self.processor), self.option("processor")))
+        self._encoder = CLIPEncoder(model, self._processor)
         return model
+
+    @cached_property
+    def _processor(self) -> Any:
+        return clip_processor(str(self.processor), self.option("processor"))
+
+    def truncated(self, prompts: list[str]) -> tuple[list[bool], int]:
+        from transformers import CLIPTextConfig
+
+        tokenizer, positions = self._processor.tokenizer, CLIPTextConfig.from_pretrained(source_of(self.checkpoint))
+        most = min(tokenizer.model_max_length, positions.max_position_embeddings)
+        return longer_than(most, tokenizer, prompts), most
 
     def _read(self, prompts: list[str]) -> Tensor:
         return self._encoder.of_texts(prompts)
@@ -201,6 +213,9 @@ class CLIPImageSimilarity(CLIPReward):
     differentiable = False
 
     checkpoint: str = HUB_CHECKPOINT
+
+    def truncated(self, prompts: list[str]) -> tuple[list[bool], int]:
+        return ModelReward.truncated(self, prompts)  # it reads none
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         return picture_error(prompt, row)

@@ -17,6 +17,7 @@ from lit_vgrpo.core.ranges import Finite, checked
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardOutage, Scores, asked, called, in_one_line, reason_of
 from lit_vgrpo.rewards.function import RewardLike, RewardsLike, as_reward
+from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.signals import is_stop
 
 # would collide with another metric's key, such as reward/mean or heldout/reward
@@ -178,6 +179,14 @@ class Weighted(Reward):
         """Return by name why rewards that apply to a prompt cannot score it."""
         errors = {part.name: _prompt_error(part.reward, prompt, row) for part in self.parts if self._applies(part, row)}
         return {name: error for name, error in errors.items() if error is not None}
+
+    def truncations(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return a line for each reward whose model truncates prompts."""
+        lines = []
+        for part in self.parts:
+            prompts = list(dict.fromkeys(row["prompt"] for row in rows if self._applies(part, row)))
+            lines += [leaf.truncation(prompts) for leaf in part.reward.leaves() if isinstance(leaf, ModelReward)]
+        return [line for line in lines if line is not None]
 
     def unknown_names(self, row: Mapping[str, Any]) -> list[str]:
         """Return names in a row's field ``rewards`` that do not exist."""

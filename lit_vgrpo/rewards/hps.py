@@ -1,6 +1,8 @@
 """HPS v2: a CLIP model fine-tuned on human preferences between generated images."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +51,18 @@ class HPSv2(ModelReward):
         path = weights_file(self.checkpoint, FILENAME)
         with loading(str(path), f"Set {self.option('checkpoint')} and {self.option('model')} to a matching pair."):
             model: nn.Module = open_clip.create_model(self.model, pretrained=str(path))  # unpickles only tensors
-            self._tokenizer = open_clip.get_tokenizer(self.model)
         return model.to(getattr(torch, self.dtype))
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        import open_clip
+
+        return open_clip.get_tokenizer(self.model)
+
+    def truncated(self, prompts: list[str]) -> tuple[list[bool], int]:
+        most: int = self._tokenizer.context_length
+        *last, padding = self._tokenizer([*prompts, ""], context_length=most + 1)[:, -1].tolist()
+        return [token != padding for token in last], most
 
     def _read(self, prompts: list[str]) -> Tensor:
         return unit(self._model.encode_text(self._tokenizer(prompts).to(self._model.logit_scale.device)))

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.core.pixels import centre_cropped
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.rewards.model import ModelReward, ScoreHead, read_weights, weights_file
+from lit_vgrpo.rewards.model import ModelReward, ScoreHead, longer_than, read_weights, weights_file
 from lit_vgrpo.system.hub import loading, source_of
 
 HUB_CHECKPOINT = "THUDM/ImageReward"
@@ -62,12 +63,19 @@ class ImageReward(ModelReward):
     checkpoint: str = HUB_CHECKPOINT
     tokenizer: str = HUB_TOKENIZER
 
-    def _build(self) -> nn.Module:
+    @cached_property
+    def _tokenizer(self) -> Any:
         from transformers import BertTokenizer
 
         with loading(self.tokenizer, f"Set {self.option('tokenizer')} to a folder with BERT's tokenizer."):
-            self._tokenizer: Any = BertTokenizer.from_pretrained(source_of(self.tokenizer))
-        self._tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
+            tokenizer: Any = BertTokenizer.from_pretrained(source_of(self.tokenizer))
+        tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
+        return tokenizer
+
+    def truncated(self, prompts: list[str]) -> tuple[list[bool], int]:
+        return longer_than(MAX_LENGTH, self._tokenizer, prompts), MAX_LENGTH
+
+    def _build(self) -> nn.Module:
         with loading(self.checkpoint, f"Set {self.option('checkpoint')} to {FILENAME}."):
             weights = renamed(read_weights(weights_file(self.checkpoint, FILENAME)))
             model = blip_modules(weights)

@@ -4,6 +4,7 @@ Their files omit ``from __future__ import annotations``: type hints of inherited
 files, where a name in a string may not exist.
 """
 
+import warnings
 import zipfile
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass
@@ -19,7 +20,8 @@ from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.rewards.base import Reward
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, local_folder, quiet_libraries
+from lit_vgrpo.system.hub import LoadError, explain_unloadable, file_at_hand, local_folder, quiet_libraries
+from lit_vgrpo.system.process import is_first_process
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -57,6 +59,7 @@ class ModelReward(Reward):
     def __post_init__(self) -> None:
         self.concurrent = self.device == "cpu"
         self._model: Any = None
+        self._has_told = False
 
     def check(self) -> list[str]:
         """Report a missing package or file, weights neither cached nor reachable, or an unknown device."""
@@ -103,9 +106,28 @@ class ModelReward(Reward):
     def _texts(self, prompts: list[str]) -> Tensor:
         """Return each prompt as encoded by :meth:`_read`."""
         distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
+        if is_first_process() and (line := self.truncation(distinct)) is not None:
+            warnings.warn(line, stacklevel=2)
         place = {prompt: number for number, prompt in enumerate(distinct)}
         # one at a time, as in a policy: other prompts must not change its last bits
         return torch.cat([self._read([prompt]) for prompt in distinct])[[place[prompt] for prompt in prompts]]
+
+    def truncated(self, prompts: list[str]) -> tuple[list[bool], int]:
+        """Return which prompts are longer than the model reads, and the tokens that it reads, without its weights."""
+        return [False] * len(prompts), 0
+
+    def truncation(self, prompts: list[str]) -> str | None:
+        """Return a line on the prompts that are truncated, once; None if the files are not on this machine."""
+        at_hand = all(_is_file(of := getattr(self, name)) or file_at_hand(of, file) for name, file in self.weight_files)
+        if self._has_told or not at_hand or not prompts:
+            return None
+        with quiet_libraries():
+            is_long, most = self.truncated(prompts)
+        if not any(is_long):
+            return None
+        self._has_told = True
+        share = f"{sum(is_long)} of {len(prompts)} prompts are longer than the {most} tokens that it reads"
+        return f'Reward "{self.name}": {share}, and are truncated. First: {prompts[is_long.index(True)][:80]!r}'
 
     def load_for(self, images: Tensor) -> None:
         """Load the model and move it to its device, which may follow the images."""
@@ -132,6 +154,11 @@ class ModelReward(Reward):
     def _read(self, prompts: list[str]) -> Tensor:
         """Return the encoded prompts for a forward pass, on the model's device; empty by default."""
         return torch.zeros(len(prompts), 0)
+
+
+def longer_than(most: int, tokenizer: Any, prompts: list[str]) -> list[bool]:
+    """Return which prompts have more tokens, by a tokenizer of transformers."""
+    return [len(ids) > most for ids in tokenizer(prompts, truncation=True, max_length=most + 1)["input_ids"]]
 
 
 def unit(features: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 import pickle
 import shutil
+import warnings
 
 import clip_pixels
 import pytest
 import torch
 from support.pretended_gpu import pretended_gpu
 
-from lit_vgrpo.rewards import AestheticScore, CLIPScore, HPSv2, ImageReward, PickScore
+from lit_vgrpo.rewards import AestheticScore, CLIPScore, HPSv2, ImageReward, PickScore, PythonReward, Weighted
 
 PROMPTS = ["a red cat", "a dog", "a red cat", "the long way " * 40, "a dog"]
 ALL = [PickScore, CLIPScore, HPSv2, ImageReward, AestheticScore]
@@ -34,6 +35,31 @@ def test_neither_batch_size_nor_neighbours_matter(tiny_reward, images, kind):
     assert torch.equal(alone, together)
     assert torch.equal(reward(images.flip(0), PROMPTS[::-1], [{}] * 5).flip(0), together)
     assert reward(images[:0], [], []).shape == (0,)
+
+
+LIMITS = {PickScore: 24, CLIPScore: 24, HPSv2: 12, ImageReward: 35}
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_prompts_that_are_truncated_are_named_once_and_before_weights_are_loaded(tiny_reward, images, kind):
+    rows, limit = [{"prompt": prompt} for prompt in [*PROMPTS, "not scored by it " * 9]], LIMITS.get(kind)
+    rows[-1]["rewards"] = "other"
+    reward, other = tiny_reward(kind), PythonReward(lambda images, prompts: [0] * len(prompts), name="other")
+    found = Weighted([reward, other]).truncations(rows)
+    said = (
+        f'Reward "{reward.name}": 1 of 3 prompts are longer than the {limit} tokens that it reads, and are truncated.'
+    )
+    assert [line[: len(said)] for line in found] == [said] * (limit is not None)
+    assert reward._model is None
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        for one in (reward, tiny_reward(kind)):
+            for _ in range(2):
+                one(images, PROMPTS, [{}] * 5)
+    assert sum(str(one.message).startswith(said) for one in shown) == (limit is not None)
+    if limit is not None:
+        longest, longer = ("a " * (limit - 2), "a " * (limit - 1))  # besides the first and the last token
+        assert tiny_reward(kind).truncated([longest, longer]) == ([False, True], limit)
 
 
 @pytest.mark.slow
