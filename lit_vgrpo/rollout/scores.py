@@ -5,7 +5,6 @@ The images of a policy that edits are also compared with the pictures that they 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
@@ -151,23 +150,7 @@ class ScoreCollector:
 
 def gathered(local: Scores) -> Scores:
     """Return the scores of all ranks' images, in rank order; seconds and counts are sums over ranks."""
-    names = list(local.parts)
-    columns = [local.total, *local.parts.values(), *(local.applies_to(name).float() for name in names)]
-    total, *others = of_all_ranks(torch.stack([column.cpu() for column in columns], dim=1)).unbind(dim=1)
-    reports = objects_of_all_ranks((local.errors, local.seconds, local.counts))
-    counts = {name: Counter[str]() for name in names}
-    for _, _, of_rank in reports:
-        for name, events in of_rank.items():
-            counts[name].update(events)
-    return Scores(
-        total=total,
-        parts=dict(zip(names, others, strict=False)),
-        ok=~total.isnan(),
-        errors={name: message for of_rank, _, _ in reports for name, message in of_rank.items()},
-        applies={name: flag.bool() for name, flag in zip(names, others[len(names) :], strict=True)},
-        seconds={name: sum(of_rank.get(name, 0.0) for _, of_rank, _ in reports) for name in names},
-        counts={name: dict(events) for name, events in counts.items()},
-    )
+    return Scores.joined(objects_of_all_ranks(local))
 
 
 def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]:
