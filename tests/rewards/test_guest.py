@@ -10,6 +10,7 @@ import torch
 
 from lit_vgrpo.rewards import PythonReward, ScoreQueue, Weighted
 from lit_vgrpo.rewards.base import OF_PROCESS, OF_THREAD, guest
+from lit_vgrpo.system.signals import StopRequests
 
 IMAGES, PROMPTS, ROWS = torch.rand(2, 3, 4, 4), ["a", "b"], [{}, {}]
 CHANGES = {
@@ -106,3 +107,30 @@ def test_a_forked_process_ends_where_it_leaves_the_users_code(leave, status, con
         if os.getpid() != process:
             os._exit(77)  # not a second run of the tests
     assert statuses == [status]
+
+
+class Requests(StopRequests):
+    """As of a run, for which the first signal is already urgent."""
+
+    def can_wait(self):
+        return False
+
+    def answer(self, signum):
+        raise AssertionError
+
+    def obey(self, signum):
+        raise SystemExit(128 + signum)
+
+    end = answer
+
+
+def test_a_signal_to_the_run_stops_it_and_an_interrupt_of_the_codes_own_fails_its_images():
+    def interrupts():
+        raise KeyboardInterrupt
+
+    with Requests().listening():
+        found = Weighted([reward_that(interrupts)]).score(IMAGES, PROMPTS, ROWS)
+        assert not found.ok.any()
+        assert found.errors["mean_2"].endswith(": KeyboardInterrupt.")
+        with pytest.raises(SystemExit, match="143"):
+            Weighted([reward_that(lambda: signal.raise_signal(signal.SIGTERM))]).score(IMAGES, PROMPTS, ROWS)
