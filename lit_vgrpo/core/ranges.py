@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from lit_vgrpo.errors import one_line
+
 T = TypeVar("T", bound=type)
 SHOULD = "Input should be "
 
@@ -94,7 +96,7 @@ def _validate(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
         found = error.errors(include_url=False)
         words = [one["msg"].removeprefix(SHOULD) for one in found]
         kind = TypeError if all(one["type"].endswith(("_type", "is_instance_of")) for one in found) else ValueError
-        raise kind(f"{name}={value!r:.100}: {SHOULD}{', or '.join(dict.fromkeys(words))}") from None
+        raise kind(f"{name}={one_line(repr(value)):.100}: {SHOULD}{', or '.join(dict.fromkeys(words))}") from None
 
 
 def _refuse_unused(cls: type, signature: inspect.Signature, given: Mapping[str, Any]) -> None:

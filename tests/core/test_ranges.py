@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import InstanceOf
 from pydantic.fields import FieldInfo
+from torch import nn
 
 from lit_vgrpo import callbacks, objectives, policies, rewards
 from lit_vgrpo.config.parts import built_part, options_of_class
@@ -158,6 +159,11 @@ Timer = checked(Timer)
         ({"copies": 2}, ValueError, "copies=2 has no effect with part=None. Set copies=None, or part."),
         ({"part": Part}, TypeError, ": Input should be an instance of Part"),
         ({"part": "hub/name"}, TypeError, "part='hub/name': Input should be an instance of"),
+        (
+            {"part": nn.Sequential(nn.ReLU())},
+            TypeError,
+            "part=Sequential( (0): ReLU() ): Input should be an instance of",
+        ),
         ({"spec": 5}, TypeError, "spec=5: Input should be an instance of RolloutSpec"),
         ({"spec": RolloutSpec}, TypeError, ": Input should be an instance of RolloutSpec"),
         ({"spec": {"steps": 0}}, ValueError, "steps=0: Input should be greater than or equal to 1"),
