@@ -7,6 +7,7 @@ files, where a name in a string may not exist.
 import warnings
 import zipfile
 from abc import abstractmethod
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -107,7 +108,7 @@ class ModelReward(Reward):
         """Return each prompt as encoded by :meth:`_read`."""
         distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
         if is_first_process() and (line := self.truncation(distinct)) is not None:
-            warnings.warn(line, stacklevel=2)
+            warnings.warn(line, stacklevel=3)
         place = {prompt: number for number, prompt in enumerate(distinct)}
         # one at a time, as in a policy: other prompts must not change its last bits
         return torch.cat([self._read([prompt]) for prompt in distinct])[[place[prompt] for prompt in prompts]]
@@ -121,7 +122,8 @@ class ModelReward(Reward):
         at_hand = all(_is_file(of := getattr(self, name)) or file_at_hand(of, file) for name, file in self.weight_files)
         if self._has_told or not at_hand or not prompts:
             return None
-        with quiet_libraries():
+        is_long, most = [False], 0
+        with quiet_libraries(), suppress(Exception):  # loading reports what is wrong with the files
             is_long, most = self.truncated(prompts)
         if not any(is_long):
             return None

@@ -10,6 +10,7 @@ import torch
 from support.pretended_gpu import pretended_gpu
 
 from lit_vgrpo.rewards import AestheticScore, CLIPScore, HPSv2, ImageReward, PickScore, PythonReward, Weighted
+from lit_vgrpo.system.hub import LoadError
 
 PROMPTS = ["a red cat", "a dog", "a red cat", "the long way " * 40, "a dog"]
 ALL = [PickScore, CLIPScore, HPSv2, ImageReward, AestheticScore]
@@ -60,6 +61,15 @@ def test_prompts_that_are_truncated_are_named_once_and_before_weights_are_loaded
     if limit is not None:
         longest, longer = ("a " * (limit - 2), "a " * (limit - 1))  # besides the first and the last token
         assert tiny_reward(kind).truncated([longest, longer]) == ([False, True], limit)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_left_to_loading(clip_folder, tmp_path):
+    shutil.copytree(clip_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text("no tokenizer")
+    reward = PickScore(str(tmp_path))
+    assert reward.truncation(PROMPTS) is None
+    with pytest.raises(LoadError, match="Cannot load"):
+        reward.load()
 
 
 @pytest.mark.slow
