@@ -1,6 +1,8 @@
 """``lightning check``: every error, no training, nothing written."""
 
+import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -183,3 +185,14 @@ def test_the_plan_is_that_of_the_world_size(tiny_recipe, capsys, devices):
     assert (status == 0) == (devices == 2)
     assert ("ranks                     2" in out) == (devices == 2)
     assert ("4 ranks" in err) == (devices == 4)
+
+
+def test_prompts_that_a_reward_truncates_are_named_once(tiny_recipe, tiny_clip, capsys):
+    Path("long.txt").write_text(f"a red circle\n{'very ' * 99}long\n")
+    reward = f"model.reward={{class_path: PickScore, init_args: {{checkpoint: '{tiny_clip}'}}}}"
+    assert check([str(tiny_recipe), reward, "data.train=long.txt"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("prompts are longer than the ") == 1
+    assert re.search(
+        r'^Reward "pickscore": 1 of \d+ prompts are longer than the \d+ tokens that it reads, and are tr', out, re.M
+    )
