@@ -11,6 +11,7 @@ import torch
 from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.ranges import Count, PositiveInt, Range, checked
 from lit_vgrpo.core.records import IterationRecord
+from lit_vgrpo.core.sampling import schedule_of
 from lit_vgrpo.core.surrogate import coefficient_of_variation
 from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.gradient_noise import snr_by_time
@@ -73,7 +74,7 @@ class SurrogateDiagnostics(L.Callback):
         policy, objective = module.policy, module.objective
         assert isinstance(objective, ForwardObjective)
         spec = objective.rollout_spec(record.iteration)
-        schedule = policy.scheduler_times(policy.scheduler(spec.solver, spec.steps)).cpu()
+        _, schedule = schedule_of(policy, spec)
         times = schedule[torch.linspace(0, len(schedule) - 1, min(MOST_TIMES, len(schedule))).round().long()]
         seed = (module.seed, record.iteration, module.global_rank)
         micros, groups = module.iteration.micros, record.local_group_ids

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import Range, checked
+from lit_vgrpo.core.ranges import Count, HalfOpenUnitInterval, checked
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED
 from lit_vgrpo.training.trainer_internals import callbacks_of
@@ -26,16 +26,14 @@ class EMA(L.Callback):
     strategy shards the weights, the average is sharded in the same way.
 
     Args:
-        decay: Share of the old average kept at each optimizer step.
-        warmup: Increase the decay as ``(1 + n) / (10 + n)`` up to ``decay``, to forget the initial weights sooner.
-
-    Raises:
-        ValueError: The decay is outside [0, 1).
+        decay: Share of the old average that is kept each time it moves.
+        warmup: Increase the decay to ``decay`` as ``(1 + n) / (10 + n)`` with n optimizer steps done, to forget the
+            initial weights sooner.
+        every_n_steps: Optimizer steps from one move to the next.
     """
 
-    def __init__(self, decay: Annotated[float, Range(least=0, below=1)] = 0.99, warmup: bool = True) -> None:
-        self.decay = decay
-        self.warmup = warmup
+    def __init__(self, decay: HalfOpenUnitInterval = 0.99, warmup: bool = True, every_n_steps: Count = 1) -> None:
+        self.decay, self.warmup, self.every_n_steps = decay, warmup, every_n_steps
         self.average: Snapshot | None = None
         self.num_updates = 0
         self._last_step = 0
@@ -59,6 +57,8 @@ class EMA(L.Callback):
             return
         self._last_step = steps
         self.num_updates += 1
+        if self.num_updates % self.every_n_steps:
+            return
         warm = (1 + self.num_updates) / (10 + self.num_updates)
         assert self.average is not None
         self.average.move_towards(pl_module, min(self.decay, warm) if self.warmup else self.decay)

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.ranges import PositiveInt, checked
+
 Space = Literal["x", "eps", "v"]
 
 
@@ -31,7 +33,7 @@ class ProbabilityPath(ABC):
 
     @abstractmethod
     def snap(self, t: Tensor) -> Tensor:
-        """Return the nearest time at which the network is defined (identity for continuous paths)."""
+        """Return the time nearest to ``t`` that the network sees unchanged, at which pairs are trained."""
 
     @abstractmethod
     def target(self, x: Tensor, eps: Tensor, t: Tensor) -> Tensor:
@@ -68,17 +70,26 @@ class ProbabilityPath(ABC):
         return expand(a, x) * x.float() + expand(b, x) * eps.float()
 
 
+@checked
 class RectifiedFlow(ProbabilityPath):
-    """``a = 1 - t``, ``b = t``; the network predicts the velocity ``v = eps - x`` (SD3, FLUX)."""
+    """``a = 1 - t``, ``b = t``; the network predicts the velocity ``v = eps - x`` (SD3, FLUX).
+
+    A network that multiplies times by ``time_scale`` in ``time_dtype`` rounds them: in bfloat16 it sees 0.9 as 0.8984.
+    """
 
     prediction: Space = "v"
+
+    def __init__(self, time_dtype: torch.dtype = torch.float32, time_scale: PositiveInt = 1) -> None:
+        self.time_dtype, self.time_scale = time_dtype, time_scale
 
     def coefficients(self, t: Tensor) -> tuple[Tensor, Tensor]:
         t = t.float()
         return 1 - t, t
 
     def snap(self, t: Tensor) -> Tensor:
-        return t
+        if self.time_dtype == torch.float32:
+            return t
+        return (t.to(self.time_dtype) * self.time_scale).float() / self.time_scale
 
     def target(self, x: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         return eps.float() - x.float()

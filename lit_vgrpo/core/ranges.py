@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union
@@ -22,12 +22,11 @@ T = TypeVar("T", bound=type)
 SHOULD = "Input should be "
 
 
-@dataclass(frozen=True)
 class OnlyWith:
-    """Annotation of an option that has no effect unless another has this value; None stands for any true value."""
+    """Annotation of an option that has no effect unless another has one of these values; any true one without them."""
 
-    option: str
-    value: Any = None
+    def __init__(self, option: str, *values: Any) -> None:
+        self.option, self.values = option, values
 
 
 def Range(least: Any = None, most: Any = None, above: Any = None, below: Any = None) -> Any:
@@ -104,8 +103,8 @@ def _refuse_unused(cls: type, signature: inspect.Signature, given: Mapping[str, 
     for name, value in given.items():
         for need in (note for note in _notes(_hints(cls).get(name)) if isinstance(note, OnlyWith)):
             other = given.get(need.option, defaults[need.option])
-            if value != defaults[name] and (not other if need.value is None else other != need.value):
-                wanted = need.option if need.value is None else f"{need.option}={need.value}"
+            if value != defaults[name] and (other not in need.values if need.values else not other):
+                wanted = f"{need.option}={' or '.join(map(str, need.values))}" if need.values else need.option
                 message = f"{name}={value!r} has no effect with {need.option}={other}. "
                 raise ValueError(f"{message}Set {name}={defaults[name]}, or {wanted}.")
 

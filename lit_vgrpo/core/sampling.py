@@ -19,6 +19,24 @@ Policy = Any
 """A loaded :class:`~lit_vgrpo.policies.base.Policy`, which this package does not import."""
 
 
+def schedule_of(policy: Policy, spec: RolloutSpec) -> tuple[Any, Tensor]:
+    """Return a diffusers scheduler at its first step, an SDE's of its ODE, and its times ``(S,)`` on the CPU.
+
+    Integer timesteps may repeat; their noise levels still differ. ValueError if a time is NaN or not in (0, 1].
+    """
+    solver, steps = ODE_OF.get(spec.solver, spec.solver), spec.steps
+    scheduler = policy.scheduler(solver, steps)
+    if hasattr(scheduler, "set_begin_index"):  # else it looks for the first timestep, and skips one that is repeated
+        scheduler.set_begin_index(0)
+    times = policy.scheduler_times(scheduler).cpu()
+    if len(times) != steps or not ((times > 0) & (times <= 1)).all() or (times.diff() > 0).any():
+        raise ValueError(
+            f"solver={solver} with steps={steps} has {len(times)} times from {times[0]:.6g} to {times[-1]:.6g}, which "
+            "must lie in (0, 1] and not increase. Use fewer steps, or another solver."
+        )
+    return scheduler, times
+
+
 @torch.no_grad()
 def rollout_batches(
     policy: Policy,
@@ -126,10 +144,9 @@ def _ode_batches(
             part = slice(start, start + size)
             policy.start_batch()
             cond = conditioning.select(filled(rows[part], size)).to(policy.device)
-            scheduler = policy.scheduler(spec.solver, spec.steps)
             z = filled(noise[part], size).to(policy.device).float()
-            schedule = policy.scheduler_times(scheduler).to(z.device)
-            z, kept = _integrate(policy, cond, spec, z, scheduler, schedule, record)
+            scheduler, schedule = schedule_of(policy, spec)
+            z, kept = _integrate(policy, cond, spec, z, scheduler, schedule.to(z.device), record)
             latents, trajectory = z[: len(noise[part])].to(noise.device), None
             if record:
                 states = torch.stack([state[: len(latents)].to(noise.device) for state in kept], dim=1)
@@ -156,14 +173,12 @@ def _chain_batches(
         generators: One per image, the source of all its SDE noise, so that an image depends on no other.
         record_means: Also keep the mean of every step.
     """
-    scheduler = policy.scheduler(ODE_OF[spec.solver], spec.steps)
-    schedule = policy.scheduler_times(scheduler).cpu()
+    _, schedule = schedule_of(policy, spec)
     on_host = torch.cat([schedule, schedule.new_zeros(1)])
     second_time = float(on_host[1])
     window, steps, tail = spec.sde_steps, spec.steps, on_host[:0]
     if spec.tail is not None and window.stop < steps:
         steps, tail = window.stop, regrid(on_host[window.stop :], tail_steps(steps - window.stop, spec.tail))
-        tail[:-1] = policy.path.snap(tail[:-1])
     times, window_times = on_host.to(policy.device), on_host[window.start : window.stop + 1].to(noise.device)
     called_at = torch.cat([on_host[:steps], tail[:-1]]).to(noise.device)
     size = batch_size or len(noise)

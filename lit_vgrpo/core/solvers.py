@@ -51,7 +51,7 @@ def flow_sde_step(
     Source:
         arXiv 2505.05470.
     """
-    bounded = torch.where(t >= 1, second_time, t)
+    bounded = torch.where(t > 1 - 1e-5, second_time, t)  # some shifts start at 0.9999998
     t, h, bounded = (expand(value, z) for value in (t, t - t_next, bounded))
     sigma = noise_level * (t / (1 - bounded)).sqrt()
     drift = sigma.square() * h / (2 * t)

@@ -140,10 +140,10 @@ class RolloutSpec:
     solver: str = "euler"
     steps: Annotated[int, Range(1, 1000)] = 10
     guidance: GuidanceScale = 1.0
-    noise_level: Annotated[float, Range(0, 100)] | None = None
+    noise_level: Annotated[float, Range(0, 100), OnlyWith("solver", *ODE_OF)] | None = None
     shared_noise: bool = False
-    window: tuple[NonNegativeInt, NonNegativeInt] | None = None
-    tail: Annotated[float, Range(above=0, most=1)] | None = None
+    window: Annotated[tuple[NonNegativeInt, NonNegativeInt], OnlyWith("solver", *ODE_OF)] | None = None
+    tail: Annotated[float, Range(above=0, most=1), OnlyWith("solver", *ODE_OF)] | None = None
     cache: BlockCache | None = None
     scouts: ScoutSpec | None = None
 
@@ -198,11 +198,10 @@ class RolloutSpec:
                 f"{where}.scouts requires an ODE: with {self.solver}, a scout's noise would give a different image. "
                 "Leave it out."
             )
-        if self.shared_noise and not self.is_sde:
-            errors.append(
-                f"{where}.shared_noise=true with the ODE solver {self.solver} makes all images of a group identical. "
-                "Set shared_noise=false."
-            )
+        if self.shared_noise and (not self.is_sde or self.noise_level == 0):
+            cause = f"noise_level={self.noise_level}" if self.is_sde else f"the ODE solver {self.solver}"
+            same = f"{where}.shared_noise=true with {cause} makes all images of a group identical."
+            errors.append(f"{same} Set shared_noise=false.")
         return errors
 
     @property

@@ -89,7 +89,7 @@ class AWM(DrawnTimesObjective):
     advantage_scale: Annotated[float, Range(above=0)] = 5.0
     kl_weight: NonNegativeFloat = 3e-3
     ema_weight: NonNegativeFloat = 1.0
-    ema_decay_rate: Annotated[NonNegativeFloat, OnlyWith("ema_weight")] = 0.001
+    ema_decay_rate: Annotated[NonNegativeFloat, OnlyWith("ema_weight"), OnlyWith("ema_decay_max")] = 0.001
     ema_decay_max: Annotated[float, Range(least=0, below=1), OnlyWith("ema_weight")] = 0.3
     advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
 

@@ -113,9 +113,13 @@ class Objective(ABC):
     """True if it trains on the gradient of a differentiable reward."""
     advantage_std: ClassVar[AdvantageStd] = "global"
     advantage_aggregate: ClassVar[AdvantageAggregate] = "rewards"
+    of_later_updates: ClassVar[tuple[str, ...]] = ()
+    """Options without effect in an iteration's first update, which trains the policy that rolled out."""
     path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
     trains_on_sampling_steps: ClassVar[bool] = False
     default_rollout: ClassVar[RolloutSpec | None] = None
+    acting_copy: ClassVar[str] = ""
+    """Name of the copy that samples the images."""
 
     rollout: RolloutSpec | None = None
     training_guidance: float | None = None
@@ -172,6 +176,12 @@ class Objective(ABC):
                 f"model.objective.anchor_weight={self.anchor_weight} and anchor_decay={self.anchor_decay} must be "
                 "set together. Use values such as 1.0 and 0.3, or 0 and null."
             )
+        unused = {} if self.needs_reference else {"reference_guidance": "without a pull to the start, as by kl_weight"}
+        if sizes.updates_per_iteration == 1:
+            unused |= dict.fromkeys(self.of_later_updates, "with updates_per_iteration=1: the policy has not moved")
+        for name, why in unused.items():
+            if (value := getattr(self, name)) is not None:
+                errors.append(f"model.objective.{name}={value} has no effect {why}. Set it to null.")
         return errors
 
     def row_error(self, row: Mapping[str, Any]) -> str | None:
@@ -244,8 +254,9 @@ class Objective(ABC):
             self.copies["anchor"] = Snapshot(policy)
 
     def acting(self, policy: Policy) -> AbstractContextManager[Any]:
-        """Swap in the weights that roll out: the policy's, unless the method samples with a copy."""
-        return nullcontext()
+        """Swap in the weights that roll out: those of :attr:`acting_copy` if there is one, else the policy's."""
+        copy = self.copies.get(self.acting_copy)
+        return nullcontext() if copy is None else copy.swapped_into(policy)
 
     def rollout_batches(
         self, policy: Policy, request: RolloutRequest, spec: RolloutSpec | None = None

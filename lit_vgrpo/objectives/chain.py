@@ -75,6 +75,8 @@ class ChainObjective(Objective):
     reference_guidance: GuidanceScale | None = None
     recompute_old: bool = False
 
+    of_later_updates: ClassVar[tuple[str, ...]] = ("kl_mask",)
+
     # --- trained steps---------------------------------------------------------------------------------------------
 
     @property
@@ -144,12 +146,9 @@ class ChainObjective(Objective):
         return errors
 
     def check(self, sizes: Sizes) -> list[str]:
-        errors = self.chain_errors() or super().check(sizes)
         if self.clip is not None and self.kl_mask is not None:
-            errors.append(
-                f"model.objective.clip={self.clip} and kl_mask={self.kl_mask} both bound a step. Set one to null."
-            )
-        return errors
+            return [f"model.objective.clip={self.clip} and kl_mask={self.kl_mask} both bound a step. Set one to null."]
+        return self.chain_errors() or super().check(sizes)
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         steps = self.num_trained_steps(self.rollout_spec(0))

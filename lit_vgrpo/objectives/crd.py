@@ -1,8 +1,7 @@
 """CRD (arXiv 2603.14128): centred reward distillation, which fits the policy's implicit reward to the advantage."""
 
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -89,6 +88,7 @@ class CRD(GroupObjective):
     """
 
     old_decay_start: ClassVar[float] = 0.25
+    acting_copy: ClassVar[str] = "sampler"
 
     _: KW_ONLY
     beta: PositiveFloat = 1.0
@@ -104,9 +104,6 @@ class CRD(GroupObjective):
         super().setup(policy)
         if self.sampler_decay_type > 0:
             self.copies["sampler"] = Snapshot(policy)
-
-    def acting(self, policy: Policy) -> AbstractContextManager[Any]:
-        return self.copies["sampler"].swapped_into(policy) if "sampler" in self.copies else super().acting(policy)
 
     def pair_losses(self, error: Tensor) -> Tensor:
         return denoising_error(error, self.self_normalise)

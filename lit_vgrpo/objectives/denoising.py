@@ -43,6 +43,7 @@ class Denoising(Objective):
     """
 
     needs_reward: ClassVar[bool] = False
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec()
 
     images: ImageSource
     rollout: RolloutSpec | None = None
@@ -50,10 +51,6 @@ class Denoising(Objective):
     space: Space = "v"
     self_normalise: bool = False
     time_shift: PositiveFloat = 1.0
-
-    def __post_init__(self) -> None:
-        self.rollout = self.rollout or RolloutSpec()
-        super().__post_init__()
 
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:
         return self.prediction_passes(sizes)

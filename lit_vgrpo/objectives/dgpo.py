@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -81,6 +81,8 @@ class DGPO(GroupObjective):
     DPM-Solver++ in 10 steps.
     """
 
+    acting_copy: ClassVar[str] = "old"
+
     _: KW_ONLY
     noisiest: Annotated[int, Range(1, 1000)] | None = 7
     beta: Annotated[float, Range(above=0)] = 100.0
@@ -94,9 +96,7 @@ class DGPO(GroupObjective):
         return super().needs_reference or self.reference == "frozen"
 
     def acting(self, policy: Policy) -> AbstractContextManager[Any]:
-        return (
-            self.copies["old"].swapped_into(policy) if self.num_updates >= self.behaviour_from_step else nullcontext()
-        )
+        return super().acting(policy) if self.num_updates >= self.behaviour_from_step else nullcontext()
 
     @property
     def compared_losses(self) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, OnlyWith, Range, checked
 from lit_vgrpo.core.solvers import Transition
 from lit_vgrpo.core.surrogate import mean_over_pixels
 from lit_vgrpo.core.types import Experience, RolloutSpec
@@ -58,8 +58,8 @@ class FlowGRPO(ChainObjective):
     clip: Annotated[float, Range(above=0, below=1)] | None = None
     kl_weight: NonNegativeFloat | None = None
     fast: bool = False
-    fast_window: Annotated[int, Range(1, 1000)] = 3
-    fast_range: tuple[NonNegativeInt, NonNegativeInt] | None = None
+    fast_window: Annotated[int, Range(1, 1000), OnlyWith("fast")] = 3
+    fast_range: Annotated[tuple[NonNegativeInt, NonNegativeInt], OnlyWith("fast")] | None = None
     guard: bool = False
     drop_zero_advantages: bool = True
 

@@ -1,9 +1,8 @@
 """Base of the methods that train on the forward process: on noisy copies of the final latents."""
 
 from abc import abstractmethod
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -286,6 +285,7 @@ class LaggedObjective(ForwardObjective):
     """
 
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
+    acting_copy: ClassVar[str] = "old"
 
     _: KW_ONLY
     decay_type: Literal[0, 1, 2] = 1
@@ -312,9 +312,6 @@ class LaggedObjective(ForwardObjective):
     def setup(self, policy: Policy) -> None:
         super().setup(policy)
         self.copies["old"] = Snapshot(policy)
-
-    def acting(self, policy: Policy) -> AbstractContextManager[Any]:
-        return self.copies["old"].swapped_into(policy)
 
     def prepare(self, context: PrepareContext) -> Experience:
         rollout = context.rollout

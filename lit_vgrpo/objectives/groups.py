@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.noise import STREAM_TIMES, seeded_generator
-from lit_vgrpo.core.ranges import NonNegativeFloat, PositiveFloat, Range
+from lit_vgrpo.core.ranges import NonNegativeFloat, OnlyWith, PositiveFloat, Range
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
@@ -63,7 +63,7 @@ class GroupObjective(ForwardObjective):
     _: KW_ONLY
     share_passes: Literal["none", "pure_noise"] = "none"
     kl_weight: NonNegativeFloat = 0.0
-    old_decay_rate: NonNegativeFloat = 0.001
+    old_decay_rate: Annotated[NonNegativeFloat, OnlyWith("old_decay_max")] = 0.001
     old_decay_max: Annotated[float, Range(least=0, below=1)] = 0.3
     advantage_clip: PositiveFloat | None = 5.0
 

@@ -6,11 +6,12 @@ from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
-from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, OnlyWith, PositiveInt, Range, checked
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives.chain import ChainObjective
 
 WindowStrategy = Literal["progressive", "random", "decay", "frozen"]
+WhileMoving = OnlyWith("window_strategy", "progressive", "decay")
 
 
 @checked
@@ -44,12 +45,12 @@ class MixGRPO(ChainObjective):
 
     window_size: Annotated[int, Range(1, 1000)] = 4
     window_strategy: WindowStrategy = "progressive"
-    window_stride: PositiveInt = 1
-    window_interval: Annotated[int, Range(1)] = 25
-    decay_rate: NonNegativeFloat = 0.1
-    decay_from: NonNegativeInt = 13
+    window_stride: Annotated[PositiveInt, WhileMoving] = 1
+    window_interval: Annotated[PositiveInt, WhileMoving] = 25
+    decay_rate: Annotated[NonNegativeFloat, OnlyWith("window_strategy", "decay")] = 0.1
+    decay_from: Annotated[NonNegativeInt, OnlyWith("window_strategy", "decay")] = 13
     flash: bool = False
-    flash_share: Annotated[float, Range(above=0, most=1)] = 0.4
+    flash_share: Annotated[float, Range(above=0, most=1), OnlyWith("flash")] = 0.4
 
     @property
     def window(self) -> tuple[str, int]:

@@ -295,7 +295,8 @@ def norm_excess(prediction: Tensor, of_reference: Tensor) -> Tensor:
     Source:
         The abstract of arXiv 2606.27771 (NormGuard) and third-party summaries; its weight and scaling were not read.
     """
-    norm, start = (mean_over_pixels(values.square(), 2).sqrt() for values in (prediction, of_reference))
+    least = torch.finfo(torch.float32).tiny  # the gradient of a norm of 0 would be NaN
+    norm, start = (mean_over_pixels(v.square(), 2).clamp(min=least).sqrt() for v in (prediction, of_reference))
     return (norm - start).relu()
 
 

@@ -1,8 +1,7 @@
 """RAM (arXiv 2605.10759) and RVM (arXiv 2608.23664): regression of the velocity on a target that the reward moves."""
 
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -67,6 +66,7 @@ class RAM(DrawnTimesObjective):
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
     pairs_option: ClassVar[str] = "num_times"
+    acting_copy: ClassVar[str] = "old"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("euler", steps=20)
 
     num_times: Annotated[int, Range(1, 1000)] = 8
@@ -92,9 +92,6 @@ class RAM(DrawnTimesObjective):
         super().setup(policy)
         if self.old_decay_max > 0:
             self.copies["old"] = Snapshot(policy)
-
-    def acting(self, policy: Policy) -> AbstractContextManager[Any]:
-        return self.copies["old"].swapped_into(policy) if "old" in self.copies else super().acting(policy)
 
     def prepare(self, context: PrepareContext) -> Experience:
         shares = self.share_passes != "none"

@@ -71,6 +71,7 @@ class VGRPO(DrawnTimesObjective):
     """
 
     pairs_option: ClassVar[str] = "num_mc_samples"
+    of_later_updates: ClassVar[tuple[str, ...]] = ("clip",)
     needs_ode: ClassVar[bool] = False  # any sampler works: only the final latents are trained on
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec()
 
@@ -82,11 +83,11 @@ class VGRPO(DrawnTimesObjective):
     stratify: bool = True
     space: Space = "x"
     self_normalise: bool = True
-    scale_cap: Annotated[float, Range(above=0)] | None = 5.0
+    scale_cap: Annotated[float, Range(above=0), OnlyWith("space", "x", "v")] | None = 5.0
     clip: Annotated[float, Range(above=0, below=1)] | None = None
     soft_clip: Annotated[float, Range(above=0)] | None = None
     kl_weight: NonNegativeFloat = 0.0
-    kl_to: KLTarget | None = None
+    kl_to: Annotated[KLTarget, OnlyWith("kl_weight")] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.share_pairs, bool):

@@ -51,6 +51,8 @@ class FlowPolicy(Policy, ABC):
     """Latents per side in one of the network's ``in_channels`` inputs."""
     patch: ClassVar[int] = PATCH
     """Latents per side of a token."""
+    time_scale: ClassVar[int | None] = None
+    """Factor of times in a network that first rounds them to its dtype, as 0.9 to 0.8984; ``None`` if it does not."""
     takes_guidance: ClassVar[bool] = False
     """True if the networks take the guidance scale as an input, unless their configuration says otherwise."""
 
@@ -87,7 +89,7 @@ class FlowPolicy(Policy, ABC):
         return self.network.config.in_channels // self.packed**2, *sides
 
     def build_path(self) -> RectifiedFlow:
-        return RectifiedFlow()
+        return RectifiedFlow() if self.time_scale is None else RectifiedFlow(self.dtype, self.time_scale)
 
     def image_tokens(self) -> int:
         """Return the number of tokens per image or video."""
@@ -105,7 +107,7 @@ class FlowPolicy(Policy, ABC):
         base, tokens = self.pipeline.scheduler, self.image_tokens()
         if self.pipeline_solver != "euler":
             if solver == self.pipeline_solver:
-                scheduler = type(base).from_config(base.config)
+                scheduler = _like(base, steps)
                 scheduler.set_timesteps(steps)
                 return scheduler
             from diffusers import FlowMatchEulerDiscreteScheduler
@@ -144,7 +146,7 @@ def flow_scheduler(
     by_tokens = dynamic_mu(base, image_tokens)
     mu = by_tokens if by_tokens is None or mu is None else mu
     if solver == "euler":
-        scheduler = type(base).from_config(base.config)
+        scheduler = _like(base, steps)
         given: dict[str, Any] = {} if mu is None else {"mu": mu}
         if euler_sigmas is not None:
             given["sigmas"] = list(euler_sigmas)
@@ -170,6 +172,12 @@ def flow_scheduler(
         raise ValueError(f"solver={solver!r} does not exist on a rectified flow. Use {' or '.join(FLOW_SOLVERS)}.")
     scheduler.set_timesteps(steps)
     return scheduler
+
+
+def _like(base: Any, steps: int) -> Any:
+    """Return a scheduler like the pipeline's. With one step, the stretch to its last sigma would divide 0 by 0."""
+    unstretched = {"shift_terminal": None} if steps == 1 and base.config.get("shift_terminal") else {}
+    return type(base).from_config(base.config, **unstretched)
 
 
 def dynamic_mu(base: Any, image_tokens: int) -> float | None:

@@ -23,6 +23,7 @@ class FluxPolicy(FlowPolicy):
 
     pipeline_class: ClassVar[str] = "FluxPipeline"
     packed: ClassVar[int] = PATCH
+    time_scale: ClassVar[int | None] = 1000
     takes_guidance: ClassVar[bool] = True
     has_cache: ClassVar[bool] = True
 

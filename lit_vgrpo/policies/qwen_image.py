@@ -50,6 +50,7 @@ class QwenImagePolicy(QwenVAEPolicy):
 
     pipeline_class: ClassVar[str] = "QwenImagePipeline"
     packed: ClassVar[int] = PATCH
+    time_scale: ClassVar[int | None] = 1
     text_layer: ClassVar[int] = -1
 
     def unused_weights(self) -> tuple[str, ...]:

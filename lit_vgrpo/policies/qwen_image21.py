@@ -28,6 +28,7 @@ class QwenImage21Policy(QwenVAEPolicy):
     pipeline_takes_one: ClassVar[bool] = True
     default_lora_targets: ClassVar[tuple[str, ...]] = ATTENTION
     patch: ClassVar[int] = 1
+    time_scale: ClassVar[int | None] = 1
     text_layer: ClassVar[int] = -1
 
     def scheduler(self, solver: str, steps: int) -> Any:

@@ -116,6 +116,8 @@ def _evaluation_errors(module: Any) -> list[str]:
     if spec.solver in policy.solvers:
         where = "model.evaluation"
         errors = policy.accelerator_errors(spec, where) or spec.accelerator_errors(where)
+        unused = [name for name in ("shared_noise", "scouts") if getattr(spec, name)]
+        errors += [f"{where}.{name} has no effect: held-out images form no groups. Leave it out." for name in unused]
         return [*errors, *_size_errors(policy, module.evaluator.sides)]
     return [
         f"model.evaluation.solver={spec.solver} is not an ODE solver of {type(policy).__name__}. "

@@ -12,6 +12,7 @@ import torch
 from lit_vgrpo.apps.memory.shares import bytes_of, restored_at_once, shares, tensors_of
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import image_ranks
+from lit_vgrpo.core.sampling import schedule_of
 from lit_vgrpo.objectives.score_gradient import window
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.meta import AutocastOnMeta, policy_on_meta
@@ -93,8 +94,14 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     plan = cli.datamodule.sizes.plan(image_ranks(trainer)[1])
     policy = policy_on_meta(module.policy, device.type)
     degree = getattr(trainer.strategy, "context_parallel", 1)
+    spec, evaluated = module.objective.rollout_spec(0), module.evaluator.spec
     for error in context_errors(policy, degree, module.evaluator.sides):
         raise LoadError(error)
+    try:
+        for stage in (spec, evaluated, *([] if spec.scouts is None else [spec.of_scouts])):
+            schedule_of(policy, stage)
+    except ValueError as error:
+        raise LoadError(str(error)) from None
     asked = demand(module.objective, policy, plan)
     share = shares(policy, module.optimization.optimizer, trainer.strategy, trainer.world_size, on_gpu)
     averages = sum(type(callback).__name__ == "EMA" for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -105,7 +112,6 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     leave = on_gpu and module.policy.offload_encoders
     latent = 4 * torch.Size(policy.latent_shape).numel()
     models, unknown = scorers(module.evaluator.observed.leaves(), device)
-    spec = module.objective.rollout_spec(0)
     moves_away = on_gpu and module.rollout_device is not None
     parts = {
         **share.parts,
@@ -139,10 +145,9 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         images = len(data.heldout_rows()) * data.heldout_images_per_prompt
         batch = min(data.eval_batch_size, -(-images // image_ranks(trainer)[1]))
         sampled = at_most(images, module.rollout_batch_size) or batch
-        evaluation = module.evaluation or spec.as_ode()
         with policy.sized(*module.evaluator.sides):
             peak = max(
-                peak_of_pass(policy, Pass(sampled, evaluation.guidance, False)) // degree, _decoding(policy, batch)
+                peak_of_pass(policy, Pass(sampled, evaluated.guidance, False)) // degree, _decoding(policy, batch)
             )
         phases[EVALUATION] = peak + bool(averages) * share.trained  # the averages are swapped in
     return Estimate(parts, phases, tuple(unknown))
