@@ -65,6 +65,18 @@ def test_cap_bounds_the_scale_of_an_eps_network():
     assert path.error_scale("x", t, cap=5.0) == 5.0
 
 
+@pytest.mark.parametrize("scale", [1, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_network_that_rounds_times_sees_the_nearest_unchanged(dtype, scale):
+    path, t = RectifiedFlow(dtype, scale), torch.linspace(1e-4, 1, 5000)
+    snapped = path.snap(t)
+    assert torch.equal(path.snap(snapped), snapped)
+    assert torch.equal((snapped.to(dtype) * scale).float() / scale, snapped)
+    assert (snapped - t).abs().max() < (0.0041 if dtype == torch.bfloat16 else 0.0006)
+    assert snapped[-1] == 1
+    assert torch.equal(RectifiedFlow().snap(t), t)
+
+
 def test_vp_times_round_trip_every_timestep():
     path, k = PATHS["eps"], torch.arange(-1, 1000)
     assert torch.equal(path.index(path.time(k)), k)

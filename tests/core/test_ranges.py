@@ -22,6 +22,7 @@ from lit_vgrpo.errors import UserError
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.rewards import Connection
 from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.evaluation import EvaluationSpec
 from lit_vgrpo.training.optimizer import OptimizerConfig
 from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
@@ -177,6 +178,45 @@ def test_a_message_names_the_argument(given, kind, message):
     with pytest.raises(kind) as caught:
         Timer(**given)
     assert message in str(caught.value)
+
+
+SDES = "flow_sde or cps or dance_sde or ddim_sde"
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "message"),
+    [
+        (RolloutSpec, {"noise_level": 0.7}, f"with solver=euler. Set noise_level=None, or solver={SDES}."),
+        (RolloutSpec, {"solver": "unipc", "window": (1, 2)}, f"with solver=unipc. Set window=None, or solver={SDES}."),
+        (RolloutSpec, {"solver": "ddim", "tail": 0.5}, f"with solver=ddim. Set tail=None, or solver={SDES}."),
+        (EvaluationSpec, {"noise_level": 0.7}, "with solver=euler."),
+        (objectives.FlowGRPO, {"fast_window": 2}, "with fast=False. Set fast_window=3, or fast."),
+        (objectives.FlowGRPO, {"fast_range": (0, 4)}, "with fast=False. Set fast_range=None, or fast."),
+        (objectives.MixGRPO, {"decay_rate": 0.2}, "with window_strategy=progressive. Set decay_rate=0.1, or"),
+        (objectives.MixGRPO, {"decay_from": 3}, "with window_strategy=progressive. Set decay_from=13, or"),
+        (
+            objectives.MixGRPO,
+            {"window_strategy": "random", "window_interval": 5},
+            "with window_strategy=random. Set window_interval=25, or window_strategy=progressive or decay.",
+        ),
+        (objectives.MixGRPO, {"window_strategy": "frozen", "window_stride": 2}, "with window_strategy=frozen."),
+        (objectives.MixGRPO, {"flash_share": 0.5}, "with flash=False."),
+        (objectives.VGRPO, {"kl_to": "reference"}, "with kl_weight=0.0."),
+        (objectives.VGRPO, {"space": "eps", "scale_cap": 2.0}, "with space=eps. Set scale_cap=5.0, or space=x or v."),
+        (objectives.DGPO, {"old_decay_max": 0.0, "old_decay_rate": 0.5}, "with old_decay_max=0.0."),
+        (objectives.AWM, {"ema_decay_max": 0.0, "ema_decay_rate": 0.5}, "with ema_decay_max=0.0."),
+    ],
+)
+def test_an_option_without_effect_is_refused(cls, given, message):
+    with pytest.raises(ValueError, match=rf"^{[*given][-1]}=.* has no effect {message.replace('.', '[.]')}"):
+        cls(**given)
+
+
+def test_an_option_with_effect_is_taken():
+    RolloutSpec("cps", noise_level=0.5, window=(1, 2), tail=0.5)
+    objectives.MixGRPO(window_strategy="decay", decay_rate=0.2, window_interval=5, flash=True, flash_share=0.5)
+    objectives.FlowGRPO(fast=True, fast_window=2, fast_range=(0, 4))
+    objectives.VGRPO(kl_weight=0.1, kl_to="reference", scale_cap=2.0)
 
 
 def test_the_ends_of_a_range_are_valid():

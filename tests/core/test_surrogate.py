@@ -8,6 +8,7 @@ from lit_vgrpo.core.surrogate import (
     ERROR_FLOOR,
     ContinuousTimes,
     SamplerTimes,
+    TimeGrid,
     coefficient_of_variation,
     denoising_error,
     draw_levels,
@@ -84,6 +85,10 @@ def test_every_entry_of_a_part_is_drawn_equally_often():
     for part, column in zip(sampler(10).times.tensor_split(4), times.T, strict=True):
         shares = [(column == entry).float().mean().item() for entry in part]
         assert shares == pytest.approx([1 / len(part)] * len(part), abs=0.03)
+
+
+def test_a_grid_is_shifted():
+    torch.testing.assert_close(TimeGrid(4, 3.0).times(), torch.tensor([1.0, 0.9, 0.75, 0.5]))
 
 
 def test_shift_equals_the_formula():

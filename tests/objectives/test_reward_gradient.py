@@ -206,6 +206,22 @@ def test_later_steps_are_drawn_more_often():
     assert active_steps(4, 4, 1.0, seeded_generator(0)) == [0, 1, 2, 3]
 
 
+def test_the_steps_are_drawn_anew_for_every_iteration_and_seed():
+    for objective, expected in (
+        (make(variant="refl", num_steps=3), {(3,), (4,), (5,)}),
+        (make(variant="draft_k", num_steps=3), {(3,)}),
+        (make(variant="draft_lv"), {(5,)}),
+        (make(num_steps=5), {tuple(i for i in range(6) if i != left) for left in range(6)}),
+    ):
+        draws = [[tuple(objective.recorded_steps(i)) for i in range(80)] for objective.seed in (SEED, SEED + 1, SEED)]
+        assert set(draws[0]) == expected
+        assert draws[0] == draws[2]
+        assert (draws[0] == draws[1]) == (len(expected) == 1)
+    late = make(num_steps=1, late_bias=3.0)
+    shares = torch.tensor([late.recorded_steps(i)[0] for i in range(900)]).bincount(minlength=6) / 900
+    torch.testing.assert_close(shares, torch.arange(1.0, 7) ** 3 / 441, atol=0.05, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("objective", "line"),
     [

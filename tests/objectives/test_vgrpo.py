@@ -91,3 +91,11 @@ def test_soft_clip_bounds_the_advantages(policy):
 def test_settings_without_effect_are_errors():
     assert "kl_weight=0.3 has no effect" in VGRPO(kl_weight=0.3).check(SIZES)[0]
     assert VGRPO(kl_weight=0.3).check(replace(SIZES, updates_per_iteration=2)) == []
+    assert "clip=0.01 has no effect with updates_per_iteration=1" in VGRPO(clip=0.01).check(SIZES)[0]
+    assert VGRPO(clip=0.01).check(replace(SIZES, updates_per_iteration=2)) == []
+    assert "reference_guidance=2.0 has no effect without" in VGRPO(reference_guidance=2.0).check(SIZES)[0]
+    assert VGRPO(reference_guidance=2.0, kl_weight=0.1, kl_to="reference").check(SIZES) == []
+    still = RolloutSpec("flow_sde", shared_noise=True, noise_level=0.0)
+    assert (
+        "shared_noise=true with noise_level=0.0 makes all images of a group identical" in VGRPO(still).check(SIZES)[0]
+    )

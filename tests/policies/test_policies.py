@@ -239,6 +239,36 @@ def test_bfloat16_keeps_trained_weights_in_float32(family):
     contract.bfloat16_keeps_trained_weights_in_float32(family)
 
 
+SINUSOIDS = ("Timesteps", "QwenImage21TemporalTimesteps", "TimestepEmbedder", "Krea2TimestepEmbedding")
+"""What the networks call the first module that sees the time."""
+
+
+def times_seen(policy, t):
+    seen, (noise, _, cond) = [], inputs(policy)
+    for module in policy.network.modules():
+        if type(module).__name__ in SINUSOIDS:
+            module.register_forward_pre_hook(lambda _, given: seen.append(given[0].float().flatten()))
+    with torch.no_grad():
+        policy(noise, t, cond)
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize(
+    "family", repeating(NETWORKS, slow=[name for name in REPEATS if name != "qwen_image"]), indirect=True
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_network_sees_the_times_at_which_pairs_are_made(family, dtype):
+    """Some round the time to 16 bits before its sinusoid, so that 0.9 is 0.8984 in bfloat16."""
+    policy, exact, differs = family.load(dtype=dtype), family.copy(), []
+    for start in (0.1234, 0.9):
+        t = torch.tensor([start, 0.3337])
+        snapped = policy.path.snap(t)
+        assert (snapped - t).abs().max() < 4e-3
+        torch.testing.assert_close(times_seen(policy, snapped), times_seen(exact, snapped), rtol=1e-6, atol=0)
+        differs.append(not torch.allclose(times_seen(policy, t), times_seen(exact, t), rtol=1e-6))
+    assert any(differs) == (getattr(policy, "time_scale", None) is not None)
+
+
 @of_each_network
 def test_helpers_follow_the_network_to_its_device(family):
     """On the ``meta`` device, which refuses every tensor that stays behind."""

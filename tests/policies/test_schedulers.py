@@ -3,8 +3,10 @@
 import diffusers
 import pytest
 import torch
-from policies.contract import HEIGHT, PROMPTS, WIDTH, inputs
+from policies.contract import HEIGHT, PROMPTS, WIDTH, inputs, same_image_as_the_pipeline
 
+from lit_vgrpo.core.sampling import sample, schedule_of
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies.flow import dynamic_mu, flow_scheduler, static_shift
 from lit_vgrpo.policies.unet import vp_scheduler
 
@@ -90,3 +92,85 @@ def test_a_dynamic_shift_gives_the_pipelines_own_times(families, name):
     torch.testing.assert_close(policy.pipeline.scheduler.timesteps / 1000, times)
     assert times[0] == 1.0
     assert times[1] > {"sd3": 0.667, "flux": 0.75}[name] + 0.05  # where it is without a shift
+
+
+STRETCHED = {"use_dynamic_shifting": True, "shift_terminal": 0.02}  # Qwen-Image's
+
+
+def use_scheduler(policy, monkeypatch, **config):
+    monkeypatch.setattr(policy.pipeline, "scheduler", diffusers.FlowMatchEulerDiscreteScheduler(**config))
+
+
+@pytest.mark.parametrize(
+    ("solver", "steps", "config"),
+    [
+        *[("unipc", 1000 // shift + 1, {"shift": float(shift)}) for shift in (3, 7, 12, 25)],  # the first repeats
+        *[("dpm++", 1010 // shift + 3, {"shift": float(shift)}) for shift in (12, 25, 50)],
+        *[("euler", 1, config) for config in (STRETCHED, {"shift": 3.0, "shift_terminal": 0.1})],
+        *[(solver, steps, STRETCHED) for solver in ("euler", "dpm++", "unipc") for steps in (2, 60)],
+    ],
+)
+def test_every_schedule_is_walked_to_its_end(families, monkeypatch, solver, steps, config):
+    policy = families("flux").shared
+    use_scheduler(policy, monkeypatch, **config)
+    scheduler, times = schedule_of(policy, RolloutSpec(solver, steps))
+    assert (scheduler.sigmas[:-1] - times).abs().max() < 1.1e-3  # whole timesteps
+    x, z = torch.full((1, 1, 2, 2), 0.7), torch.randn(1, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
+        z = scheduler.step((z - x) / sigma, timestep, z, return_dict=False)[0]
+    torch.testing.assert_close(z, x, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["use_karras_sigmas", "use_beta_sigmas"])
+def test_a_unets_repeated_timesteps_are_walked_to_their_end(families, monkeypatch, kind):
+    policy = families("unet_v").shared
+    of_pipeline = diffusers.DDIMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    of_pipeline.register_to_config(**{kind: True})
+    monkeypatch.setattr(policy.pipeline, "scheduler", of_pipeline)
+    scheduler, times = schedule_of(policy, RolloutSpec("dpm++", 40))
+    assert times[0] == times[1]
+    z = torch.zeros(1, 1, 2, 2)
+    for timestep in scheduler.timesteps:
+        z = scheduler.step(z, timestep, z, return_dict=False)[0]
+    assert scheduler.step_index == 40
+
+
+@pytest.mark.parametrize("solver", ["dpm++", "unipc"])
+def test_a_repeated_first_timestep_gives_the_pipelines_picture(families, monkeypatch, solver):
+    family = families("flux")
+    use_scheduler(family.shared, monkeypatch, shift=2000.0)
+    _, times = schedule_of(family.shared, RolloutSpec(solver, 3))
+    assert times[0] == times[1]
+    same_image_as_the_pipeline(family, solver, guidance=1.0)
+
+
+def test_a_single_step_of_a_stretched_schedule_starts_from_pure_noise(families, monkeypatch):
+    policy = families("flux").shared
+    use_scheduler(policy, monkeypatch, **STRETCHED)
+    noise, _, cond = inputs(policy)
+    latents, times = sample(policy, cond, torch.arange(2), RolloutSpec("euler", 1), noise)
+    assert times.tolist() == [1.0]
+    with torch.no_grad():
+        torch.testing.assert_close(latents, noise - policy(noise, torch.ones(2), cond))
+
+
+@pytest.mark.parametrize(
+    ("solver", "steps", "config", "line"),
+    [
+        (
+            "dpm++",
+            1000,
+            {"shift": 1.0},
+            "solver=dpm.. with steps=1000 has 1000 times from 0.999 to 0, which must lie in",
+        ),
+        ("unipc", 600, {"shift": 0.2}, "solver=unipc with steps=600 has 600 times from 0.999 to 0, which must lie in"),
+        ("euler", 3, {"shift": float("nan")}, "solver=euler with steps=3 has 3 times from nan to nan"),
+    ],
+)
+def test_an_impossible_schedule_is_refused_before_the_first_pass(families, monkeypatch, solver, steps, config, line):
+    policy = families("flux").shared
+    use_scheduler(policy, monkeypatch, **config)
+    monkeypatch.setattr(policy, "predict", None)
+    noise, _, cond = inputs(policy)
+    with pytest.raises(ValueError, match=line):
+        sample(policy, cond, torch.arange(2), RolloutSpec(solver, steps), noise)

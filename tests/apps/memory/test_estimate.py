@@ -187,6 +187,30 @@ def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, 
     assert f"memory: not estimated, {tmp_path / 'some'} is not in the local cache" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "config", "line"),
+    [
+        (
+            ["model.objective.rollout.solver=dpm++"],
+            {"use_karras_sigmas": True},
+            "cannot follow use_karras_sigmas of the",
+        ),
+        (["model.evaluation={solver: unipc, steps: 2}"], {"use_beta_sigmas": True}, "cannot follow use_beta_sigmas of"),
+        (
+            ["model.objective.rollout={solver: dpm++, steps: 1000}"],
+            {},
+            "steps=1000 has 1000 times from 0.999 to 0, which",
+        ),
+    ],
+)
+def test_a_solver_without_a_schedule_is_an_error(tiny_recipe, tiny_sd3, tmp_path, capsys, words, config, line):
+    folder = shutil.copytree(tiny_sd3, tmp_path / "pipeline")
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    assert check([str(tiny_recipe), f"model.policy.checkpoint={folder}", *words]) == 2
+    assert line in capsys.readouterr().err
+
+
 def test_what_a_folder_names_beside_its_libraries_is_not_imported(tiny_sd3, tmp_path, monkeypatch):
     folder = tmp_path / "pipeline"
     shutil.copytree(tiny_sd3, folder)

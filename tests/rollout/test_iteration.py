@@ -1,0 +1,123 @@
+"""What an iteration trains on: the order of its images, its micro-batches, and the previous iteration's images."""
+
+import pytest
+import torch
+from policy_copies import load_copy
+
+from lit_vgrpo.core.records import IterationRecord, PassLedger
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.objectives import VGRPO
+from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.rollout.iteration import Iteration, Replay
+
+PROMPTS = ["a red circle", "a blue square", "a green triangle", "a red square", "a blue circle", "a green square"]
+GROUP, IMAGES, MICRO = 4, 8, 2
+SPLIT = [1, 6, 3, 4, 5, 0, 7, 2]
+"""The images of two updates, four each."""
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_sd3):
+    return load_copy(SD3Policy, tiny_sd3, max_sequence_length=1)
+
+
+def batch_of(iteration, order=SPLIT, step=0):
+    prompts = PROMPTS[2 * iteration : 2 * iteration + 2]
+    return PromptBatch(
+        *(iteration, step, 4, prompts, [{"prompt": prompt} for prompt in prompts]),
+        slots=[0, 1],
+        group_size=GROUP,
+        images=IMAGES,
+        members=list(range(GROUP)),
+        updates=2,
+        order=order,
+        micro_batches_per_update=4 if order is None else 2,
+        micro_batch_size=MICRO,
+    )
+
+
+class Run:
+    """Iterations on one rank, whose advantages count on from one to the next."""
+
+    def __init__(self, policy, order=SPLIT):
+        self.policy, self.order, self.replay = policy, order, Replay()
+        self.objective = VGRPO(RolloutSpec(steps=2), 2, replay=True, clip=0.1)
+        self.objective.setup(policy)
+        self.latents, self.tokens = [], []
+
+    def take(self, iteration, has_advantage=True):
+        batch = batch_of(iteration, self.order)
+        rollout = self.objective.roll_out(self.policy, batch.request(0, None))
+        self.latents.append(rollout.latents)
+        self.tokens.append(self.policy.encode(batch.prompts).tensors["tokens"].repeat_interleave(GROUP, dim=0))
+        groups = rollout.group_ids
+        record = IterationRecord(
+            iteration, torch.zeros(IMAGES), groups, {}, {}, groups, IMAGES, has_advantage=has_advantage
+        )
+        return Iteration.prepared(
+            *(self.objective, self.policy, rollout, self.advantages(iteration), record, batch, PassLedger()),
+            self.replay,
+        )
+
+    def advantages(self, iteration):
+        return torch.arange(1.0, IMAGES + 1) + 10 * iteration
+
+    def assert_trains_on(self, found, iterations, order):
+        """Check that the experience has the images of the iterations, numbered one after the other, in an order."""
+        images, experience = torch.tensor(order), found.experience
+        assert found.image_ids.tolist() == order
+        assert found.record.local_group_ids.tolist() == [number // GROUP for number in order]
+        assert torch.equal(experience.latents, torch.cat([self.latents[i] for i in iterations])[images])
+        assert torch.equal(experience.advantages, torch.cat([self.advantages(i) for i in iterations])[images])
+        tokens = torch.cat([self.tokens[i] for i in iterations])[images]
+        assert torch.equal(experience.conditioning.select(experience.rows).tensors["tokens"], tokens)
+        noise = experience.pairs.of_images()[1].flatten(1)[:, 0].tolist()
+        assert len(set(noise)) == len(set(found.record.local_group_ids.tolist()))  # one set of pairs per group
+        assert len({*zip(noise, found.record.local_group_ids.tolist(), strict=True)}) == len(set(noise))
+
+
+TWO_OF_EACH = [i + IMAGES * again for k in range(0, IMAGES, MICRO) for again in (0, 1) for i in SPLIT[k : k + MICRO]]
+WHOLE = [i + IMAGES * again for k in range(0, IMAGES, MICRO) for again in (0, 1) for i in range(k, k + MICRO)]
+
+
+@pytest.mark.parametrize(("order", "expected"), [(SPLIT, TWO_OF_EACH), (None, WHOLE)], ids=["split", "whole"])
+def test_replay_trains_on_the_previous_images_with_their_own_advantages(policy, order, expected):
+    run = Run(policy, order)
+    run.assert_trains_on(run.take(0), [0], order or list(range(IMAGES)))
+    for iteration in (1, 2):
+        found = run.take(iteration)
+        run.assert_trains_on(found, [iteration, iteration - 1], expected)
+        assert [len(micro) for micro in found.micros] == [2 * MICRO] * 4
+        again = Iteration.restored(found.state_dict(), batch_of(iteration, order), CPU)
+        run.assert_trains_on(again, [iteration, iteration - 1], expected)
+        assert [len(micro) for micro in again.micros] == [2 * MICRO] * 4
+
+
+def test_the_first_update_of_a_share_needs_no_old_passes_of_replayed_images(policy):
+    run = Run(policy)
+    run.take(0)
+    old = run.take(1).experience.extras["old_surrogate"]
+    assert old[:IMAGES].isnan().all()
+    assert old[IMAGES:].isfinite().all()
+
+
+def test_replay_goes_on_from_a_checkpoint_and_skips_an_iteration_without_advantages(policy):
+    run = Run(policy)
+    run.take(0)
+    saved = run.replay.state_dict()
+    run.replay = Replay()
+    run.replay.load_state_dict(saved)
+    run.assert_trains_on(run.take(1), [1, 0], TWO_OF_EACH)
+    assert len(run.take(2, has_advantage=False).experience) == IMAGES
+
+
+@pytest.mark.parametrize("order", [SPLIT, None], ids=["split", "whole"])
+def test_a_step_has_its_micro_batch_and_an_update_its_own(policy, order):
+    found = Run(policy, order).take(0)
+    for step in range(4 if order else 8):
+        batch = batch_of(0, order, step)
+        assert found.micro_of_step(batch) is found.micros[step % 4]
+        first = batch.update * 2 if order else 0
+        assert found.micros_of_update(batch) == found.micros[first : first + (2 if order else 4)]
