@@ -61,6 +61,7 @@ class ChainObjective(Objective):
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
     trains_on_sampling_steps: ClassVar[bool] = True
+    of_later_updates: ClassVar[tuple[str, ...]] = ("kl_mask",)
 
     rollout: RolloutSpec | None = None
     _: KW_ONLY
@@ -74,8 +75,6 @@ class ChainObjective(Objective):
     training_guidance: GuidanceScale | None = None
     reference_guidance: GuidanceScale | None = None
     recompute_old: bool = False
-
-    of_later_updates: ClassVar[tuple[str, ...]] = ("kl_mask",)
 
     # --- trained steps---------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class CRD(GroupObjective):
 
     Source:
         The abstract, and a third-party implementation (X-GenGroup/Flow-Factory, ``trainers/crd.py``). The defaults
-        are this third party's, except ``num_times``; the decays are those it states for the authors' code.
+        are this third party's, unverified, except ``num_times``; the decays are those it states for the authors' code.
     """
 
     old_decay_start: ClassVar[float] = 0.25

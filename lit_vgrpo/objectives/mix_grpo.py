@@ -11,7 +11,6 @@ from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives.chain import ChainObjective
 
 WindowStrategy = Literal["progressive", "random", "decay", "frozen"]
-WhileMoving = OnlyWith("window_strategy", "progressive", "decay")
 
 
 @checked
@@ -45,8 +44,8 @@ class MixGRPO(ChainObjective):
 
     window_size: Annotated[int, Range(1, 1000)] = 4
     window_strategy: WindowStrategy = "progressive"
-    window_stride: Annotated[PositiveInt, WhileMoving] = 1
-    window_interval: Annotated[PositiveInt, WhileMoving] = 25
+    window_stride: Annotated[PositiveInt, OnlyWith("window_strategy", "progressive", "decay")] = 1
+    window_interval: Annotated[PositiveInt, OnlyWith("window_strategy", "progressive", "decay")] = 25
     decay_rate: Annotated[NonNegativeFloat, OnlyWith("window_strategy", "decay")] = 0.1
     decay_from: Annotated[NonNegativeInt, OnlyWith("window_strategy", "decay")] = 13
     flash: bool = False

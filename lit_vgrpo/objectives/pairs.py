@@ -290,13 +290,12 @@ def norm_excess(prediction: Tensor, of_reference: Tensor) -> Tensor:
     """Return ``relu(|v_theta| - |v_ref|)`` of each pair; ``(B, N, ...) -> (B, N)``.
 
     Norms are root mean squares, so that a weight does not depend on the latents' size: our choice, as is the use for
-    other predictions than velocities.
+    other predictions than velocities. They have a floor, since the gradient of a root of 0 is not finite.
 
     Source:
         The abstract of arXiv 2606.27771 (NormGuard) and third-party summaries; its weight and scaling were not read.
     """
-    least = torch.finfo(torch.float32).tiny  # the gradient of a norm of 0 would be NaN
-    norm, start = (mean_over_pixels(v.square(), 2).clamp(min=least).sqrt() for v in (prediction, of_reference))
+    norm, start = (mean_over_pixels(v.square(), 2).clamp(min=1e-37).sqrt() for v in (prediction, of_reference))
     return (norm - start).relu()
 
 

@@ -50,7 +50,7 @@ class RAM(DrawnTimesObjective):
         share_passes: ``pure_noise`` sets the first time to ``t = 1``, where the images of a group share one pass; see
             :class:`~lit_vgrpo.objectives.vgrpo.VGRPO`. Ours.
         reward_weight: ``w``: 100 for GenEval and OCR, 1000 for PickScore; 0.1 in RVM.
-        advantage_clip: Bound on the advantages; null for none, as in RAM.
+        advantage_clip: Bound on the advantages; null for none, as in RAM; 5 in RVM.
         kl_weight: ``lambda``; 0 saves the reference's passes.
         time_power: ``k``: 1 in RAM; 0, uniform, in RVM.
         old_decay_rate: ``old <- d old + (1 - d) theta`` after each of n gradient steps, ``d = min(max, rate n)``.
@@ -61,7 +61,7 @@ class RAM(DrawnTimesObjective):
 
     Source:
         RAM's abstract and README, and third-party readings of its equation 17 and code; the code was not available.
-        RVM's abstract, and notes of a third-party reimplementation. All constants come from these third parties.
+        RVM's abstract, and notes of a third-party reimplementation. All constants are these third parties', unverified.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
