@@ -166,6 +166,16 @@ def test_a_crop_has_the_gradient_of_its_window_alone(policy):
     assert (context.ledger.decoded, context.ledger.training_passes()) == (4, 0)
 
 
+def test_windows_lie_elsewhere_in_every_image_and_iteration(policy):
+    context, corners = context_of(policy, make()), []
+    for context.rollout.iteration in (ITERATION, ITERATION + 1, ITERATION):
+        gradient = score_gradient(context, context.rollout.latents, torch.arange(6), crop=0.5)[1]
+        corners.append([tuple(part.abs().amax(0).nonzero()[0].tolist()) for part in gradient])
+    assert len({*corners[0]}) > 2
+    assert len({row for row, _ in corners[0]}) > 1 < len({column for _, column in corners[0]})
+    assert corners[0] == corners[2] != corners[1]
+
+
 def test_half_the_resolution_has_the_gradient_of_the_averaged_latents(policy):
     context = context_of(policy, make())
     found = make(decode_half=True).prepare(context).extras
@@ -204,6 +214,15 @@ def test_later_steps_are_drawn_more_often():
     shares = firsts.bincount(minlength=4) / 4000
     torch.testing.assert_close(shares, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.03, rtol=0)
     assert active_steps(4, 4, 1.0, seeded_generator(0)) == [0, 1, 2, 3]
+
+
+def test_an_image_at_the_target_is_not_trained_on(policy):
+    objective = make(num_steps=2)
+    scores = objective.prepare(context_of(policy, objective)).extras["score"]
+    objective.target = float(scores.median())
+    trained = objective.prepare(context_of(policy, objective)).extras["gradient"].flatten(1).any(dim=1)
+    assert torch.equal(trained, scores[:, 0] < objective.target)
+    assert (scores == objective.target).any()
 
 
 def test_the_steps_are_drawn_anew_for_every_iteration_and_seed():

@@ -7,8 +7,9 @@ from policy_copies import load_copy
 from lit_vgrpo.core.records import IterationRecord, PassLedger
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.objectives import VGRPO
+from lit_vgrpo.objectives import VGRPO, RewardGradient
 from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.rewards import PythonReward, Weighted
 from lit_vgrpo.rollout.iteration import Iteration, Replay
 
 PROMPTS = ["a red circle", "a blue square", "a green triangle", "a red square", "a blue circle", "a green square"]
@@ -111,6 +112,26 @@ def test_replay_goes_on_from_a_checkpoint_and_skips_an_iteration_without_advanta
     run.replay.load_state_dict(saved)
     run.assert_trains_on(run.take(1), [1, 0], TWO_OF_EACH)
     assert len(run.take(2, has_advantage=False).experience) == IMAGES
+
+
+def test_a_method_without_advantages_gets_each_images_own_prompt_and_row(policy):
+    asked, batch = [], batch_of(1)
+    batch.slots = [4, 2]
+
+    def grey(images, prompts, rows):
+        asked.extend(zip(prompts, (row["prompt"] for row in rows), strict=True))
+        return images.mean((1, 2, 3))
+
+    objective, reward = (
+        RewardGradient(RolloutSpec(steps=2), num_steps=1),
+        Weighted([PythonReward(grey, differentiable=True)]),
+    )
+    objective.setup(policy)
+    rollout, groups = objective.roll_out(policy, batch.request(0, None)), torch.tensor([4] * 4 + [2] * 4)
+    record = IterationRecord(1, torch.zeros(IMAGES), groups, {}, {}, groups, IMAGES, has_advantage=False)
+    given = (objective, policy, rollout, torch.zeros(IMAGES), record, batch, PassLedger(), Replay(), reward)
+    assert Iteration.prepared(*given).record.has_advantage
+    assert asked == [(prompt, prompt) for prompt in batch.prompts for _ in range(GROUP)]
 
 
 @pytest.mark.parametrize("order", [SPLIT, None], ids=["split", "whole"])
