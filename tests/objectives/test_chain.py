@@ -7,7 +7,7 @@ import pytest
 import torch
 from chain_in_float64 import ADVANTAGES, GROUP, Steps, flow_sde, gaussian, gradient, load_sd3, nudge, prepared, roll
 from policy_copies import load_copy
-from rollouts import sample_chain
+from rollouts import roll_out, sample_chain
 
 from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.records import PassLedger
@@ -15,7 +15,7 @@ from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.solvers import FLOW_SDES
-from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import DDPO, DanceGRPO, FlowGRPO, MixGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import RectifiedFlow, SD3Policy, UNetPolicy
@@ -110,6 +110,19 @@ def test_shared_initial_noise_is_one_a_group_and_the_chain_parts_its_images(poli
     assert torch.equal(starts[0], starts[2])
     assert not torch.equal(starts[0], starts[3])
     assert not torch.equal(rollout.latents[0], rollout.latents[1])
+
+
+@pytest.mark.parametrize("spec", [RolloutSpec(steps=2), RolloutSpec("flow_sde", 3, shared_noise=True)])
+def test_noise_follows_the_numbers_of_groups_and_images(policy, spec):
+    """A group has the same images on another rank, and an image with another's number starts like that one."""
+    prompts = ["a red circle", "a blue square"]
+    whole = roll_out(policy, RolloutRequest(prompts, [{}] * 2, [0, 1], 4), spec)
+    second = RolloutRequest(prompts[1:], [{}], [1], 4)
+    assert torch.equal(roll_out(policy, second, spec).latents, whole.latents[4:])
+    if not spec.shared_noise:
+        chosen = roll_out(policy, replace(second, noise_ids=torch.tensor([6, 6, 5, 7])), spec)
+        assert torch.equal(chosen.latents, whole.latents[[6, 6, 5, 7]])
+        assert chosen.image_ids.tolist() == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(("steps", "window"), [(6, (0, 2)), (6, (2, 5)), (6, None), (3, (0, 3))])

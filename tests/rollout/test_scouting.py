@@ -134,6 +134,13 @@ def test_failed_scouts_can_stop_the_run(tiny_sd3, tmp_path, fails, failed_images
         train(tiny_sd3, tmp_path, module)
 
 
+def test_scouts_are_sampled_with_their_own_settings():
+    cache = BlockCache("taylorseer")
+    of_scouts = RolloutSpec("euler", STEPS, 3.0, cache=cache, scouts=ScoutSpec(2, 2, "unipc")).of_scouts
+    assert of_scouts == RolloutSpec("unipc", 2, 3.0)
+    assert RolloutSpec(steps=STEPS, scouts=ScoutSpec(2, 2, cache=cache)).of_scouts == RolloutSpec(steps=2, cache=cache)
+
+
 def test_settings_that_make_no_sense_are_refused(tiny_sd3):
     def errors(objective, **options):
         return module_errors(make_module(tiny_sd3, objective, **options), Sizes(2, 4))
