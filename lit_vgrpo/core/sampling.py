@@ -26,6 +26,8 @@ def schedule_of(policy: Policy, spec: RolloutSpec) -> tuple[Any, Tensor]:
     """
     solver, steps = ODE_OF.get(spec.solver, spec.solver), spec.steps
     scheduler = policy.scheduler(solver, steps)
+    if spec.tail is not None:
+        policy.scheduler("dpm++", steps)  # the tail's, which some pipelines refuse
     if hasattr(scheduler, "set_begin_index"):  # else it looks for the first timestep, and skips one that is repeated
         scheduler.set_begin_index(0)
     times = policy.scheduler_times(scheduler).cpu()

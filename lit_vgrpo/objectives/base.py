@@ -113,13 +113,11 @@ class Objective(ABC):
     """True if it trains on the gradient of a differentiable reward."""
     advantage_std: ClassVar[AdvantageStd] = "global"
     advantage_aggregate: ClassVar[AdvantageAggregate] = "rewards"
-    of_later_updates: ClassVar[tuple[str, ...]] = ()
-    """Options without effect in an iteration's first update, which trains the policy that rolled out."""
+    of_later_updates: ClassVar[tuple[str, ...]] = ()  # options without effect in an iteration's first update
     path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
     trains_on_sampling_steps: ClassVar[bool] = False
     default_rollout: ClassVar[RolloutSpec | None] = None
-    acting_copy: ClassVar[str] = ""
-    """Name of the copy that samples the images."""
+    acting_copy: ClassVar[str] = ""  # name of the copy that samples the images
 
     rollout: RolloutSpec | None = None
     training_guidance: float | None = None

@@ -82,7 +82,6 @@ class DGPO(GroupObjective):
     """
 
     acting_copy: ClassVar[str] = "old"
-
     _: KW_ONLY
     noisiest: Annotated[int, Range(1, 1000)] | None = 7
     beta: Annotated[float, Range(above=0)] = 100.0

@@ -128,8 +128,9 @@ class RewardGradient(Objective):
         weight = -t if self.predicts else times[steps + 1] - t  # of each velocity in the image
         if self.variant == "flowbp":
             weight = weight * (1 + self.rescale * (times[0] / -weight.sum() - 1))
-        if self.variant == "draft_lv":
-            before = torch.cat([before, renoised(context, self.num_noises, t)], dim=1)
+        if self.variant == "draft_lv":  # the copies are made at a time that the network sees unchanged
+            t = torch.cat([t, context.policy.path.snap(t).expand(self.num_noises)])
+            before, weight = torch.cat([before, renoised(context, self.num_noises, t[1:2])], dim=1), -t
         shape = len(rollout), max(len(t), before.shape[1])
         of_steps = (value.expand(shape).to(before.device) for value in (t, weight))
         experience = context.experience(extras=dict(zip(("before", "t", "weight"), (before, *of_steps), strict=True)))

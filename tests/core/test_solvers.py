@@ -42,6 +42,16 @@ def test_flow_steps_equal_the_formulas(solver, level):
     assert step.mean.dtype == step.std.dtype == torch.float32
 
 
+def test_a_first_time_that_is_rounded_below_one_has_the_noise_of_one():
+    z = draw(2, 1, 2, 2)
+    first, rounded = (
+        transition("flow_sde", RectifiedFlow(), z, z, torch.full((2,), t), torch.full((2,), SECOND), 0.7, SECOND)
+        for t in (1.0, 0.9999997)
+    )
+    torch.testing.assert_close(rounded.std, first.std)
+    torch.testing.assert_close(rounded.mean, first.mean)
+
+
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("eta", [1.0, 0.5, 0.0])
 def test_ddim_step_is_diffusers_own(prediction, eta):

@@ -26,6 +26,7 @@ from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
 FAMILIES = {"sd3": SD3Policy, "unet": UNetPolicy, "sdxl": SDXLPolicy, "flux": FluxPolicy}
 
+FLASH = "model.objective={class_path: MixGRPO, init_args: {flash: true, rollout: {solver: flow_sde, steps: 9}}}"
 DECODED_ALONE = "model.policy.decode_batch_size=1"  # else the VAE takes more than training does
 
 
@@ -196,6 +197,7 @@ def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, 
             "cannot follow use_karras_sigmas of the",
         ),
         (["model.evaluation={solver: unipc, steps: 2}"], {"use_beta_sigmas": True}, "cannot follow use_beta_sigmas of"),
+        ([FLASH], {"use_karras_sigmas": True}, "cannot follow use_karras_sigmas of the"),
         (
             ["model.objective.rollout={solver: dpm++, steps: 1000}"],
             {},
