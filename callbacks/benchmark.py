@@ -85,6 +85,7 @@ class Benchmark(L.Callback):
                 run.policy, self.reward, spec=run.spec, batch_size=run.batch_size, seed=self.seed, ledger=run.ledger
             )
             self._evaluator.observers.clear()
+        self._evaluator.start_over()
         size = trainer.datamodule.eval_batch_size
         rank, ranks = image_ranks(trainer)
         share = HeldOutDataset(self.rows, self.images_per_prompt, size, ranks, rank)

@@ -11,17 +11,18 @@ import lightning as L
 
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
+from lit_vgrpo.core.records import Evaluation
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.snapshots import all_finite, trainable_parameters
 from lit_vgrpo.errors import say
-from lit_vgrpo.training.checkpoint import TRAINED, NewestEvaluation, RunCheckpoint
+from lit_vgrpo.training.checkpoint import TRAINED, RunCheckpoint
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS, CONFIG_NAME
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
 
 COLLAPSED = "collapsed"
-STATE = ("flat_iterations", "low_evaluations", "best", "best_iteration", "unit")
+STATE = ("flat_iterations", "low_evaluations", "unit")
 
 
 class StopsRun(L.Callback):
@@ -34,9 +35,15 @@ class StopsRun(L.Callback):
 
     outcome: str | None = None
     reason: str | None = None
+    _seen: Evaluation | None = None
 
-    def __init__(self) -> None:
-        self.newest = NewestEvaluation()
+    def news(self, trainer: L.Trainer, module: VGRPOModule) -> list[Evaluation]:
+        """Return the comparable evaluations after a new one of the current weights, otherwise []."""
+        evaluator = module.evaluator
+        if evaluator.step != trainer.global_step or evaluator.history[-1] is self._seen:
+            return []
+        self._seen = evaluator.history[-1]
+        return evaluator.comparable
 
     def end_run(self, trainer: L.Trainer, outcome: str, reason: str) -> None:
         """Stop after the current iteration; called on every rank."""
@@ -50,9 +57,9 @@ def describe_best(trainer: L.Trainer) -> str:
     """Describe a run's best checkpoint and how to continue from it."""
     folder = Path(trainer.default_root_dir)
     file = folder / CHECKPOINTS / BEST
-    best = next((one.best for one in trainer.checkpoint_callbacks if isinstance(one, RunCheckpoint)), None)
+    best = next((one.kept_best(folder) for one in trainer.checkpoint_callbacks if isinstance(one, RunCheckpoint)), None)
     if best is None or best.name is None:
-        return "No best checkpoint was saved: RunCheckpoint's best and data.heldout must both be set."
+        return "No best checkpoint was saved: that needs RunCheckpoint's best, data.heldout and an evaluation."
     again = f"lightning run {folder / CONFIG_NAME} ckpt_path={file}"
     return f"Best checkpoint: {file} ({best}). Continue from it in a new folder: {again}"
 
@@ -80,15 +87,9 @@ class CollapseStop(StopsRun):
     patience_evaluations: PositiveInt = 2
 
     def __post_init__(self) -> None:
-        super().__init__()
         self.flat_iterations = 0
         self.low_evaluations = 0
-        self.best = -math.inf
-        self.best_iteration = 0
         self.unit: float | None = None
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        self._fallen(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
@@ -134,19 +135,16 @@ class CollapseStop(StopsRun):
 
     def _fallen(self, trainer: L.Trainer, module: VGRPOModule) -> str:
         """Return a warning of a held-out reward far below its best for too long, or nothing."""
-        now = module.evaluator.latest.get(TRAINED, math.nan)
-        if not self.newest.is_new(module.evaluator.step, trainer.global_step) or not math.isfinite(now):
+        found = self.news(trainer, module)
+        if not found or self.drop is None or self.unit is None or not math.isfinite(now := found[-1].reward):
             return ""
-        if now > self.best:
-            self.best, self.best_iteration = now, module.evaluator.history[-1].iteration
-        if self.drop is None or self.unit is None:
-            return ""
-        units = (self.best - now) / self.unit
+        best = max((one for one in found if math.isfinite(one.reward)), key=lambda one: one.reward)
+        units = (best.reward - now) / self.unit
         self.low_evaluations = self.low_evaluations + 1 if units > self.drop else 0
         if self.low_evaluations < self.patience_evaluations:
             return ""
         return (
             f"{TRAINED} is {now:.4g}, {units:.1f} times the standard deviation of the first iteration's rewards below "
-            f"the {self.best:.4g} of iteration {self.best_iteration}, and has been low for {self.low_evaluations} "
+            f"the {best.reward:.4g} of iteration {best.iteration}, and has been low for {self.low_evaluations} "
             "evaluations in a row."
         )

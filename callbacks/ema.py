@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Count, HalfOpenUnitInterval, checked
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED
 from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
@@ -106,11 +105,6 @@ class EMA(L.Callback):
         if self._restored is not None and self.average is not None:
             self.average.load_state_dict(self._restored)
             self._restored = None
-
-
-def evaluated_weights(trainer: L.Trainer) -> str:
-    """Return the variant that evaluations and exports use: the average if the trainer has an EMA callback."""
-    return AVERAGE if callbacks_of(trainer, EMA) else TRAINED
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_vgrpo.callbacks.ema import averaged_weights, evaluated_weights
+from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.system.paths import write_error, write_folder_atomically
+from lit_vgrpo.training.saved_weights import evaluated_weights
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule

@@ -69,11 +69,11 @@ class FID(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._prepare(pl_module)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        self._sums = None  # from an interrupted evaluation
-        self._prepare(pl_module)
+    on_validation_start = on_test_start = on_fit_start  # type: ignore[assignment]
 
-    on_test_start = on_validation_start  # type: ignore[assignment]
+    def start_over(self) -> None:
+        """Discard the images of an interrupted evaluation."""
+        self._sums = None
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's held-out images, ``(B, 3, H, W)`` in [0, 1]."""

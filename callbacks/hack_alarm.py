@@ -58,14 +58,13 @@ class RewardHackAlarm(StopsRun):
         min_change: Annotated[float, Range(least=0, below=1)] = 0.02,
         action: Action = "warn",
     ) -> None:
-        super().__init__()
         if metric == TRAINED:
             raise ValueError(f"metric={metric} is the trained reward. Use {UNTRAINED}.")
         self.metric = metric
         self.patience = patience
         self.action = action
         self.warnings: list[str] = []
-        self.start: dict[str, float] = {}
+        self.fingerprint = 0  # of the last evaluation
         self.watches = {IMAGES: Divergence(min_change, min_change)}
         if metric is not None:
             self.watches[metric] = Divergence(min_change, min_change)
@@ -87,20 +86,22 @@ class RewardHackAlarm(StopsRun):
 
     def state_dict(self) -> dict[str, Any]:
         watches = {name: (watch.in_a_row, *(watch.reference or ())) for name, watch in self.watches.items()}
-        return {"watches": watches, "start": self.start, "warnings": self.warnings}
+        return {"watches": watches, "fingerprint": self.fingerprint, "warnings": self.warnings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.start, self.warnings = state_dict["start"], state_dict["warnings"]
+        self.fingerprint, self.warnings = state_dict.get("fingerprint", 0), state_dict["warnings"]
         for name, watch in self.watches.items():
             watch.in_a_row, *reference = state_dict["watches"][name]
             watch.reference = Measurement(*reference) if reference else None
 
     def _judge(self, trainer: L.Trainer, module: VGRPOModule) -> None:
-        if not self.newest.is_new(module.evaluator.step, trainer.global_step):
+        if not (evaluations := self.news(trainer, module)):
             return
-        latest = {name.removeprefix("heldout/"): value for name, value in module.evaluator.latest.items()}
-        self.start = self.start or latest
-        found = signs(self.start, latest)
+        if evaluations[-1].fingerprint != self.fingerprint:
+            self.fingerprint = evaluations[-1].fingerprint
+            for watch in self.watches.values():
+                watch.reference, watch.in_a_row = None, 0
+        found = signs(evaluations[0].metrics, evaluations[-1].metrics)
         warnings = []
         for name, watch in self.watches.items():
             if name == IMAGES:

@@ -85,9 +85,6 @@ class Report(L.Callback):
             self._evaluations_shown = evaluations
             self._write(trainer, is_running=True)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        self._kept.start_over()
-
     def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if trainer.is_global_zero:
             self.finish(trainer, pl_module, completed=True)
@@ -154,7 +151,7 @@ class KeptImages:
         images = {slot: image for of_rank in objects_of_all_ranks(own) for slot, image in of_rank.items()}
         self.start_over()
         trainer = module.trainer
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and trainer.state.fn == "fit":
             iteration = module.record.iteration + 1 if module.record is not None else trainer.current_epoch
             folder = Path(trainer.default_root_dir) / KEPT
             edited = {

@@ -8,7 +8,7 @@ import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_vgrpo.apps.report.run_data import Point, RunData, read_scores
 from lit_vgrpo.apps.report.verdict import Cheating, Verdict
 from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
-from lit_vgrpo.callbacks.ema import averaged_weights, evaluated_weights
+from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.errors import UserError, counted, one_line, say
 from lit_vgrpo.system.memory import PeakMemory, device_name, peak_resident_bytes
@@ -26,13 +26,11 @@ from lit_vgrpo.system.process import commit, versions
 from lit_vgrpo.system.signals import is_stop_requested
 from lit_vgrpo.training.checkpoint import TRAINED
 from lit_vgrpo.training.resume import SUMMARY_NAME
+from lit_vgrpo.training.saved_weights import evaluated_weights
 from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
-
-SPREAD = "heldout/reward_std"
-"""Standard deviation of the trained reward over the held-out images at the start."""
 
 
 class RunSummary(L.Callback):
@@ -45,15 +43,8 @@ class RunSummary(L.Callback):
 
     def __init__(self) -> None:
         self.unwritten: str | None = None
-        self.heldout_start: dict[str, float] = {}
         self.reason: str | None = None
         self._outcome = "finished"
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        if not self.heldout_start:
-            self.heldout_start = dict(pl_module.evaluator.latest)
-            if (scores := pl_module.evaluator.of_images(TRAINED)) is not None:
-                self.heldout_start[SPREAD] = float(scores[scores.isfinite()].std(correction=0))
 
     def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
         kinds = KeyboardInterrupt | (SystemExit if is_stop_requested() else SIGTERMException)  # callbacks may exit too
@@ -70,7 +61,7 @@ class RunSummary(L.Callback):
             # The last evaluation may be several iterations old.
             with averaged_weights(trainer, pl_module):
                 pl_module.evaluate()
-        start, spread = self.heldout_start.get(TRAINED, math.nan), self.heldout_start.get(SPREAD, math.nan)
+        start, spread = (_start(pl_module).get(name, math.nan) for name in ("reward", "reward_std"))
         end = pl_module.evaluator.latest.get(TRAINED, math.nan)
         if start - end > spread > 0 and not _stopped(trainer):
             self._outcome = "diverged"
@@ -82,28 +73,19 @@ class RunSummary(L.Callback):
 
     def finish(self, trainer: L.Trainer, module: VGRPOModule, completed: bool) -> None:
         """Print the held-out reward before and after training; called on the first rank."""
-        start, end = self.heldout_start.get(TRAINED), module.evaluator.latest.get(TRAINED)
-        if completed and start is not None and end is not None:
-            done, weights = counted(trainer.current_epoch, "iteration"), evaluated_weights(trainer)
-            say(f"Held-out reward {start:.3f} before, {end:.3f} after {done} ({weights} weights).")
+        found, end = module.evaluator.comparable, module.evaluator.latest.get(TRAINED)
+        if completed and end is not None and len(found) > 1:
+            start, done = found[0], counted(trainer.current_epoch, "iteration")
+            when = f"after {counted(start.iteration, 'iteration')}" if start.iteration else "before"
+            weights = evaluated_weights(trainer)
+            say(f"Held-out reward {start.reward:.3f} {when}, {end:.3f} after {done} ({weights} weights).")
             say(f"Did it cheat? {self._cheating(trainer, module).words}")
         if completed and self.reason is not None:
             say(self.reason, error=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"heldout_start": self.heldout_start}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.heldout_start = state_dict["heldout_start"]
-
     def _cheating(self, trainer: L.Trainer, module: VGRPOModule) -> Cheating:
         """Return the report's "Did it cheat?" for the start and the newest evaluation."""
-        ends = {0: self.heldout_start} if self.heldout_start else {}
-        ends |= {one.iteration: module.evaluator.latest for one in module.evaluator.history[-1:]}
-        points = [
-            Point({"iterations": done}, {n.removeprefix("heldout/"): x for n, x in found.items() if math.isfinite(x)})
-            for done, found in ends.items()
-        ]
+        points = [Point({"iterations": one.iteration}, one.metrics) for one in module.evaluator.history]
         folder = Path(trainer.default_root_dir)
         return Verdict(RunData(folder, {}, {}, [], points, read_scores(folder))).cheating
 
@@ -116,12 +98,10 @@ class RunSummary(L.Callback):
             **({"reason": reason} if reason is not None else {}),
             "did_it_cheat": asdict(self._cheating(trainer, module)),
             "alarms": [line for alarm in callbacks_of(trainer, RewardHackAlarm) for line in alarm.warnings],
-            "heldout_reward_start": _plain(self.heldout_start.get(TRAINED)),
+            "heldout_reward_start": _plain(_start(module).get("reward")),
             "heldout_reward_end": _plain(end.pop("reward", None)),
             "reward_parts_end": {name: _plain(end.pop(name)) for name in module.reward.part_names if name in end},
-            "heldout_metrics_start": {
-                name.removeprefix("heldout/"): _plain(x) for name, x in self.heldout_start.items()
-            },
+            "heldout_metrics_start": {name: _plain(value) for name, value in _start(module).items()},
             "heldout_metrics_end": {name: _plain(value) for name, value in end.items()},
             "weights": evaluated_weights(trainer),
             "iterations": trainer.current_epoch,
@@ -147,6 +127,11 @@ class RunSummary(L.Callback):
             self.unwritten = None
         except (OSError, UserError) as error:
             self.unwritten = str(error)
+
+
+def _start(module: VGRPOModule) -> dict[str, float]:
+    """Return the metrics of the first evaluation that can be compared with the newest one."""
+    return next((one.metrics for one in module.evaluator.comparable), {})
 
 
 def _stopped(trainer: L.Trainer) -> list[StopsRun]:

@@ -185,16 +185,21 @@ class VGRPOModule(L.LightningModule):
         """Evaluate the current weights on the held-out prompts, on every rank; return {} if there are none."""
         return self.evaluator.evaluate(self)
 
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        self.evaluator.add(batch)
+    def on_validation_start(self) -> None:
+        self.evaluator.start_over()
 
-    test_step = validation_step
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:  # a part of the images
+            self.evaluator.add(batch)
+
+    on_test_start, test_step = on_validation_start, validation_step
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict(self.evaluator.finish(self))
+        if not self.trainer.sanity_checking:
+            self.log_dict(self.evaluator.finish(self))
 
     def on_test_epoch_end(self) -> None:
-        self.log_dict(self.evaluator.means(self, prefix="test"))
+        self.log_dict(self.evaluator.finish(self))
 
     def predict_step(self, batch: PromptBatch | Sequence[str], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return images of a batch of prompts, ``(B, 3, H, W)`` in [0, 1], on the CPU.
@@ -232,12 +237,15 @@ class VGRPOModule(L.LightningModule):
         return self.optimization.build(trainable_parameters(self.policy).values())
 
     def on_fit_start(self) -> None:
-        self.iteration, self._stops = None, False
+        self.iteration, self.record, self._stops = None, None, False
         for copy in (self.reference, *self.objective.copies.values()):
             copy.follow()
         self.reward.enter_run(Path(self.trainer.default_root_dir))
         settle(self)
-        if not self.continuation.rewind(self.trainer) and self.evaluate_at_start:
+        is_resumed = self.continuation.rewind(self.trainer)
+        if not is_resumed and self.trainer.global_step == 0:
+            self.evaluator.load_state_dict({"history": []})  # not that of an earlier fit
+        if not is_resumed and self.evaluate_at_start:
             read_limits(self.trainer)  # before the first image, and not after the evaluation
             self.evaluator.evaluate(self, logs=True)
 

@@ -17,6 +17,7 @@ from lit_vgrpo.system.memory import PeakMemory
 BACKWARD = 2
 """Cost of a pass's backward in forward passes: gradients of the activations and of the weights."""
 
+FINGERPRINT = "fingerprint"  # the metric that is equal for evaluations that can be compared
 NOT_TRAINING = ("evaluation", "samples", "diagnostics")
 """Phases that training does not need."""
 
@@ -236,6 +237,8 @@ class Evaluation:
         phases: Those passes by phase, with and without gradient, see :class:`PassLedger`.
         train_seconds: Wall time of the training steps.
         cpu_seconds: CPU time of this process in the training steps.
+        fingerprint: Equal for evaluations of the same images by the same rewards; 0 if unknown.
+        metrics: All finite metrics, without ``heldout/``, and ``reward_std`` over the images.
     """
 
     iteration: int
@@ -246,6 +249,8 @@ class Evaluation:
     cpu_seconds: float
     forward_equivalents: int
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    fingerprint: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

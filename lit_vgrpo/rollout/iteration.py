@@ -295,6 +295,7 @@ class Continuation:
             False if there is no checkpoint to continue from.
         """
         progress, self._progress = self._progress, {}
+        self.is_resumed = bool(progress)
         if not progress or progress["is_last_batch"]:
             return self.is_resumed
         updates_done = 0 if self._saved is None else self._saved["updates_done"]

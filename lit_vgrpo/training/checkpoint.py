@@ -24,7 +24,7 @@ from lit_vgrpo.errors import counted, one_line, say, suggestion
 from lit_vgrpo.system.paths import DRAFT_PREFIX
 from lit_vgrpo.system.process import say_from_handler
 from lit_vgrpo.system.signals import StopRequests
-from lit_vgrpo.training.checkpoint_file import put_in_place
+from lit_vgrpo.training.checkpoint_file import CheckpointDamage, put_in_place, read
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS
 from lit_vgrpo.training.watchdog import Watch
 
@@ -33,25 +33,6 @@ UNTRAINED, TRAINED = "heldout/untrained_reward", "heldout/reward"
 DISTANCES = ("heldout/fid", "heldout/kid")
 LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
 FIRST_CTRL_C = "\nFinishing this {}, then saving. Ctrl-C again stops at once.\n"
-
-
-class NewestEvaluation:
-    """Detects evaluations of the current weights, each once."""
-
-    def __init__(self) -> None:
-        self._seen_step = -1
-
-    def is_new(self, heldout_step: int, global_step: int) -> bool:
-        """Return ``True`` once for each evaluation of the current weights.
-
-        Args:
-            heldout_step: Optimizer steps at the newest evaluation, -1 before the first one.
-            global_step: Optimizer steps now.
-        """
-        if heldout_step in (-1, self._seen_step) or heldout_step != global_step:
-            return False
-        self._seen_step = heldout_step
-        return True
 
 
 @dataclass(frozen=True)
@@ -80,7 +61,6 @@ class BestEvaluation:
     def improved_by(self, heldout: Mapping[str, float], iteration: int) -> BestEvaluation | None:
         """Return an evaluation after ``iteration`` iterations if it is better than all before it, else ``None``."""
         name = (UNTRAINED if UNTRAINED in heldout else TRAINED) if self.metric == AUTO else self.metric
-        # A resumed run may have a new held-out reward, whose values cannot be compared.
         known = self.value if name == self.name else -math.inf
         if not heldout.get(name, math.nan) > known:
             return None
@@ -135,7 +115,8 @@ class RunCheckpoint(Checkpoint):
         self._requests: _Requests | None = None
         self._leaving = False
         self._is_through = False
-        self._newest = NewestEvaluation()
+        self._seen: Any = None  # evaluation
+        self._aside: str | None = None  # name for a best checkpoint of other images or rewards
 
     # --- signals ---------------------------------------------------------------------------------------------------
 
@@ -260,20 +241,34 @@ class RunCheckpoint(Checkpoint):
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
+    def kept_best(self, folder: Path) -> BestEvaluation | None:
+        """Return the best evaluation so far: that of ``best.ckpt`` in a run folder; without it, none counts."""
+        if self.best is None or self.best.name is None:
+            return self.best
+        try:
+            return replace(self.best, **read(folder / CHECKPOINTS / BEST)["callbacks"][self.state_key]["best"])
+        except (CheckpointDamage, KeyError):  # in another folder, deleted or damaged
+            return BestEvaluation(self.best.metric)
+
     def _keep_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save ``best.ckpt`` if there is a new evaluation of the current weights and it is the best so far."""
         evaluator: Any = pl_module.evaluator
-        if self.best is None or not self._newest.is_new(evaluator.step, trainer.global_step):
+        if self.best is None or evaluator.step != trainer.global_step or evaluator.history[-1] is self._seen:
             return
+        self._seen = evaluator.history[-1]
         if self.best.metric == AUTO and self.every_n_iterations == 0:
             return
         heldout = evaluator.latest
         if self.best.metric not in (AUTO, *heldout):
             advice = suggestion(self.best.metric, heldout)
             rank_zero_warn(f"No evaluation measured best={self.best.metric}, so no {BEST} is kept. {advice}")
-        better = trainer.strategy.broadcast(self.best.improved_by(heldout, evaluator.history[-1].iteration))
+        kept: Any = self.kept_best(Path(trainer.default_root_dir))
+        alike = [x for x in evaluator.comparable if x.iteration == kept.iteration and kept.value in x.metrics.values()]
+        known = kept if alike else BestEvaluation(self.best.metric)
+        better = trainer.strategy.broadcast(known.improved_by(heldout, self._seen.iteration))
         if better is None:
             return
+        self._aside = f"best-{kept.iteration}.ckpt" if kept.name and not alike else None
         before, unsaved = self.best, self.unsaved
         self.best = better
         if self._save(trainer, BEST) is not None:
@@ -308,8 +303,8 @@ class RunCheckpoint(Checkpoint):
         try:
             trainer.strategy.save_checkpoint(checkpoint, draft)
             if trainer.is_global_zero:
-                keep = self.keep_previous and path.name == LAST
-                put_in_place(draft, path, path.with_name(PREVIOUS) if keep else None)
+                aside = {LAST: PREVIOUS if self.keep_previous else None, BEST: self._aside}.get(path.name)
+                put_in_place(draft, path, None if aside is None else path.with_name(aside))
         except OSError as error:
             draft.unlink(missing_ok=True)
             folder = next(parent for parent in path.parents if parent.exists())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import strips
 from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.records import Evaluation, PassLedger
+from lit_vgrpo.core.records import FINGERPRINT, Evaluation, PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
@@ -28,6 +28,8 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import ScoreQueue, as_weighted
 from lit_vgrpo.rewards.function import RewardsLike
+from lit_vgrpo.training.resume_guard import hashed, row_hash
+from lit_vgrpo.training.saved_weights import evaluated_weights
 
 
 @checked
@@ -60,26 +62,16 @@ class HeldOutObserver(Protocol):
 
 
 class Looks:
-    """Measurement of the held-out images of every evaluation; see ``lit_vgrpo.metrics.looks``.
-
-    Attributes:
-        start: The first evaluation's reduced images, ``(N, 768)``, float16; ``None`` before it.
-        newest: Likewise of the newest evaluation.
-    """
+    """Measurement of the held-out images of every evaluation; see ``lit_vgrpo.metrics.looks``."""
 
     def __init__(self) -> None:
-        self.start: Tensor | None = None
-        self.newest: Tensor | None = None
+        self.newest = torch.empty(0, 768)  # reduced images of the last evaluation, float16
         self.start_over()
 
     def start_over(self) -> None:
         """Discard the images of an interrupted evaluation."""
         self._measured: list[Tensor] = []
         self._numbers: list[tuple[int, int]] = []
-
-    def load_start(self, images: Tensor | None) -> None:
-        """Use reduced images, such as a checkpoint's, as those of the start."""
-        self.start = images
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
@@ -101,8 +93,6 @@ class Looks:
         is_finite = measured.isfinite().all(1)
         self.newest = small.half()
         values = [*diversities(small[is_finite], prompts[is_finite]), *of_images[is_finite].mean(0).tolist()]
-        if self.start is not None and self.start.shape == small.shape:  # prompts may change on resume
-            values.append(float(distances(small, self.start.float()).nanmean()))
         found = dict(zip(LOOKS, values, strict=False))
         return {f"heldout/{name}": value for name, value in found.items() if math.isfinite(value)}
 
@@ -110,7 +100,7 @@ class Looks:
 class Evaluator:
     """Samples and scores images of held-out prompts; needs no trainer.
 
-    Call :meth:`add` for every batch, then :meth:`means`.
+    Call :meth:`add` for every batch, then :meth:`means`, or :meth:`finish` with a trainer.
 
     Args:
         policy: The policy, with loaded weights.
@@ -125,11 +115,12 @@ class Evaluator:
     Attributes:
         sides: Height and width of the images; ``None`` for the policy's.
         observed: Both rewards together.
-        looks: Diversity, sharpness and saturation of the images, and their distance from those at the start.
+        looks: Diversity, sharpness and saturation of the images.
         observers: Other metrics of the images.
-        latest: Metrics of the last evaluation, ``heldout/...``.
+        latest: Metrics of the last evaluation of ``fit``, ``heldout/...``.
         step: Optimizer steps at the last evaluation; -1 before the first.
-        history: The evaluations so far.
+        history: The evaluations of the run so far.
+        contents: Hashes of what the last one evaluated, by name; empty if unknown, as in an older checkpoint.
     """
 
     def __init__(
@@ -148,14 +139,19 @@ class Evaluator:
         self.reward = as_weighted(reward)
         self.untrained = None if untrained is None else as_weighted(untrained, "model.heldout_reward")
         self.observed = self.reward.observing(self.untrained)
+        # Before any call, since attributes of a reward may count its calls.
+        self._rewards = {f"reward {part.name}": hashed(part) for part in self.observed.parts}
         self.ledger = ledger or PassLedger()
         self.looks = Looks()
         self.observers: list[HeldOutObserver] = [self.looks]
         self.latest: dict[str, float] = {}
         self.step = -1
         self.history: list[Evaluation] = []
+        self.contents: dict[str, str] = {}
+        self._starts: dict[int, Tensor] = {}  # reduced images of the first evaluation with each fingerprint
         self._num_predicted = 0
         self._sources: list[str] = []
+        self._asked: dict[int, str] = {}  # hash of the row of each image
         self._queue = ScoreQueue(self.observed, queue)
         self._of_images: dict[str, Tensor] = {}
 
@@ -170,6 +166,11 @@ class Evaluator:
     def is_pending(self) -> bool:
         """``True`` if batches were added since the last :meth:`means`."""
         return len(self._queue) > 0
+
+    @property
+    def comparable(self) -> list[Evaluation]:
+        """The evaluations that can be compared with the newest one, in order."""
+        return [one for one in self.history if one.fingerprint == self.history[-1].fingerprint]
 
     @property
     def device(self) -> torch.device:
@@ -204,6 +205,14 @@ class Evaluator:
         """Sample a held-out batch's images ``(B, 3, H, W)`` in [0, 1]."""
         return self.generate(*batch.padded(), batch.images, batch.references())[: len(batch.slots)]
 
+    def start_over(self) -> None:
+        """Discard the batches of an interrupted evaluation."""
+        if self.is_pending:
+            self._queue.close()
+        self._sources, self._asked = [], {}
+        for observer in self.observers:
+            getattr(observer, "start_over", lambda: None)()
+
     @in_own_precision
     def add(self, batch: PromptBatch) -> None:
         """Sample a held-out batch's images, show them to the observers and queue them for scoring.
@@ -214,9 +223,8 @@ class Evaluator:
         if not isinstance(batch, PromptBatch):
             what = f"a batch of type {type(batch).__name__}, not a PromptBatch"
             raise TypeError(f"The evaluation got {what}. Pass datamodule=PromptDataModule(...) instead of a loader.")
-        if not self.is_pending:
-            self.looks.start_over()
-            self._sources = []
+        hashes = {id(row): row_hash(row) for row in batch.rows}  # a prompt's images share its row
+        self._asked |= {slot: hashes[id(row)] for slot, row in zip(batch.slots, batch.rows, strict=True)}
         self._sources += batch.sources
         with torch.inference_mode(mode=False), torch.no_grad(), self._queue.closed_on_error():
             with self.ledger.phase("evaluation"):
@@ -225,6 +233,18 @@ class Evaluator:
                 observer.update(strips(images).clone(), batch)  # it may be a user's
             self._queue.put(images, batch.prompts, batch.rows)
 
+    def _read_contents(self, trainer: Any) -> dict[str, str]:
+        asked = {slot: row for own in objects_of_all_ranks(self._asked) for slot, row in own.items()}
+        with self.policy.sized(*self.sides):
+            size = dict(zip(("height", "width"), self.policy.image_size or (), strict=False))
+        found = {
+            "prompts": [row for row, _ in groupby(asked[slot] for slot in sorted(asked))],
+            "images": sorted(asked),  # by number: how many of each prompt, and which part of the set
+            "sampling": [{**asdict(self.spec), **size}, self.policy.num_frames, self.seed],
+            "weights": evaluated_weights(trainer),
+        }
+        return objects_of_all_ranks({name: hashed(part) for name, part in found.items()} | self._rewards)[0]
+
     def of_images(self, name: str) -> Tensor | None:
         """Return a metric of the last evaluation per image over all ranks, ``(N,)``, ordered by image number.
 
@@ -232,7 +252,7 @@ class Evaluator:
         """
         return self._of_images.get(name)
 
-    def means(self, module: Any = None, prefix: str = "heldout") -> dict[str, float]:
+    def means(self, module: Any = None) -> dict[str, float]:
         """Return the means over all ranks' images that were scored, the same on every rank, and start over.
 
         ``heldout/reward`` is the trained reward, ``heldout/source/<name>`` that of each source of prompts,
@@ -241,7 +261,6 @@ class Evaluator:
 
         Args:
             module: Passed to the observers.
-            prefix: The first part of the names, instead of ``heldout``.
         """
         scores = self._queue.take()
         values = {"heldout/reward": scores.total}
@@ -266,7 +285,8 @@ class Evaluator:
         means["heldout/failed"] = float(num_failed)
         for observer in self.observers:
             means |= observer.compute(module)
-        return {f"{prefix}/{name.removeprefix('heldout/')}": value for name, value in means.items()}
+        self.start_over()
+        return means
 
     def evaluate(self, module: Any, logs: bool = False) -> dict[str, float]:
         """Evaluate on the trainer's held-out batches, and return the metrics; {} if there are none.
@@ -275,40 +295,58 @@ class Evaluator:
             module: The module that trains the policy.
             logs: Also log them, at step 0.
         """
+        self.start_over()
         batches, limit = module.trainer.datamodule.val_dataloader(), module.trainer.limit_val_batches
         for batch in islice(batches, limit if isinstance(limit, int) else int(limit * len(batches))):
             self.add(batch)
         if self.is_pending:
-            self.finish(module)
+            found = self.finish(module)
             for logger in module.loggers if logs else ():
-                logger.log_metrics(self.latest, step=0)
+                logger.log_metrics(found, step=0)
         return self.latest
 
     def finish(self, module: Any) -> dict[str, float]:
-        """Store the means of the added batches and the cost of training so far, and return the means.
+        """Return the means of the added batches; those of ``fit`` enter the history, with the cost of training so far.
 
         Args:
             module: The module that trains the policy.
         """
-        # The trainer's own count lags by one during validation.
-        iteration = module.trainer.current_epoch if module.record is None else module.record.iteration + 1
-        self.latest, self.step = self.means(module), module.trainer.global_step
-        if self.looks.start is None:
-            self.looks.load_start(self.looks.newest)
-            self.latest[f"heldout/{DISTANCE}"] = 0.0
+        trainer = module.trainer
+        contents = self._read_contents(trainer)
+        fingerprint = int(hashed(sorted(contents.items()))[:6], 16)  # 24 bits: a float32 holds them
+        means = self.means(module)
+        newest, start = self.looks.newest, self._starts.get(fingerprint, self.looks.newest)
+        means[f"heldout/{DISTANCE}"] = float(distances(newest.float(), start.float()).nanmean())
+        if trainer.testing:
+            return {name.replace("heldout", "test", 1): value for name, value in means.items()}
+        mark: dict[str, float] = {f"heldout/{FINGERPRINT}": fingerprint}
+        if trainer.state.fn != "fit":  # validate leaves no trace
+            return means | mark
+        if self.history and contents != self.contents:
+            names = [name for name in self.contents | contents if self.contents.get(name) != contents.get(name)]
+            what = ", ".join(names) if self.contents else "an older version did not record it"
+            rule = "best.ckpt, the alarms and the report compare only evaluations of the same"
+            rank_zero_warn(f"What is evaluated changed since iteration {self.history[-1].iteration} ({what}): {rule}.")
+        self._starts[fingerprint] = start
+        self.latest, self.step, self.contents = means, trainer.global_step, contents
+        scores = self._of_images["heldout/reward"]
+        found = means | mark | {"heldout/reward_std": float((scores - scores.nanmean()).square().nanmean().sqrt())}
         self.history.append(
             Evaluation(
-                iteration=iteration,
-                reward=self.latest["heldout/reward"],
+                # The trainer's own count lags by one during validation.
+                iteration=trainer.current_epoch if module.record is None else module.record.iteration + 1,
+                reward=means["heldout/reward"],
                 images=self.ledger.images,
                 passes=self.ledger.training_passes(),
                 train_seconds=self.ledger.stopwatch.wall_s,
                 cpu_seconds=self.ledger.stopwatch.cpu_s,
                 forward_equivalents=self.ledger.training_equivalents(),
                 phases={name: dict(count) for name, count in self.ledger.training_counts().items()},
+                fingerprint=fingerprint,
+                metrics={n.removeprefix("heldout/"): float(x) for n, x in found.items() if math.isfinite(x)},
             )
         )
-        return self.latest
+        return means | mark
 
     def predict(
         self, batch: PromptBatch | Sequence[str], is_first: bool = True, rank: int = 0, world_size: int = 1
@@ -327,8 +365,9 @@ class Evaluator:
             return self.generate(batch, numbers)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": [evaluation.as_dict() for evaluation in self.history], "start_images": self.looks.start}
+        return {"history": [one.as_dict() for one in self.history], "contents": self.contents, "starts": self._starts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.latest, self.step = {}, -1
         self.history = [Evaluation(**values) for values in state["history"]]
-        self.looks.load_start(state["start_images"])
+        self.contents, self._starts = dict(state.get("contents", {})), dict(state.get("starts", {}))

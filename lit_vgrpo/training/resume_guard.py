@@ -1,9 +1,11 @@
-"""Checks that a resumed run has the same recipe and input files."""
+"""Checks that a resumed run has the same recipe and input files, and that evaluations evaluate the same."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,14 +23,16 @@ from typing_extensions import override
 
 from lit_vgrpo.config.environment import is_same_value, with_fingerprints
 from lit_vgrpo.config.tree import Place, class_name, dotted, leaves
+from lit_vgrpo.core.pictures import PICTURE, picture_files
 from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import config_folder
 from lit_vgrpo.policies.pipeline import INDEX
 from lit_vgrpo.rewards import Reward
+from lit_vgrpo.rewards.combine import Part
 from lit_vgrpo.rewards.function import PythonReward
-from lit_vgrpo.system.paths import import_from_here
+from lit_vgrpo.system.paths import file_sha256, import_from_here
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
 from lit_vgrpo.training.saved_weights import start_hashes
 from lit_vgrpo.training.teachers import teacher_hashes
@@ -39,8 +43,10 @@ MEMORY_ONLY = (
     *("micro_batch_size", "eval_batch_size", "rollout_batch_size", "decode_batch_size", "batch_size"),
     *("gradient_checkpointing", "rollout_device", "embedding_cache", "embedding_cache_gb"),
     *("offload_encoders", "compile", "attention_backend", "channels_last", "fold_lora", "device", "overlap", "url"),
+    *("connection", "concurrent", "threads"),
 )
-"""Names of settings that only affect batch sizes and placement."""
+"""Names of settings that only affect batch sizes, placement and speed."""
+NO_OPTIONS = (*MEMORY_ONLY, "key", "failure")  # attributes of a reward that do not change its scores
 OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm", "precision")
 ABSENT = "not set"
 
@@ -206,7 +212,7 @@ def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
         with unreadable:
             leaves = part.reward.leaves() if part.weight else ()  # weight 0: not trained on
             sources = filter(None, map(_source_of, leaves))
-            if hashes := {source.name: sha256(source.read_bytes()).hexdigest() for source in sources}:
+            if hashes := {source.name: file_sha256(source) for source in sources}:
                 found[f"model.reward {part.name}"] = hashes
     return found
 
@@ -243,3 +249,36 @@ def changed_inputs(saved: Inputs, now: Inputs) -> list[str]:
         if names:
             lines.append(f"{key}: {', '.join(names)} changed since the checkpoint was written")
     return lines
+
+
+def hashed(content: Any) -> str:
+    """Return a short hash of plain values, in which rewards count with their content."""
+    try:
+        text = json.dumps(content, skipkeys=True, default=_content_of)
+    except (TypeError, ValueError, RecursionError):  # such as two rewards that refer to each other
+        text = re.sub(r" at 0x\w+", "", repr(content))
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def row_hash(row: Mapping[str, Any]) -> str:
+    """Return a hash of a prompt, the other fields of its row, and the content of its pictures."""
+    pictures = [file_sha256(Path(x)) if os.path.isfile(x) else os.path.basename(x) for x in picture_files(row)]
+    return hashed(sorted({**row, PICTURE: pictures}.items(), key=str))
+
+
+def _content_of(value: Any) -> Any:
+    """Return what determines the scores of a reward: its options, its code, and the content of its files."""
+    if isinstance(value, Part):
+        return [value.weight, value.clip, value.reward]
+    if not isinstance(value, Reward):  # such as a function or a pattern, without its address in memory
+        return re.sub(r" at 0x\w+", "", str(value))
+    code: Any = value.function if isinstance(value, PythonReward) else type(value)
+    source: Any = None
+    with suppress(Exception, SystemExit):  # reported where it is called
+        file = _source_of(value)
+        source = file_sha256(file) if file else code.__module__ == "__main__" and inspect.getsource(code)
+    known = inspect.signature(type(value)).parameters  # private attributes may be state
+    kept = {n: x for n, x in vars(value).items() if n.strip("_") not in NO_OPTIONS and (n[0] != "_" or n[1:] in known)}
+    sizes = {n: os.path.getsize(x) for n, x in kept.items() if isinstance(x, str) and os.path.isfile(x)}
+    files = {n: file_sha256(Path(kept[n])) if size < 2**28 else size for n, size in sizes.items()}
+    return [type(value).__qualname__, value.name, source, kept | files]

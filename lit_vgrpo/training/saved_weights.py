@@ -97,6 +97,11 @@ class SavedWeights:
         write(trainable_parameters(policy), self.tensors[variant])
 
 
+def evaluated_weights(trainer: Any) -> str:
+    """Return the variant that evaluations and exports use: the average if a callback of the trainer keeps one."""
+    return AVERAGE if any(hasattr(callback, "average") for callback in trainer.callbacks) else TRAINED
+
+
 def _of_policy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(OF_MODULE): tensor for name, tensor in tensors.items()}
 

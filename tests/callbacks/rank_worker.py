@@ -60,6 +60,7 @@ def run(spec, name, callbacks, **options):
         "iterations": trainer.current_epoch,
         "error": error.replace(str(folder), "RUN"),
         "heldout": module.evaluator.latest,
+        "fingerprint": module.evaluator.history[-1].fingerprint,
     }
 
 

@@ -135,11 +135,9 @@ def test_summary(tiny_sd3, tmp_path):
 def test_a_run_that_ends_far_below_its_start_has_diverged(tiny_sd3, tmp_path, fall, outcome):
     class Fallen(RunSummary):
         def on_train_end(self, trainer, pl_module):
-            self.heldout_start["heldout/reward"] = pl_module.evaluate()["heldout/reward"] + fall * spread(self)
+            start = pl_module.evaluator.history[0].metrics
+            start["reward"] = pl_module.evaluate()["heldout/reward"] + fall * start["reward_std"]
             super().on_train_end(trainer, pl_module)
-
-    def spread(callback):
-        return callback.heldout_start["heldout/reward_std"]
 
     train(tiny_sd3, tmp_path, [Fallen()], data={"heldout_images_per_prompt": 2}, iterations=1)
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -53,6 +53,7 @@ def test_diversity_counts_a_prompt_once_that_two_ranks_share(ranks, alone):
     """Five prompts of three images: rank 0 ends within a prompt."""
     found, alone = ranks[0], alone[0]
     assert found[0]["alarm"]["heldout"] == found[1]["alarm"]["heldout"]
+    assert len({one["alarm"]["fingerprint"] for one in (alone, *found)}) == 1
     for name in LOOKS:
         of_one, of_two = (one["alarm"]["heldout"][f"heldout/{name}"] for one in (alone, found[0]))
         assert of_one == pytest.approx(of_two, rel=1e-2), name

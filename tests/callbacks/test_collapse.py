@@ -18,14 +18,16 @@ class Scripted(Reward):
 
     name = "scripted"
 
-    def __init__(self, spread=1.0, heldout=()):
-        self.spread = spread
-        self.heldout = list(heldout)
+    @classmethod
+    def of(cls, spread=1.0, heldout=()):
+        made = cls()
+        made._spread, made._heldout = spread, list(heldout)  # state, not options, which would make it another reward
+        return made
 
     def __call__(self, images, prompts, rows):
-        if len(images) == HELDOUT and self.heldout:
-            return torch.full((len(images),), self.heldout.pop(0))
-        return torch.arange(len(images)).float() * self.spread
+        if len(images) == HELDOUT and self._heldout:
+            return torch.full((len(images),), self._heldout.pop(0))
+        return torch.arange(len(images)).float() * self._spread
 
 
 HELDOUT = 2  # images; an iteration has 8
@@ -44,7 +46,7 @@ def summary_of(folder):
 
 
 def test_a_run_without_reward_spread_ends(tiny_sd3, tmp_path, capfd):
-    trainer = run(tiny_sd3, tmp_path, Scripted(0.0), CollapseStop(patience=3, drop=None))
+    trainer = run(tiny_sd3, tmp_path, Scripted.of(0.0), CollapseStop(patience=3, drop=None))
     assert trainer.current_epoch == 3
     summary = summary_of(tmp_path)
     assert summary["outcome"] == "collapsed"
@@ -58,11 +60,11 @@ def test_only_iterations_in_a_row_count(tiny_sd3, tmp_path):
         spreads = iter([0.0, 0.0, 1.0, 0.0, 0.0])
 
         def __call__(self, images, prompts, rows):
-            self.spread = next(self.spreads) if len(images) != HELDOUT else 0.0
+            self._spread = next(self.spreads) if len(images) != HELDOUT else 0.0
             return super().__call__(images, prompts, rows)
 
     stop = CollapseStop(patience=3, drop=None)
-    assert run(tiny_sd3, tmp_path, NowAndThen(), stop, 5).current_epoch == 5
+    assert run(tiny_sd3, tmp_path, NowAndThen.of(), stop, 5).current_epoch == 5
     assert summary_of(tmp_path)["outcome"] == "finished"
     assert stop.flat_iterations == 2
 
@@ -74,7 +76,7 @@ UNIT = math.sqrt(sum((i - 3.5) ** 2 for i in range(8)) / 8)  # of the rewards 0 
 def test_a_fall_is_measured_by_the_spread_of_the_first_rewards(tiny_sd3, tmp_path, capfd):
     """Best at iteration 1; then 0.9 of the unit below it, which is not enough, and twice 1.1 of it."""
     means = [0.0, 5.0, 5.0 - 0.9 * UNIT, 5.0 - 1.1 * UNIT, 5.0 - 1.1 * UNIT, 9.0]
-    reward = Scripted(100.0, [100 * mean for mean in means])
+    reward = Scripted.of(100.0, [100 * mean for mean in means])
     trainer = run(tiny_sd3, tmp_path, reward, CollapseStop(patience_evaluations=2))
     assert trainer.current_epoch == 4
     said = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("Collapsed"))
@@ -90,16 +92,18 @@ def test_a_fall_is_measured_by_the_spread_of_the_first_rewards(tiny_sd3, tmp_pat
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_best_and_the_count(tiny_sd3, tmp_path):
     first = CollapseStop()
-    run(tiny_sd3, tmp_path, Scripted(1.0, [0.0, 5.0, 0.0]), first, 2)
-    assert (first.best, first.best_iteration, first.low_evaluations) == (5.0, 1, 1)
+    evaluator = run(tiny_sd3, tmp_path, Scripted.of(1.0, [0.0, 5.0, 0.0]), first, 2).lightning_module.evaluator
+    assert [one.reward for one in evaluator.comparable] == [0.0, 5.0, 0.0]
+    assert first.low_evaluations == 1
     resumed, saver = CollapseStop(), RunCheckpoint()
-    reward = Scripted(1000.0, [0.0, 0.0, 0.0])  # another spread: the unit is that of the start
+    reward = Scripted.of(1000.0, [0.0, 0.0, 0.0])  # another spread: the unit is that of the start
     last = tmp_path / "checkpoints/last.ckpt"
     assert run(tiny_sd3, tmp_path / "again", reward, resumed, 5, last, saver).current_epoch == 3
     assert resumed.outcome == "collapsed"
     assert resumed.unit == pytest.approx(UNIT)
-    assert saver.best.value == 5.0
-    assert not (tmp_path / "again/checkpoints/best.ckpt").exists()
+    # The best checkpoint was not copied, so the best of the new folder is its own.
+    assert (saver.best.value, saver.best.iteration) == (0.0, 3)
+    assert torch.load(tmp_path / "again/checkpoints/best.ckpt", weights_only=True)["global_step"] == 3
 
 
 class Breaking(L.Callback):

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from lit_vgrpo.apps.report.run_data import AXES, RunData, interval
+from lit_vgrpo.core.records import FINGERPRINT
 
 Numbers = npt.NDArray[np.float64]
 FEWEST_ITERATIONS = 3
@@ -61,6 +62,7 @@ class Series:
 
     Attributes:
         xs: By the names of :data:`AXES`, as long as ``ys``; NaN if unknown.
+        ys: NaN between evaluations that cannot be compared, where the curve breaks.
         band: Lower and upper ends of the intervals, NaN if missing; ``None`` for a curve of training.
     """
 
@@ -72,7 +74,7 @@ class Series:
 
     def is_like(self, other: Series) -> bool:
         """Return ``True`` if both curves cannot be told apart."""
-        return len(self.ys) == len(other.ys) and bool(np.allclose(self.ys, other.ys, rtol=1e-3))
+        return len(self.ys) == len(other.ys) and bool(np.allclose(self.ys, other.ys, rtol=1e-3, equal_nan=True))
 
 
 @dataclass
@@ -95,7 +97,8 @@ class Plot:
     @property
     def description(self) -> str:
         """Text for readers who cannot see the plot."""
-        ends = [f"{s.label}: from {s.ys[0]:.4g} to {s.ys[-1]:.4g}" for s in self.series]
+        parts = [(s.label, s.ys[np.append(-1, np.flatnonzero(np.isnan(s.ys)))[-1] + 1 :]) for s in self.series]
+        ends = [f"{label}: from {ys[0]:.4g} to {ys[-1]:.4g}" for label, ys in parts]
         return f"{self.title}. {'; '.join(ends)}."
 
 
@@ -159,8 +162,11 @@ def _series(run: RunData, metric: str, label: str, colour: int, heldout: bool) -
     xs = {axis: np.array([point.costs.get(axis, np.nan) for point in points]) for axis in AXES}
     if heldout:
         sums = [run.scores.get(point.iteration, {}).get(metric) if metric == "reward" else None for point in points]
-        ends = np.array([interval(each) or (np.nan,) * 3 for each in sums])
-        return Series(label, colour, xs, ys, (ends[:, 1], ends[:, 2]))
+        _, low, high = np.array([interval(each) or (np.nan,) * 3 for each in sums]).T
+        marks = [point.metrics.get(FINGERPRINT) for point in points]
+        changes = [number for number in range(1, len(marks)) if marks[number] != marks[number - 1]]
+        ys, low, high, *places = (np.insert(part, changes, np.nan) for part in (ys, low, high, *xs.values()))
+        return Series(label, colour, dict(zip(xs, places, strict=True)), ys, (low, high))
     return Series(label, colour, {axis: _shortened(values) for axis, values in xs.items()}, _shortened(ys))
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from lit_vgrpo.config.recipe import loaded
 from lit_vgrpo.config.tree import class_name
+from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, UserError
 from lit_vgrpo.metrics import bootstrap_interval
 from lit_vgrpo.system.paths import CONFIG_NAME
@@ -113,6 +114,12 @@ class RunData:
         return max([int(self.summary.get("iterations") or 0), *known])
 
     @cached_property
+    def comparable(self) -> list[Point]:
+        """The evaluations that can be compared with the newest one: of the same images, by the same rewards."""
+        marks = [point.metrics.get(FINGERPRINT) for point in self.evaluations]
+        return [point for point, mark in zip(self.evaluations, marks, strict=True) if mark == marks[-1]]
+
+    @cached_property
     def reward_names(self) -> list[str]:
         """Names of the rewards in the weighted sum and of the held-out rewards, if they were logged."""
         newest = self.iterations[-1].metrics if self.iterations else {}
@@ -156,9 +163,10 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
         keys = {"iterations": "iteration", "images": "images", "seconds": "train_seconds", "passes": "passes"}
         point = evaluations.setdefault(int(entry["iteration"]), Point({}, {}))
         point.costs.update(_numbers({cost: entry.get(key) for cost, key in keys.items()}))
-        point.metrics.update(_numbers({"reward": entry.get("reward")}))
-    if summary and 0 in evaluations:  # the table lacks it if the run continues a checkpoint in a new folder
-        evaluations[0].metrics.update(_numbers(summary.get("heldout_metrics_start", {})))
+        point.metrics.update(_numbers({**entry.get("metrics", {}), "reward": entry.get("reward")}))
+    start = _numbers(summary.get("heldout_metrics_start", {}))
+    if 0 in evaluations and evaluations[0].metrics.get(FINGERPRINT) == start.get(FINGERPRINT):
+        evaluations[0].metrics.update(start)  # older versions kept no other metrics
     if summary and evaluations:
         ends = {"reward": summary.get("heldout_reward_end"), **summary.get("reward_parts_end", {})}
         evaluations[max(evaluations)].metrics.update(_numbers({**ends, **summary.get("heldout_metrics_end", {})}))

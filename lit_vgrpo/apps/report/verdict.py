@@ -8,6 +8,7 @@ from functools import cached_property
 
 from lit_vgrpo.apps.report.run_data import RUNNING, UNFINISHED, Interval, RunData, difference, interval
 from lit_vgrpo.config.tree import class_name
+from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.errors import counted
 from lit_vgrpo.metrics.looks import ACROSS, DISTANCE, SATURATION, SHARPNESS, WITHIN
 
@@ -102,12 +103,12 @@ class Verdict:
         """The weighted sum, the untrained sum, each of several rewards, then other metrics."""
         if not self.run.evaluations:
             return []
-        start, end = self.run.evaluations[0], self.run.evaluations[-1]
+        start, end = self.run.comparable[0], self.run.comparable[-1]
         rewards = self.run.reward_names
         names = dict.fromkeys([*("reward", UNTRAINED, *rewards), *sorted(end.metrics)])
         found: list[Change] = []
         for name in names:
-            if name not in end.metrics or name == "failed":
+            if name not in end.metrics or name in ("failed", "reward_std", FINGERPRINT):
                 continue
             before, after = (self.run.scores.get(point.iteration, {}).get(name) for point in (start, end))
             is_first = start is end
@@ -126,9 +127,9 @@ class Verdict:
     @cached_property
     def cheating(self) -> Cheating:
         """The answer to "Did it cheat?", which the page, the headline, the summary and the model card repeat."""
-        if self.reward is None or self.reward.start is None or self.run.evaluations[0].iteration:
+        if self.reward is None or self.reward.start is None or self.run.comparable[0].iteration:
             return Cheating(False, "Not checked: that needs an evaluation at the start and a later one.", [])
-        start, end = self.run.evaluations[0].metrics, self.run.evaluations[-1].metrics
+        start, end = self.run.comparable[0].metrics, self.run.comparable[-1].metrics
         found = signs(start, end)
         other = next((change for change in self.changes if change.name == UNTRAINED and change.start is not None), None)
         if other is not None and other.direction < 0:
@@ -200,7 +201,8 @@ class Verdict:
         end = f"{score(reward.end)} {brackets(reward.intervals[1])}".rstrip()
         if reward.start is None:
             return f"The held-out reward is {end} after {cost}."
-        start = f"{score(reward.start)} {brackets(reward.intervals[0])}".rstrip()
+        at = f" at iteration {first}" if (first := run.comparable[0].iteration) else ""
+        start = f"{score(reward.start)} {brackets(reward.intervals[0])}".rstrip() + at
         verb = {1: "rose from", -1: "fell from", 0: "did not change measurably:"}[reward.direction]
         change = f"{score(reward.change, '+')} {brackets(reward.difference, '+')}".rstrip()
         so_far = " so far" if run.outcome == RUNNING else ""
@@ -227,7 +229,7 @@ class Verdict:
         return [*self._alarms_of_training(), *self._alarms_of_evaluations()]
 
     def _alarms_of_evaluations(self) -> Iterator[str]:
-        evaluations = [point for point in self.run.evaluations if "reward" in point.metrics]
+        evaluations = [point for point in self.run.comparable if "reward" in point.metrics]
         if self.reward is None or not evaluations:
             return
         if self.reward.direction < 0:

@@ -1,0 +1,366 @@
+"""Which held-out evaluations are compared: those of the same images by the same rewards, in the history of one run."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from commands import evaluate, run
+from helpers import Brightness, make_data, make_module, make_trainer, prompt_file
+
+from lit_vgrpo import EvaluationSpec, SD3Policy
+from lit_vgrpo.apps.report.curves import plots
+from lit_vgrpo.apps.report.page import render
+from lit_vgrpo.apps.report.run_data import read_run, read_scores
+from lit_vgrpo.apps.report.verdict import Verdict
+from lit_vgrpo.callbacks import EMA, CollapseStop, Report, RewardHackAlarm, RunSummary
+from lit_vgrpo.data import read_prompts
+from lit_vgrpo.rewards import Frames, HTTPReward, JPEGCompressibility, PickScore, PythonReward, VLMJudge, Weighted
+from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.loggers import MetricsTable
+from lit_vgrpo.training.resume_guard import hashed, row_hash
+
+HELDOUT = {"heldout_limit": 4, "eval_batch_size": 1}
+CHANGED = "What is evaluated changed since iteration"
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_sd3):
+    return SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
+
+
+def held_out_file(path, **changes):
+    """Write the held-out prompts as they are, with other values of the last row's fields."""
+    rows = [dict(row) for row in read_prompts(prompt_file("shapes_heldout.jsonl"))[:4]]
+    rows[-1] |= changes
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {"data": {"heldout": str(path)}}
+
+
+SAME = {
+    "batches": lambda folder: {"data": {"eval_batch_size": 3}},
+    "file name": lambda folder: held_out_file(folder / "renamed.jsonl"),
+    "spelling": lambda folder: {"evaluation": EvaluationSpec(steps=2, height=32, width=32)},
+}
+OTHER = {
+    "prompts": lambda folder: {"data": {"heldout": prompt_file("shapes_train.jsonl")}},
+    "a word": lambda folder: held_out_file(folder / "edited.jsonl", prompt="a red circle"),
+    "a field": lambda folder: held_out_file(folder / "edited.jsonl", difficulty=2),
+    "number of prompts": lambda folder: {"data": {"heldout_limit": 3}},
+    "images per prompt": lambda folder: {"data": {"heldout_images_per_prompt": 2}},
+    "part of the batches": lambda folder: {"trainer": {"limit_val_batches": 1}},
+    "share of the batches": lambda folder: {"trainer": {"limit_val_batches": 0.5}, "data": {"heldout_limit": 12}},
+    "steps": lambda folder: {"evaluation": EvaluationSpec(steps=3)},
+    "size": lambda folder: {"evaluation": EvaluationSpec(steps=2, height=16)},
+    "noise": lambda folder: {"seed": 1},
+    "held-out reward": lambda folder: {"heldout_reward": JPEGCompressibility()},
+    "weight": lambda folder: {"reward": Weighted([Brightness()], [2.0])},
+    "clip": lambda folder: {"reward": Weighted([Brightness()], clips=[(0.0, 0.5)])},
+    "weights": lambda folder: {"trainer": {"callbacks": [EMA()]}},
+}
+
+
+def test_a_fingerprint_is_of_what_is_evaluated(policy, tmp_path):
+    def fingerprint(data=None, trainer=None, **options):
+        module = make_module(None, policy=policy, **options)
+        trainer = make_trainer(tmp_path, **(trainer or {}))
+        (found,) = trainer.validate(module, datamodule=make_data(**{**HELDOUT, "eval_batch_size": 2, **(data or {})}))
+        return found["heldout/fingerprint"]
+
+    usual = fingerprint()  # four images in two batches
+    assert usual == int(usual) != 0
+    found = {name: fingerprint(**make(tmp_path)) for name, make in (SAME | OTHER).items()}
+    assert {name for name, number in found.items() if number == usual} == {*SAME}
+    assert len({found[name] for name in OTHER}) == len(OTHER)
+
+
+def score(images, prompts):
+    return images.mean((1, 2, 3))
+
+
+class Partner(Brightness):
+    def __init__(self, factor=1.0):
+        self.factor, self.partner = factor, self
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        (PickScore("a"), PickScore("a", device="cpu", batch_size=2), True),
+        (PickScore("a"), PickScore("b"), False),
+        (Frames(PickScore("a")), Frames(PickScore("a", device="cpu")), True),
+        (Frames(PickScore("a")), Frames(PickScore("b")), False),
+        (HTTPReward("http://a"), HTTPReward("http://b", batch_size=3), True),
+        (VLMJudge("http://a", "m"), VLMJudge("http://b", "m"), True),
+        (VLMJudge("http://a", "m"), VLMJudge("http://a", "m", temperature=1.0), False),
+        (PythonReward(score), PythonReward(score, concurrent=True), True),
+        (PythonReward(score), PythonReward(score, options={(0, 1): 2, "a": {3}}), False),
+        (Weighted([PickScore("a")]), Weighted([PickScore("a")], overlap=False), True),
+        (Partner(), Partner(), True),
+    ],
+)
+def test_a_reward_counts_with_what_changes_its_scores(one, other, is_same):
+    assert (hashed(one) == hashed(other)) == is_same
+
+
+def test_files_count_with_their_content(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = "def own(images, prompts):\n    return images.mean((1, 2, 3))\n"
+
+    def hashes(text, weights):
+        (tmp_path / "own_heldout.py").write_text(text)
+        (tmp_path / weights).write_text("weights")
+        sys.modules.pop("own_heldout", None)
+        return hashed(PythonReward("own_heldout:own")), hashed(PickScore(str(tmp_path / weights)))
+
+    first, renamed, edited = hashes(code, "a.pt"), hashes(code, "b.pt"), hashes(code.replace("mean", "std"), "a.pt")
+    assert renamed == first
+    assert [one == two for one, two in zip(edited, first, strict=True)] == [False, True]
+    sys.modules.pop("own_heldout", None)
+
+    pictures = [tmp_path / folder / "red.png" for folder in ("a", "b")]
+    for picture in pictures:
+        picture.parent.mkdir()
+        picture.write_bytes(b"red")
+        assert row_hash({"prompt": "a", "image": str(picture)}) == row_hash({"prompt": "a", "image": str(pictures[0])})
+        assert row_hash({"image": str(picture), "prompt": "a"}) == row_hash({"prompt": "a", "image": str(pictures[0])})
+    pictures[1].write_bytes(b"blue")
+    assert len({row_hash({"prompt": "a", "image": str(picture)}) for picture in pictures}) == 2
+
+
+class ByPrompt(Brightness):
+    """Far apart for different prompts, so that a part of them has another mean."""
+
+    def __call__(self, images, prompts, rows):
+        return super().__call__(images, prompts, rows) + torch.tensor([float(sum(map(ord, p)) % 50) for p in prompts])
+
+
+def fit(checkpoint, folder, iterations=1, ckpt=None, callbacks=(), data=None, trainer=None, module=None, **options):
+    module = module or make_module(checkpoint, **{"reward": ByPrompt(), **options})
+    made = make_trainer(
+        folder,
+        iterations,
+        [CollapseStop(), RewardHackAlarm(), RunSummary(), RunCheckpoint(1), *callbacks],
+        enable_checkpointing=True,
+        logger=MetricsTable(folder, None if ckpt is None else lambda row: True),
+        **(trainer or {}),
+    )
+    made.fit(module, datamodule=make_data(**{**HELDOUT, **(data or {})}), ckpt_path=ckpt)
+    return module.evaluator, json.loads((folder / "summary.json").read_text())
+
+
+def numbers(evaluator):
+    return [one.iteration for one in evaluator.history]
+
+
+def best_of(folder):
+    saved = torch.load(folder / "checkpoints/best.ckpt", weights_only=True)
+    return saved["global_step"], next(state["best"] for state in saved["callbacks"].values() if "best" in state)
+
+
+class Counts:
+    """An observer of held-out images."""
+
+    def __init__(self):
+        self.updates = self.computed = 0
+
+    def update(self, images, batch):
+        self.updates += len(images)
+
+    def compute(self, module):
+        self.computed += 1
+        return {}
+
+
+def test_a_sanity_check_leaves_no_trace(tiny_sd3, tmp_path):
+    """Lightning's two batches before training are a part of the images."""
+    counts = Counts()
+    module = make_module(tiny_sd3, reward=ByPrompt())
+    module.evaluator.observers.append(counts)
+    sanity = {"num_sanity_val_steps": 2}
+    evaluator, summary = fit(None, tmp_path, callbacks=[Report(kept_images=0)], trainer=sanity, module=module)
+    assert numbers(evaluator) == [0, 1]
+    assert len({one.fingerprint for one in evaluator.history}) == 1
+    assert (counts.updates, counts.computed) == (2 * 4, 2)
+    assert [*read_scores(tmp_path)] == [0, 1]
+    assert summary["heldout_reward_start"] == pytest.approx(evaluator.history[0].reward, abs=1e-6)
+    assert best_of(tmp_path)[1]["value"] == max(one.reward for one in evaluator.history)
+
+
+def test_validate_and_test_leave_no_trace(tiny_sd3, tmp_path):
+    module, part = make_module(tiny_sd3, evaluate_at_start=False), {"limit_val_batches": 1, "limit_test_batches": 1}
+    make_trainer(tmp_path, **part).validate(module, datamodule=make_data(**HELDOUT), verbose=False)
+    evaluator, summary = fit(None, tmp_path, callbacks=[Report(kept_images=0)], module=module)
+    assert numbers(evaluator) == [1]
+    assert best_of(tmp_path)[0] == 1
+    assert summary["did_it_cheat"]["words"].startswith("Not checked: that needs an evaluation at the start")
+    history, latest, scores = [*evaluator.history], dict(evaluator.latest), read_scores(tmp_path)
+    for verb in ("validate", "test"):
+        getattr(make_trainer(tmp_path, **part), verb)(module, datamodule=make_data(**HELDOUT), verbose=False)
+    assert (evaluator.history, evaluator.latest, read_scores(tmp_path)) == (history, latest, scores)
+
+
+def test_a_second_fit_starts_a_new_history(tiny_sd3, tmp_path):
+    module = make_module(tiny_sd3)
+    fit(None, tmp_path / "one", module=module)
+    fit(None, tmp_path / "one", 2, tmp_path / "one/checkpoints/last.ckpt", module=module)
+    evaluator, summary = fit(None, tmp_path / "two", module=module)
+    assert numbers(evaluator) == [0, 1]
+    assert summary["heldout_metrics_start"]["distance_to_start"] == 0
+    assert best_of(tmp_path / "two")[1]["iteration"] in (0, 1)
+
+
+def test_an_interrupted_evaluation_is_forgotten(tiny_sd3, tmp_path):
+    class Interrupts(L.Callback):
+        def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+            if batch_idx == 1:
+                raise KeyboardInterrupt
+
+    module, data = make_module(tiny_sd3), make_data(**HELDOUT)
+    with pytest.raises(SystemExit):
+        fit(None, tmp_path, callbacks=[Interrupts()], module=module)
+    make_trainer(tmp_path).validate(module, datamodule=data, verbose=False)
+    assert len(module.evaluator.of_images("heldout/reward")) == 4
+    with pytest.raises(SystemExit):
+        make_trainer(tmp_path, callbacks=[Interrupts()]).validate(module, datamodule=data, verbose=False)
+    evaluator, _ = fit(None, tmp_path, module=module)
+    assert len(evaluator.history) == 2
+    assert len(evaluator.of_images("heldout/reward")) == 4
+
+
+RESUMED = {
+    "other prompts": ({"data": {"heldout": prompt_file("shapes_train.jsonl")}}, "prompts"),
+    "fewer prompts": ({"data": {"heldout_limit": 2}}, "prompts, images"),
+    "a part": ({"trainer": {"limit_val_batches": 1}}, "prompts, images"),
+    "other settings": ({"evaluation": EvaluationSpec(steps=3)}, "sampling"),
+    "another reward": ({"heldout_reward": JPEGCompressibility()}, "reward jpeg"),
+    "an average": ({"callbacks": [EMA()]}, "weights"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_sd3, tmp_path_factory):
+    """The folder of a run of two iterations."""
+    folder = tmp_path_factory.mktemp("comparable") / "run"
+    fit(tiny_sd3, folder, 2, callbacks=[Report(kept_images=0)])
+    return folder
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (not name.endswith("prompts"))) for name in RESUMED]
+)
+def test_a_resumed_run_compares_only_evaluations_of_the_same(tiny_sd3, copied, name):
+    """Other prompts have another mean, which would be the best of all or a collapse."""
+    options, what = RESUMED[name]
+    step, before = best_of(copied)
+    last = copied / "checkpoints/last.ckpt"
+    saved = torch.load(last, weights_only=True)
+    (alarm,) = [state for state in saved["callbacks"].values() if "watches" in state]
+    alarm["watches"]["images"] = (1, 0, torch.full((4,), -1e6), torch.ones(1))  # once more would be an alarm
+    torch.save(saved, last)
+    with pytest.warns(UserWarning, match=rf"{CHANGED} 2 \({what}\): best.ckpt, the alarms and the report") as said:
+        evaluator, summary = fit(tiny_sd3, copied, 4, last, **options)
+    assert sum(CHANGED in str(one.message) for one in said) == 1
+    assert numbers(evaluator) == [0, 1, 2, 3, 4]
+    assert [one.iteration for one in evaluator.comparable] == [3, 4]
+    assert summary["outcome"] == "finished"
+    assert summary["alarms"] == []
+    assert summary["heldout_reward_start"] == pytest.approx(evaluator.history[3].reward, abs=1e-6)
+    assert summary["did_it_cheat"]["words"].startswith("Not checked")
+    assert evaluator.history[3].metrics["distance_to_start"] == 0 < evaluator.history[4].metrics["distance_to_start"]
+    # The best of the earlier evaluations is not worse, so its weights are kept.
+    assert best_of(copied)[1]["iteration"] in (3, 4)
+    kept = torch.load(copied / f"checkpoints/best-{before['iteration']}.ckpt", weights_only=True)
+    assert kept["global_step"] == step
+
+    data = read_run(copied)
+    assert [point.iteration for point in data.evaluations] == [0, 1, 2, 3, 4]
+    assert [point.iteration for point in data.comparable] == [3, 4]
+    assert Verdict(data).reward.start == pytest.approx(evaluator.history[3].reward, abs=1e-6)
+    assert " at iteration 3 to " in Verdict(data).sentence.replace("measurably:", "to")
+    assert Verdict(data).cheating.words == summary["did_it_cheat"]["words"]
+
+
+@pytest.mark.slow
+def test_a_baseline_counts_again_and_an_unchanged_one_goes_on(tiny_sd3, copied):
+    last = copied / "checkpoints/last.ckpt"
+    fit(tiny_sd3, copied, 3, last, data={"heldout_limit": 2})
+    evaluator, summary = fit(tiny_sd3, copied, 4, last, data={"eval_batch_size": 3})
+    assert [one.iteration for one in evaluator.comparable] == [0, 1, 2, 4]
+    assert summary["heldout_reward_start"] == pytest.approx(evaluator.history[0].reward, abs=1e-6)
+    assert not summary["did_it_cheat"]["words"].startswith("Not checked")
+    data = read_run(copied)
+    assert [point.iteration for point in data.comparable] == [0, 1, 2, 4]
+    (curve,) = [plot for plot in plots([data]) if plot.title == "Held-out reward"]
+    assert [*np.flatnonzero(np.isnan(curve.series[0].ys))] == [3, 5]
+    assert f"reward: from {data.comparable[-1].metrics['reward']:.4g} to" in curve.description.replace("sum", "reward")
+    page = render([data])
+    assert page.count("(not comparable)") == 1
+    assert "are compared, from iteration 0 on." in page
+
+
+def test_a_best_checkpoint_belongs_to_its_folder(tiny_sd3, copied, tmp_path):
+    """Continued in a new folder, where nothing reaches the old best, and in the old one without its file."""
+    saved, ends = torch.load(copied / "checkpoints/last.ckpt", weights_only=True), {}
+    first = saved["lit_vgrpo"]["evaluator"]["history"][1]
+    first["reward"] = first["metrics"]["reward"] = 1e6
+    (best,) = [state["best"] for state in saved["callbacks"].values() if "best" in state]
+    best |= {"value": 1e6, "iteration": 1}
+    torch.save(saved, tmp_path / "last.ckpt")
+    (copied / "checkpoints/best.ckpt").unlink()
+    for folder in (tmp_path / "new", copied):
+        fit(tiny_sd3, folder, 3, tmp_path / "last.ckpt")
+        ends[folder] = best_of(folder)
+    assert all(step == best["iteration"] == 3 for step, best in ends.values())
+
+
+def test_a_checkpoint_of_an_older_version_starts_a_baseline(tiny_sd3, copied):
+    path = copied / "checkpoints/last.ckpt"
+    saved = torch.load(path, weights_only=True)
+    evaluator = saved["lit_vgrpo"]["evaluator"]
+    evaluator["start_images"] = next(iter(evaluator.pop("starts").values()))
+    del evaluator["contents"]
+    for entry in evaluator["history"]:
+        del entry["fingerprint"], entry["metrics"]
+    for state in saved["callbacks"].values():
+        state.get("best", {}).pop("fingerprint", None)
+        state.pop("fingerprint", None)
+    torch.save(saved, path)
+    (copied / "metrics.csv").unlink()  # which has fingerprints too
+    with pytest.warns(UserWarning, match=rf"{CHANGED} 2 \(an older version did not record it\)"):
+        evaluator, summary = fit(tiny_sd3, copied, 3, path)
+    assert [one.iteration for one in evaluator.comparable] == [3]
+    assert summary["did_it_cheat"]["words"].startswith("Not checked")
+    assert [point.iteration for point in read_run(copied).comparable] == [3]
+
+
+@pytest.mark.slow
+def test_the_command_prints_one_line_and_best_ckpt_is_there(tiny_recipe, capfd):
+    assert run([str(tiny_recipe), "run_dir=run"]) == 0
+    words = ["trainer.max_epochs=3", "trainer.enable_progress_bar=false"]
+    for folder, more in (
+        ("run", ["run/config.yaml", "--resume", "data.heldout_images_per_prompt=2", "trainer.num_sanity_val_steps=1"]),
+        ("new", [str(tiny_recipe), "ckpt_path=run/checkpoints/last.ckpt", "run_dir=new", "trainer.max_epochs=4"]),
+    ):
+        capfd.readouterr()
+        with pytest.warns(UserWarning, match=CHANGED) as warned:
+            assert run([*more, *words[folder == "new" :]]) == 0
+        assert sum(CHANGED in str(one.message) for one in warned) == 1
+        printed = capfd.readouterr().out
+        assert ("Held-out reward " in printed) == (folder == "new")  # the first has one evaluation to compare
+        assert evaluate([folder, "--checkpoint", "best.ckpt"]) == 0
+    assert [entry["iteration"] for entry in json.loads(Path("run/summary.json").read_text())["evaluations"]] == [
+        0,
+        1,
+        2,
+        3,
+    ]
