@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import lightning as L
@@ -17,6 +16,7 @@ from lit_vgrpo.core.snapshots import all_finite, trainable_parameters
 from lit_vgrpo.errors import say
 from lit_vgrpo.training.checkpoint import TRAINED, RunCheckpoint
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS, CONFIG_NAME
+from lit_vgrpo.training.trainer_internals import run_folder
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -55,7 +55,7 @@ class StopsRun(L.Callback):
 
 def describe_best(trainer: L.Trainer) -> str:
     """Describe a run's best checkpoint and how to continue from it."""
-    folder = Path(trainer.default_root_dir)
+    folder = run_folder(trainer)
     file = folder / CHECKPOINTS / BEST
     best = next((one.kept_best(folder) for one in trainer.checkpoint_callbacks if isinstance(one, RunCheckpoint)), None)
     if best is None or best.name is None:

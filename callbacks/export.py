@@ -13,6 +13,7 @@ from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.system.paths import write_error, write_folder_atomically
 from lit_vgrpo.training.saved_weights import evaluated_weights
+from lit_vgrpo.training.trainer_internals import run_folder
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -38,7 +39,7 @@ class Export(L.Callback):
         self.folder = folder
 
     def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        policy, root = pl_module.policy, Path(trainer.default_root_dir)
+        policy, root = pl_module.policy, run_folder(trainer)
         with averaged_weights(trainer, pl_module):
             # All ranks gather sharded weights, rank 0 writes them: an adapter, or a pipeline with its frozen weights.
             adapter = policy.lora_rank is not None
@@ -59,7 +60,7 @@ class Export(L.Callback):
 
     def finish(self, trainer: L.Trainer, module: VGRPOModule, completed: bool) -> None:
         """Add the model card, since only now the last evaluation is known; called on the first rank."""
-        run = Path(trainer.default_root_dir)
+        run = run_folder(trainer)
         folder = run / self.folder
         if completed and folder.is_dir():
             from lit_vgrpo.apps.report.model_card import add_card  # imports matplotlib

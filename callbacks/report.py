@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -28,6 +29,7 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.prompts import PROMPT
 from lit_vgrpo.errors import UserError, one_line
 from lit_vgrpo.system.paths import new_file, write_atomically
+from lit_vgrpo.training.trainer_internals import run_folder
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -41,6 +43,8 @@ MOST_BYTES = 64 * 2**20
 """Maximum size of the pixels held during an evaluation, per rank; only the first images of a larger set are kept."""
 MIN_DISAGREEMENT = 0.25
 """Minimum difference of two rewards' ranks, as a share of all images."""
+KEPT_FILE = re.compile(r'"(\d{5,}_\d{6,}(?:_edited)?\.png)"')
+"""A kept image's name in ``images.json``: the iteration and the number."""
 TOTAL = "reward"
 """Name of the weighted sum among the scores."""
 Asked = tuple[str, tuple[str, ...]]
@@ -96,7 +100,7 @@ class Report(L.Callback):
             self._write(trainer, is_running=False)
 
     def _write(self, trainer: L.Trainer, is_running: bool) -> None:
-        folder, started = Path(trainer.default_root_dir), time.monotonic()
+        folder, started = run_folder(trainer), time.monotonic()
         for logger in trainer.loggers:  # Lightning's CSVLogger holds back a hundred rows
             logger.save()
         try:
@@ -153,12 +157,14 @@ class KeptImages:
         trainer = module.trainer
         if trainer.is_global_zero and trainer.state.fn == "fit":
             iteration = module.record.iteration + 1 if module.record is not None else trainer.current_epoch
-            folder = Path(trainer.default_root_dir) / KEPT
+            folder = run_folder(trainer) / KEPT
             edited = {
                 place: f"{iteration:05d}_{slots[place]:06d}_edited.png" for place, *_ in chosen if asked[place][1]
             }
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                table = folder / IMAGES_NAME
+                earlier = KEPT_FILE.findall(table.read_text(errors="replace")) if table.is_file() else []
                 _add_scores(folder, iteration, asked, scores)
                 entries: list[dict[str, Any]] = [
                     {
@@ -181,12 +187,11 @@ class KeptImages:
                     picture.thumbnail((SIDE, SIDE))
                     with new_file(folder / name) as file:
                         picture.save(file, format="PNG")
-                table = {"iteration": iteration, "of": len(slots), "images": entries}
-                write_atomically(folder / IMAGES_NAME, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+                content = {"iteration": iteration, "of": len(slots), "images": entries}
+                write_atomically(table, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
                 kept = {*edited.values(), *(entry["file"] for entry in entries)}
-                for path in folder.glob("[0-9]*_[0-9]*.png"):  # of the previous evaluation
-                    if path.name not in kept:
-                        path.unlink(missing_ok=True)
+                for name in {*earlier} - kept:  # of the previous evaluation
+                    (folder / name).unlink(missing_ok=True)
             except (OSError, ValueError, UserError) as error:
                 rank_zero_warn(
                     f"Cannot write {folder}: {error}. Training continues, but the report will have no images."

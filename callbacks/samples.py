@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import lightning as L
@@ -22,6 +21,7 @@ from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.system.paths import new_file, write_error
 from lit_vgrpo.training.loggers import log_picture
+from lit_vgrpo.training.trainer_internals import run_folder
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -81,7 +81,7 @@ class SampleGrid(L.Callback):
             repeated = [row for row in self._rows for _ in range(columns)]
             images = generate(pl_module, repeated, list(range(len(repeated))))
         if trainer.is_global_zero:
-            path = Path(trainer.default_root_dir) / "samples" / f"{name}.png"
+            path = run_folder(trainer) / "samples" / f"{name}.png"
             try:
                 rows = torch.cat([self._reference[:, None], images.unflatten(0, (-1, columns))], dim=1)
                 given = stacked_references(self._rows)

@@ -7,7 +7,6 @@ import math
 import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning as L
@@ -27,7 +26,7 @@ from lit_vgrpo.system.signals import is_stop_requested
 from lit_vgrpo.training.checkpoint import TRAINED
 from lit_vgrpo.training.resume import SUMMARY_NAME
 from lit_vgrpo.training.saved_weights import evaluated_weights
-from lit_vgrpo.training.trainer_internals import callbacks_of
+from lit_vgrpo.training.trainer_internals import callbacks_of, run_folder
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -86,7 +85,7 @@ class RunSummary(L.Callback):
     def _cheating(self, trainer: L.Trainer, module: VGRPOModule) -> Cheating:
         """Return the report's "Did it cheat?" for the start and the newest evaluation."""
         points = [Point({"iterations": one.iteration}, one.metrics) for one in module.evaluator.history]
-        folder = Path(trainer.default_root_dir)
+        folder = run_folder(trainer)
         return Verdict(RunData(folder, {}, {}, [], points, read_scores(folder))).cheating
 
     def _write(self, trainer: L.Trainer, module: VGRPOModule) -> None:
@@ -121,7 +120,7 @@ class RunSummary(L.Callback):
             "versions": {"python": platform.python_version(), **versions()},
         }
         try:
-            folder = Path(trainer.default_root_dir)
+            folder = run_folder(trainer)
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n")
             self.unwritten = None

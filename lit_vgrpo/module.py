@@ -35,7 +35,7 @@ from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import load_policy
 from lit_vgrpo.training.settings import fitting_callbacks, hide_expected_warnings, set_up
 from lit_vgrpo.training.teachers import load_teachers
-from lit_vgrpo.training.trainer_internals import read_limits
+from lit_vgrpo.training.trainer_internals import count_steps, move_root_dir, read_limits
 from lit_vgrpo.training.update_guard import NonFinite, UpdateGuard
 
 
@@ -169,6 +169,7 @@ class VGRPOModule(L.LightningModule):
         self.iteration = None if iteration.is_over else iteration
 
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
+        count_steps(self.trainer)
         self.ledger.stopwatch.start(waits=batch.is_first)
         self.ledger.memory.enter("update")
 
@@ -240,7 +241,7 @@ class VGRPOModule(L.LightningModule):
         self.iteration, self.record, self._stops = None, None, False
         for copy in (self.reference, *self.objective.copies.values()):
             copy.follow()
-        self.reward.enter_run(Path(self.trainer.default_root_dir))
+        self.reward.enter_run(move_root_dir(self.trainer))
         settle(self)
         is_resumed = self.continuation.rewind(self.trainer)
         if not is_resumed and self.trainer.global_step == 0:

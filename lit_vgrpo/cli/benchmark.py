@@ -26,7 +26,7 @@ from lit_vgrpo.policies.loading import config_folder, find_pipeline_class
 from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
 from lit_vgrpo.policies.pipeline import INDEX
 from lit_vgrpo.system.hub import LoadError, base_name, local_folder
-from lit_vgrpo.system.paths import import_from_here, write_atomically
+from lit_vgrpo.system.paths import import_from_here, typed_path, write_atomically
 from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights
 
 POLICY = "model.policy"
@@ -83,7 +83,7 @@ def evaluate_benchmark(options: BenchmarkOptions) -> int:
     benchmark = options.benchmark
     subjects = [subject for word in options.subjects for subject in _subjects(word, options)]
     reward = benchmark.build_reward()
-    given = [None if path is None else Path(path).expanduser() for path in (options.prompts, options.pictures)]
+    given = [None if path is None else typed_path(path) for path in (options.prompts, options.pictures)]
     rows = read_rows(benchmark, *given)
     if errors := [*reward.check(), *UnscorablePrompts.of(reward, rows).refused(any_failure=True)]:
         raise UserError(*errors)
@@ -97,7 +97,7 @@ def evaluate_benchmark(options: BenchmarkOptions) -> int:
     report = report_of(benchmark, rows, subjects)
     names = [subject.stem(benchmark, rows).name for subject in subjects]
     name = names[0] if len(names) == 1 else f"{benchmark.name}-{sha256(' '.join(names).encode()).hexdigest()[:10]}"
-    path = options.out or subjects[0].folder / f"{name}.json"
+    path = typed_path(options.out or subjects[0].folder / f"{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     text = markdown(report)
     write_atomically(path, json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n")
@@ -125,7 +125,7 @@ def _subjects(word: str, options: BenchmarkOptions) -> list[Subject]:
         run = RunOptions(words=[word], no_ema=options.no_ema, named=options.named)
         tree = recipe_of(run.run, words, [POLICY], "a benchmark")
         saved, variant = run.read_weights()
-        about = {"checkpoint": str(saved.path), "optimizer_steps": saved.progress.optimizer_steps}
+        about = {"checkpoint": f"{saved.path}", "optimizer_steps": saved.progress.optimizer_steps}
         weights = {variant: about, **({REFERENCE: {}} if options.reference else {})}
         label, folder = run.run.resolve().name, run.run / BENCHMARKS
     policy = build_policy(tree)

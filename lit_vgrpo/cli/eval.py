@@ -31,7 +31,7 @@ from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
 from lit_vgrpo.metrics.statistics import bootstrap_interval
 from lit_vgrpo.rewards import CLIPScore, Weighted, as_weighted
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.system.paths import typed_path, write_atomically
 from lit_vgrpo.training.folder import CONFIG_NAME, candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 from lit_vgrpo.training.settings import module_errors
@@ -91,7 +91,7 @@ def evaluate(options: EvaluateOptions) -> int:
     report = {
         "run": str(options.run),
         "checkpoint": {
-            "file": str(saved.path),
+            "file": f"{saved.path}",
             "iteration": saved.progress.iterations,
             "optimizer_steps": saved.progress.optimizer_steps,
         },
@@ -110,7 +110,8 @@ def evaluate(options: EvaluateOptions) -> int:
         **results(module.of_variants, data.heldout_images_per_prompt),
     }
     say(table(report))
-    say(f"Written: {' and '.join(map(str, write(report, module.of_variants, options.out)))}")
+    whole, of_images = write(report, module.of_variants, options.out)
+    say(f"Written: {whole} and {of_images}")
     return int(any(scores.images["reward"].isna().all() for scores in module.of_variants.values()))
 
 
@@ -220,7 +221,7 @@ def _measured(scores: ImageScores, images_per_prompt: int) -> dict[str, pd.Serie
 
 def write(report: dict[str, Any], scores: Mapping[str, ImageScores], wanted: Path) -> tuple[Path, Path]:
     """Write the JSON and a CSV with one line per image; never overwrite an earlier evaluation."""
-    paths = (stem.with_name(f"{stem.name}.json") for stem in candidates(wanted.with_suffix("")))
+    paths = (stem.with_name(f"{stem.name}.json") for stem in candidates(typed_path(wanted).with_suffix("")))
     path = next(path for path in paths if not path.exists() and not path.with_suffix(".csv").exists())
     path.parent.mkdir(parents=True, exist_ok=True)
     images = pd.concat([score.images.assign(variant=variant) for variant, score in scores.items()])

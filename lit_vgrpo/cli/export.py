@@ -15,7 +15,7 @@ from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_poli
 from lit_vgrpo.errors import UserError, one_line, say
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import save_comfyui, save_kohya, save_merged
-from lit_vgrpo.system.paths import vacant_folder, write_new_folder
+from lit_vgrpo.system.paths import typed_path, vacant_folder, write_new_folder
 from lit_vgrpo.training.folder import candidates
 
 DIFFUSERS, KOHYA, COMFYUI = "diffusers", "kohya", "comfyui"
@@ -37,7 +37,8 @@ def read_target(text: str) -> Target:
     name = text.removeprefix(HUB_PREFIX)
     if name.count("/") != 1:
         raise UserError(f"{text} is not a repository name. Use {HUB_PREFIX}owner/name.")
-    return Target(next(path for path in candidates(Path("exports", Path(name).name)) if not path.exists()), name)
+    base = typed_path("exports") / Path(name).name
+    return Target(next(path for path in candidates(base) if not path.exists()), name)
 
 
 @dataclass(kw_only=True)
@@ -81,9 +82,8 @@ def export(options: ExportOptions) -> int:
     if options.format == COMFYUI:  # diffusers cannot read ComfyUI's file
         with write_new_folder(folder, "--to", replace=True) as draft:
             save_comfyui(policy, draft / options.named_file.name, options.dtype)
-    what, lines = add_card(
-        folder, options.run, policy, loaded_from, variant, iterations, options.dtype, options.merge, saved.is_whole
-    )
+    run, whole = typed_path(options.run), saved.is_whole
+    what, lines = add_card(folder, run, policy, loaded_from, variant, iterations, options.dtype, options.merge, whole)
     say(f"Written: {written} ({what}): {saved.origin(variant)}")
     if repository is not None and not upload(folder, repository, options):
         say(f"Nothing was uploaded. The export is in {folder}.", error=True)

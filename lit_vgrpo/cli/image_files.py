@@ -16,6 +16,7 @@ from lit_vgrpo.errors import UserError
 from lit_vgrpo.metrics.reference import IMAGE_SUFFIXES
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.paths import typed_path
 
 
 def find_images(words: Sequence[str], limit: int | None = None) -> list[Path]:
@@ -29,7 +30,7 @@ def find_images(words: Sequence[str], limit: int | None = None) -> list[Path]:
     files: list[Path] = []
     errors: list[str] = []
     for word in words:
-        path = Path(word).expanduser()
+        path = typed_path(word)
         found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
         errors += [] if found else [f"{word} {'contains no images' if path.is_dir() else 'does not exist'}."]
         files += found

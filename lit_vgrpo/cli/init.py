@@ -8,14 +8,7 @@ from pathlib import Path
 from lit_vgrpo.config.recipe import STAGES, find_recipe, loaded
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.errors import UserError, say
-from lit_vgrpo.system.paths import (
-    SHIPPED_PREFIX,
-    WRITE_ERRORS,
-    shipped_root,
-    vacant_folder,
-    write_error,
-    write_folder_atomically,
-)
+from lit_vgrpo.system.paths import SHIPPED_PREFIX, shipped_root, vacant_folder, write_new_folder
 
 STARTER = "starter"
 """Shipped folder with the files."""
@@ -37,12 +30,9 @@ def write_starter(text: str, source: str | None = None) -> int:
         raise UserError(f"{name!r} cannot name a run. Use letters, digits, '_', '-' and '.': lightning init {NAME}")
     folder = vacant_folder(text)
     files = _starter(name) if source is None else _copy_of(source, name)
-    try:
-        with write_folder_atomically(folder) as draft:
-            for file, content in files.items():
-                (draft / file).write_text(content, encoding="utf-8")
-    except WRITE_ERRORS as error:
-        raise UserError(f"Cannot write {folder}: {write_error(error)}. Choose another folder.") from error
+    with write_new_folder(folder, "lightning init") as draft:
+        for file, content in files.items():
+            (draft / file).write_text(content, encoding="utf-8")
     say(f"Wrote {', '.join(files)} to {folder}.")
     if source is not None:
         say(f"Find errors and estimate memory, then train:\n  cd {folder} && lightning check {RECIPE} --memory 80GiB")

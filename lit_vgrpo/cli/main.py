@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lit_vgrpo.cli.commands import app
 from lit_vgrpo.errors import RewardError, UserError, report
+from lit_vgrpo.system.paths import started_here
 from lit_vgrpo.system.process import ignore_broken_pipes, is_first_process
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -61,7 +62,8 @@ def _answer(args: list[str], debug: bool) -> int:
     try:
         if not (rank := os.environ.get("LOCAL_RANK", "0")).isdigit():  # which libraries read when they are imported
             raise UserError(f"LOCAL_RANK={rank} in the environment is not a whole number. Run: unset LOCAL_RANK")
-        return int(app(args, prog_name="lightning", standalone_mode=False, obj=args) or 0)
+        with started_here():
+            return int(app(args, prog_name="lightning", standalone_mode=False, obj=args) or 0)
     except RewardError as error:
         errors, status = [str(error)], 1
     except Exception as error:

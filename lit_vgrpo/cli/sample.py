@@ -26,7 +26,7 @@ from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.system.paths import new_file, vacant_folder, write_error
+from lit_vgrpo.system.paths import new_file, typed_path, vacant_folder, write_error
 from lit_vgrpo.training.evaluation import EvaluationSpec, sides_of
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
@@ -94,14 +94,14 @@ def sample_images(options: SampleOptions) -> int:
         with tqdm(total=len(options.rows) * options.count, leave=False, disable=not sys.stderr.isatty()) as bar:
             for number, row in enumerate(options.rows, start=1):
                 for seed in range(options.seed, options.seed + options.count):
-                    path = options.out / f"{number:03d}_seed{seed}.png"
+                    path = typed_path(options.out) / f"{number:03d}_seed{seed}.png"
                     image = image_of(policy, spec, row, seed)
                     write_frames(strips(image[None]), path)
                     if image.ndim == 4:
                         path = path.with_suffix(f".{options.format}")
                         write_frames(image, path, policy.frames_per_second)
                     bar.update()
-                    bar.write(str(path))
+                    bar.write(f"{path}")
         say(f"Sampled with the {saved.origin(variant) if saved else 'reference weights'}.", error=True)
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -130,7 +130,7 @@ def image_scores(batch: Scores, index: int, file: Path, prompt: str) -> dict[str
     parts = {name: _number(part[index]) for name, part in batch.parts.items() if batch.applies_to(name)[index]}
     failures = {name: batch.errors.get(name, "no reason given") for name, value in parts.items() if value is None}
     total = _number(batch.total[index])
-    return {"image": str(file), "prompt": prompt, "total": total, "parts": parts, "failures": failures}
+    return {"image": f"{file}", "prompt": prompt, "total": total, "parts": parts, "failures": failures}
 
 
 def score_table(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:

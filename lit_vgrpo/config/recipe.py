@@ -26,7 +26,7 @@ from lit_vgrpo.config.tree import (
     typed_key,
 )
 from lit_vgrpo.errors import UserError, nearest, one_line, unknown_option
-from lit_vgrpo.system.paths import CONFIG_NAME, import_from_here, shipped_root
+from lit_vgrpo.system.paths import CONFIG_NAME, import_from_here, shipped_root, start_folder
 
 RESUME = "--resume"
 STAGES = "stages"
@@ -216,7 +216,7 @@ def read_recipe(command: Command) -> Recipe:
 def with_found_paths(plain: Mapping[Any, Any], places: Sequence[Path]) -> dict[Any, Any]:
     """Return a recipe's values with the names of files and folders replaced by the paths where they are found.
 
-    The path is relative if it is in the current folder. What is not found stays as written.
+    The path is relative if it is in the folder of the command. What is not found stays as written.
     """
     found: dict[Place, str] = {}
     for place, value in leaves({key: plain[key] for key in ("model", "data", "trainer", "ckpt_path") if key in plain}):
@@ -226,7 +226,7 @@ def with_found_paths(plain: Mapping[Any, Any], places: Sequence[Path]) -> dict[A
         if is_path and not is_output and not os.path.isabs(value):
             near = [path for folder in places if os.path.exists(path := os.path.abspath(folder / value))]
             if near:
-                here = Path.cwd()
+                here = start_folder()
                 found[place] = str(Path(near[0]).relative_to(here)) if Path(near[0]).is_relative_to(here) else near[0]
     return dict(replaced(plain, found))
 

@@ -32,11 +32,11 @@ from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.checks import UnscorablePrompts, callback_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.memory import device_name, idle_gpu
-from lit_vgrpo.system.paths import DRAFT_PREFIX, remove, write_atomically
+from lit_vgrpo.system.paths import remove_drafts, start_folder, typed_path
 from lit_vgrpo.system.process import is_first_process, report_on_first
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
-from lit_vgrpo.training.folder import CONFIG_NAME, FolderLock, RunFolder, release, reserve
+from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, FolderLock, RunFolder, release, reserve
 from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, log_recipe, rows_up_to
 from lit_vgrpo.training.optimizer import OptimizerConfig
 from lit_vgrpo.training.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
@@ -121,16 +121,16 @@ class RecipeCLI(LightningCLI):
             typed = dict(command.overrides)
             # A config.yaml may have moved, with its folder, away from the run_dir that it names.
             named = None if command.recipe.name == CONFIG_NAME else self.config.run_dir
-            folder = resumed_folder(command.recipe, typed.get("run_dir") or named)
+            folder = typed_path(resumed_folder(command.recipe, typed.get("run_dir") or named))
             self.resumption = last_good_checkpoint(folder, report_on_first)
             self.resumption.check(typed.get("ckpt_path"))
 
     @property
-    def ckpt_path(self) -> str | None:
+    def ckpt_path(self) -> Path | None:
         """Checkpoint to continue from: that of the resumed run folder, or the one the user named."""
         if self.resumption is not None and self.resumption.checkpoint is not None:
-            return str(self.resumption.checkpoint)
-        return self.config.ckpt_path
+            return self.resumption.checkpoint
+        return None if self.config.ckpt_path is None else typed_path(self.config.ckpt_path)
 
     @override
     def instantiate_classes(self) -> None:
@@ -163,8 +163,8 @@ class RecipeCLI(LightningCLI):
         path = self.ckpt_path
         if path is None:
             return
-        what = f"ckpt_path={path}" if self.resumption is None else path
-        checkpoint = read_checkpoint(Path(path), what)
+        what = f"ckpt_path={path}" if self.resumption is None else f"{path}"
+        checkpoint = read_checkpoint(path, what)
         inputs, allowed = inputs_of(self.model, self.datamodule), self.config.allow_changes
         self.allowed_changes = refuse_changes(checkpoint, self.plain_recipe(), inputs, allowed, what, self.recipe.texts)
         if self.resumption is None:
@@ -178,8 +178,8 @@ class RecipeCLI(LightningCLI):
         if self.make_folder:
             self.folder = reserve(self.folder, self.resumption is not None)
             self.lock.take(self.folder)
-            for draft in [*self.folder.rglob(f"{DRAFT_PREFIX}*")]:  # incomplete files of a killed run
-                remove(draft)
+            for name in ("", CHECKPOINTS, "samples", "report", "benchmarks"):
+                remove_drafts(self.folder / name)
         try:
             return self._trainer_in(self.folder)
         except (UserError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
@@ -212,7 +212,8 @@ class RecipeCLI(LightningCLI):
         reports = [callback for callback in chosen if isinstance(callback, our_callbacks.Report)]
         others = [callback for callback in chosen if callback not in reports]
         added = [cls() for kind, cls in wanted.items() if not any(isinstance(callback, kind) for callback in chosen)]
-        callbacks: list[Callback] = [RunFolder(self.ckpt_path), self.guard, *others, *added]
+        self.keeper = RunFolder(None if self.ckpt_path is None else f"{self.ckpt_path}")
+        callbacks: list[Callback] = [self.keeper, self.guard, *others, *added]
         callbacks += reports or [our_callbacks.Report()]  # it shows the others' results
         own = [callback for callback in chosen if isinstance(callback, RunCheckpoint)]
         if own:
@@ -290,7 +291,7 @@ class RecipeCLI(LightningCLI):
 
     @property
     def _asked_folder(self) -> Path:
-        return Path(self.config.run_dir or Path("runs") / self.config.name).expanduser()
+        return typed_path(self.config.run_dir or Path("runs") / self.config.name)
 
     def save_recipe(self) -> None:
         """Write ``config.yaml``, itself a recipe with ``${oc.env:NAME}`` as written; a resumed run keeps its file.
@@ -304,10 +305,8 @@ class RecipeCLI(LightningCLI):
         if texts := self.recipe.texts:
             text = yaml.safe_dump(with_texts(yaml.safe_load(text), texts), sort_keys=False, allow_unicode=True)
         log_recipe(self.trainer.loggers, yaml.safe_load(text))
-        if self.resumption is not None and (self.folder / CONFIG_NAME).exists():
-            return
-        places = [os.path.relpath(place, self.folder) for place in (*self.recipe.places, Path.cwd())]
-        write_atomically(self.folder / CONFIG_NAME, f"{header}{text}{FOUND_IN}: {[*dict.fromkeys(places)]}\n")
+        places = [os.path.relpath(place, self.folder) for place in (*self.recipe.places, start_folder())]
+        self.keeper.write_recipe(self.folder, f"{header}{text}{FOUND_IN}: {[*dict.fromkeys(places)]}\n")
 
     @cached_property
     def _dump(self) -> str:

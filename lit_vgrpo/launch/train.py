@@ -15,6 +15,7 @@ from lit_vgrpo.errors import UserError, error_in_user_code, is_deliberate, one_l
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process
+from lit_vgrpo.training.folder import WRITTEN
 from lit_vgrpo.training.resume import how_to_resume, last_words
 from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end, rehearse_setup
 from lit_vgrpo.training.watchdog import GRACE_S, Watch, watched
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from lit_vgrpo.launch.recipe_cli import RecipeCLI
 
 FINISHED, FAILED, MISTAKE = 0, 1, 2
-WRITTEN = ("report.html", "summary.json", "metrics.csv", "samples", "checkpoints", "export")
 
 
 def train(cli: RecipeCLI) -> int:
@@ -41,7 +41,8 @@ def train(cli: RecipeCLI) -> int:
             with checkpoints.listening(watch):
                 if cli.resumption is not None and cli.resumption.is_at_end(cli.trainer):
                     call_train_hooks_at_end(cli.trainer)  # the final evaluation, export and summary
-                cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.ckpt_path)
+                start = None if cli.ckpt_path is None else str(cli.ckpt_path)
+                cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=start)
         except (SystemExit, KeyboardInterrupt) as error:
             if not checkpoints.interrupted and not checkpoints.terminated:
                 return _fail(cli, watch, error)
@@ -100,11 +101,10 @@ def _finish(cli: RecipeCLI, completed: bool) -> None:
 
 
 def _is_lost(cli: RecipeCLI) -> bool:
-    """Return True and report it if the run folder was renamed or deleted; write the recipe to a new one."""
+    """Return True and report it if the run folder was renamed or deleted; write a deleted recipe again."""
+    is_kept = cli.keeper.keep_recipe(cli.folder)
     if not cli.lock.has_moved(cli.folder):
-        return False
-    cli.folder.mkdir(parents=True, exist_ok=True)
-    cli.save_recipe()
+        return not is_kept
     report([f"{cli.folder} was renamed or deleted during training. The new folder has only what was written since."])
     return True
 

@@ -94,7 +94,7 @@ class EmbeddingCache:
         """Remove the least recently used files, interrupted drafts included, until ``size`` bytes fit."""
         if size > self._room:
             spare, files = self.max_bytes // 100, []
-            for path in self.folder.glob(f"{PREFIX}*{SUFFIX}"):
+            for path in self.folder.glob(f"{PREFIX}{64 * '[0-9a-f]'}*{SUFFIX}"):
                 with suppress(FileNotFoundError):
                     status = path.stat()
                     files.append((status.st_mtime, path, status.st_size))

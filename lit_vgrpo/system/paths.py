@@ -1,15 +1,18 @@
-"""Paths in recipes, hashes of files, and atomic writing of files and folders."""
+"""Paths that users type, hashes of files, and atomic writing of files and folders."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PosixPath
+from secrets import token_hex
 from typing import IO, Any
 
 from safetensors import SafetensorError
@@ -19,10 +22,41 @@ from lit_vgrpo.errors import UserError, one_line
 SHIPPED_PREFIX = "shipped:"
 CONFIG_NAME = "config.yaml"
 """A run's recipe, in its folder."""
-DRAFT_PREFIX = "writing-"
-"""Prefix of an incomplete file or folder; one that a killed process left is removed by the next writer."""
+DRAFT_PREFIX = ".lit_vgrpo-draft-"
+"""Prefix of a file or folder that is being written, and name of a file in such a folder."""
+_started_in: Path | None = None
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions raised by a full or read-only disk."""
+
+
+class TypedPath(PosixPath):
+    """An absolute path that messages show as it was typed: an f-string gives it relative to :func:`start_folder`."""
+
+    def __format__(self, spec: str) -> str:
+        start = start_folder()
+        return format(str(self.relative_to(start) if self.is_relative_to(start) else self), spec)
+
+
+def start_folder() -> Path:
+    """Return the folder in which the command was started; a user's code may change the current one."""
+    return Path.cwd() if _started_in is None else _started_in
+
+
+@contextmanager
+def started_here() -> Iterator[None]:
+    """Make the current folder the start folder for the block; raise OSError if it was deleted."""
+    global _started_in
+    before, _started_in = _started_in, Path.cwd()
+    try:
+        yield
+    finally:
+        _started_in = before
+
+
+def typed_path(text: str | Path) -> Path:
+    """Return the path that a user typed; a relative one is in :func:`start_folder`, whatever the current folder is."""
+    path = text if isinstance(text, TypedPath) else Path(text).expanduser()
+    return path if path.is_absolute() else TypedPath(start_folder() / path)
 
 
 def shipped_root() -> Path:
@@ -38,7 +72,7 @@ def resolve_path(text: str | Path) -> Path:
     """
     text = str(text)
     if not text.startswith(SHIPPED_PREFIX):
-        return Path(text).expanduser()
+        return typed_path(text)
     root = shipped_root()
     path = (root / text[len(SHIPPED_PREFIX) :]).resolve()
     if root.resolve() not in (path, *path.parents):
@@ -47,12 +81,12 @@ def resolve_path(text: str | Path) -> Path:
 
 
 def import_from_here(*folders: Path) -> None:
-    """Make modules in the current folder and in other folders importable; a console script lacks the current one.
+    """Make modules in the start folder and in other folders importable; a console script lacks that of the command.
 
     Args:
         folders: Folders to search first, in this order.
     """
-    for folder in (os.getcwd(), *(str(folder.absolute()) for folder in reversed(folders))):
+    for folder in map(str, (start_folder(), *reversed(folders))):
         if folder not in sys.path:
             sys.path.insert(0, folder)
 
@@ -66,6 +100,13 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def read_regular(path: Path) -> bytes:
+    """Read a file; raise OSError for anything else, such as a FIFO, which would block."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_bytes()
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file in UTF-8 atomically; raise UserError if it cannot be written."""
     try:
@@ -75,13 +116,40 @@ def write_atomically(path: Path, text: str) -> None:
         raise UserError(f"Cannot write {path}: {error.strerror}.") from error
 
 
+def draft_of(path: Path) -> Path:
+    """Return a new name next to a path under which to write it, different for each writer."""
+    return path.with_name(f"{DRAFT_PREFIX}{token_hex(8)}")
+
+
+def hold(handle: int) -> bool:
+    """Lock an open draft against :func:`remove_drafts` until it is closed; return ``False`` if that fails."""
+    with suppress(OSError):  # another process has it, or the file system has no locks
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove the drafts of killed processes from a folder, but not from its subfolders."""
+    for path in folder.glob(DRAFT_PREFIX + 16 * "[0-9a-f]"):
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            is_left = hold(handle)
+            os.close(handle)
+            if is_left and (path / DRAFT_PREFIX).is_file():
+                shutil.rmtree(path)
+            elif is_left:
+                path.unlink()  # fails for any other folder
+
+
 @contextmanager
 def new_file(path: Path, mode: str = "xb", **options: Any) -> Iterator[IO[Any]]:
     """Yield a new file that replaces ``path`` at the end of the block; takes open()'s arguments, follows no links."""
-    draft = path.with_name(DRAFT_PREFIX + path.name)
-    remove(draft)
+    path = typed_path(path)
+    draft = draft_of(path)
     try:
         with draft.open(mode, **options) as file:
+            hold(file.fileno())
             yield file
         os.replace(draft, path)
     except BaseException:
@@ -97,21 +165,13 @@ def copy_file(source: Path, target: Path) -> None:
         shutil.copyfileobj(read, written)
 
 
-def remove(path: Path) -> None:
-    """Remove a file, link or folder, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def vacant_folder(text: str) -> Path:
     """Return the path of a folder that is empty or does not exist.
 
     Raises:
         UserError: The path is a file or a non-empty folder.
     """
-    folder = Path(text).expanduser()
+    folder = typed_path(text)
     if any(folder.iterdir()) if folder.is_dir() else folder.exists():
         what = "is not empty" if folder.is_dir() else "is a file"
         raise UserError(f"{text} {what} and will not be overwritten. Choose a new folder.")
@@ -139,28 +199,37 @@ def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Pat
     If the block raises, the temporary folder is removed.
 
     Args:
-        replace: If the destination has entries, replace those of the same name and keep the others.
+        replace: If the destination exists, replace its files of the same name and keep the others.
 
     Raises:
         OSError, SafetensorError: The folder cannot be written.
     """
-    target = folder.resolve()
-    draft = target.with_name(DRAFT_PREFIX + target.name)
+    target = typed_path(folder).resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_drafts(target.parent)
+    draft = draft_of(target)
+    draft.mkdir()
+    handle = os.open(draft, os.O_RDONLY)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove(draft)
-        draft.mkdir()
+        hold(handle)
+        (draft / DRAFT_PREFIX).touch()
         yield draft
+        (draft / DRAFT_PREFIX).unlink()
         for path in draft.rglob("*"):
             if path.is_file():
                 path.chmod(draft.stat().st_mode & 0o666)  # safetensors makes private files
-        if replace and target.is_dir():
-            for entry in sorted(draft.iterdir()):
-                remove(target / entry.name)
-                os.replace(entry, target / entry.name)
-        else:
+        if not (replace and target.is_dir()):
             os.rename(draft, target)
+            return
+        for path in sorted(draft.rglob("*")):
+            there = target / path.relative_to(draft)
+            if path.is_file():
+                os.replace(path, there)  # fails for a folder
+            elif not there.is_dir() or there.is_symlink():
+                there.unlink(missing_ok=True)
+                there.mkdir()
     finally:
+        os.close(handle)
         shutil.rmtree(draft, ignore_errors=True)
 
 

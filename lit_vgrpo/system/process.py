@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from lit_vgrpo.errors import report
+from lit_vgrpo.system.paths import start_folder
 
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
 
@@ -49,9 +50,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the git commit of the current folder, with ``-dirty`` if files were changed; ``None`` outside of one."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    """Return the git commit of the start folder, with ``-dirty`` if files were changed; ``None`` outside of one."""
     try:
+        command = ["git", "-C", str(start_folder()), "describe", "--always", "--dirty", "--exclude=*"]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -21,11 +21,12 @@ from typing_extensions import override
 
 from lit_vgrpo.core.ranges import NonNegativeInt, checked
 from lit_vgrpo.errors import counted, one_line, say, suggestion
-from lit_vgrpo.system.paths import DRAFT_PREFIX
+from lit_vgrpo.system.paths import draft_of
 from lit_vgrpo.system.process import say_from_handler
 from lit_vgrpo.system.signals import StopRequests
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, put_in_place, read
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS
+from lit_vgrpo.training.trainer_internals import run_folder
 from lit_vgrpo.training.watchdog import Watch
 
 AUTO = "auto"
@@ -286,7 +287,7 @@ class RunCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, name: str) -> str | None:
         """Write a checkpoint; return an error message if that fails. All ranks must call it, with the same result."""
-        path = Path(trainer.default_root_dir) / CHECKPOINTS / name
+        path = run_folder(trainer) / CHECKPOINTS / name
         with self._requests.held() if self._requests is not None else nullcontext():
             # As Trainer.save_checkpoint (lightning 2.6.6), without its barrier, where the others would wait for a rank
             # that failed.
@@ -299,7 +300,7 @@ class RunCheckpoint(Checkpoint):
         return self.unsaved
 
     def _write(self, trainer: Trainer, checkpoint: dict[str, Any], path: Path) -> str | None:
-        draft = path.with_name(DRAFT_PREFIX + path.name)
+        draft = draft_of(path)
         try:
             trainer.strategy.save_checkpoint(checkpoint, draft)
             if trainer.is_global_zero:

@@ -19,7 +19,7 @@ from lit_vgrpo.core.sharding import cut, full, local
 from lit_vgrpo.core.sharding import write as write_parameters
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.system.paths import DRAFT_PREFIX, remove, sync_folder
+from lit_vgrpo.system.paths import new_file, sync_folder
 
 RECIPE_KEY, INPUTS_KEY = "lit_vgrpo_recipe", "lit_vgrpo_inputs"
 """Entries of a checkpoint: the recipe of its run, and the hashes of the files that it read."""
@@ -42,7 +42,7 @@ class CheckpointDamage(UserError):
 class FileCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint I/O, with atomic writes and verified reads.
 
-    A checkpoint is written to a draft next to its file and renamed, without a copy in memory or in a temporary folder.
+    A checkpoint is written next to its file and renamed, without a copy in memory or in a temporary folder.
     """
 
     @override
@@ -50,11 +50,7 @@ class FileCheckpointIO(TorchCheckpointIO):
         if _is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        path = Path(path)
-        draft = path if path.name.startswith(DRAFT_PREFIX) else path.with_name(DRAFT_PREFIX + path.name)
-        write(checkpoint, draft)
-        if draft != path:
-            put_in_place(draft, path)
+        write(checkpoint, Path(path))
 
     @override
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -110,20 +106,19 @@ class PortableCheckpoints(Strategy):
 
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint and flush it to disk.
+    """Write a checkpoint atomically and flush it to disk.
 
     Raises:
-        OSError: The file cannot be written; the partial file is removed.
+        OSError: The file cannot be written; an earlier one is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        remove(path)  # the draft of a killed run, or a link
-        with path.open("xb") as file:
+        with new_file(path) as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
+        sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        path.unlink(missing_ok=True)
         # torch's writer raises RuntimeError for a full disk; the first cause is worth reporting.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
@@ -137,7 +132,7 @@ def put_in_place(draft: Path, path: Path, previous: Path | None = None) -> None:
     Raises:
         OSError: A rename failed; no file is lost.
     """
-    if previous is not None and zipfile.is_zipfile(path):  # a torn file must not replace a good one
+    if previous is not None and path.is_file() and zipfile.is_zipfile(path):  # a torn file must not replace a good one
         os.replace(path, previous)
     os.replace(draft, path)
     sync_folder(path.parent)
@@ -147,8 +142,10 @@ def read(path: Path) -> dict[str, Any]:
     """Return a checkpoint's content, with memory-mapped tensors.
 
     Raises:
-        CheckpointDamage: The file is truncated, unreadable or incomplete.
+        CheckpointDamage: The file is truncated, unreadable or incomplete, or not a regular file.
     """
+    if path.exists() and not path.is_file():  # opening a FIFO would block
+        raise CheckpointDamage(path, "is not a regular file")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:

@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_vgrpo.errors import UserError, suggestion
+from lit_vgrpo.errors import UserError, report, suggestion
 from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
-from lit_vgrpo.training.trainer_internals import move_root_dir
+from lit_vgrpo.system.paths import typed_path, write_atomically
+from lit_vgrpo.training.trainer_internals import move_root_dir, run_folder
 
 CHECKPOINTS = "checkpoints"
 BEST = "best.ckpt"
+WRITTEN = ("report.html", "summary.json", "metrics.csv", "samples", CHECKPOINTS, "export")
+"""Results in a run folder."""
 
 
 def candidates(base: Path) -> Iterator[Path]:
@@ -97,6 +101,8 @@ class FolderLock:
 class RunFolder(Callback):
     """Broadcasts the folder that rank 0 created; until ``setup`` the other ranks have the requested name.
 
+    On rank 0 it keeps ``config.yaml``, without which the run cannot be resumed.
+
     Args:
         ckpt_path: Checkpoint that this rank resumes from.
 
@@ -106,17 +112,43 @@ class RunFolder(Callback):
 
     def __init__(self, ckpt_path: str | None = None) -> None:
         self.ckpt_path = ckpt_path
+        self._recipe = ""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        folder = trainer.strategy.broadcast(trainer.default_root_dir)
-        move_root_dir(trainer, folder)
+        folder = trainer.strategy.broadcast(f"{run_folder(trainer)}")  # which machines may mount in different places
+        move_root_dir(trainer, typed_path(folder))
         agreed = trainer.strategy.broadcast(self.ckpt_path)
         if trainer.strategy.reduce_boolean_decision(agreed != self.ckpt_path, all=False):
             raise RuntimeError(
                 f"The ranks do not see the same checkpoints: rank 0 continues from {agreed}, "
                 f"rank {trainer.global_rank} from {self.ckpt_path}. Use a run folder that all machines share."
             )
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.keep_recipe(run_folder(trainer))
+
+    def write_recipe(self, folder: Path, text: str) -> None:
+        """Write ``config.yaml``; a resumed run keeps its file."""
+        file = folder / CONFIG_NAME
+        if not file.exists():
+            write_atomically(file, text)
+        self._recipe = file.read_text(encoding="utf-8")
+
+    def keep_recipe(self, folder: Path) -> bool:
+        """Write a deleted ``config.yaml`` again, and report it; return ``False`` if that fails."""
+        file = folder / CONFIG_NAME
+        if not self._recipe or file.exists():
+            return True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, self._recipe)
+        except (OSError, UserError) as error:
+            report([f"{file} was deleted, and the run cannot be continued without it. {error}"])
+            return False
+        report([f"{file} was deleted, and is written again."])
+        return True
 
 
 def find_run(text: str) -> tuple[Path, Path | None]:
@@ -129,18 +161,19 @@ def find_run(text: str) -> tuple[Path, Path | None]:
         UserError: The path is none of these.
     """
     path = Path(text).expanduser()
-    if (path / CONFIG_NAME).is_file():
+    is_file = typed_path(path).is_file()
+    if typed_path(path / CONFIG_NAME).is_file():
         return path, None
-    if path.is_file() and path.name == CONFIG_NAME:
+    if is_file and path.name == CONFIG_NAME:
         return path.parent, None
-    if path.is_file() and path.suffix == ".ckpt":
+    if is_file and path.suffix == ".ckpt":
         for folder in path.parents:
-            if (folder / CONFIG_NAME).is_file():
+            if typed_path(folder / CONFIG_NAME).is_file():
                 return folder, path
-    places = (path.parent, Path("runs"))
-    known = [str(file.parent) for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
+    places = (typed_path(path.parent), typed_path("runs"))
+    known = [f"{file.parent}" for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
     advice = suggestion(str(path), known) if known else "Train one first: lightning run tiny_shapes"
-    error = f"is not a run folder: it has no {CONFIG_NAME}" if path.is_dir() else "is not a run"
+    error = f"is not a run folder: it has no {CONFIG_NAME}" if typed_path(path).is_dir() else "is not a run"
     raise UserError(f"{text} {error}. {advice}")
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import csv
 import math
+import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lit_vgrpo.errors import UserError, one_line
-from lit_vgrpo.system.paths import new_file
+from lit_vgrpo.system.paths import new_file, read_regular
 from lit_vgrpo.training.resume import Progress
+
+csv.field_size_limit(sys.maxsize)  # no damaged cell makes a table unreadable
 
 
 class MetricsTable(Logger):
@@ -87,6 +91,15 @@ class MetricsTable(Logger):
             self._columns, self._num_written, self._has_failed = [], 0, True  # the next attempt replaces the file
             return
         self._columns, self._num_written, self._has_failed = columns, len(self._rows), False
+
+
+def _report_of_thread(args: threading.ExceptHookArgs, report: Callable[..., Any] = threading.excepthook) -> None:
+    """Report a thread's error, unless it keeps it to be raised in the main thread, as TensorBoard's writer does."""
+    if getattr(args.thread, "exception", None) is not args.exc_value:
+        report(args)
+
+
+threading.excepthook = _report_of_thread
 
 
 class TensorBoard(TensorBoardLogger):
@@ -191,7 +204,7 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     Raises:
         OSError: The file cannot be read.
     """
-    text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\0", "")
+    text = read_regular(path).decode("utf-8-sig", "replace").replace("\0", "")
     lines = text.splitlines(keepends=True)
     if len(lines) > 1 and not lines[-1].endswith("\n"):
         lines.pop()

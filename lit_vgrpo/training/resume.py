@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.pytorch import Trainer
+from pydantic import TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
+from lit_vgrpo.config.recipe import FOUND_IN
+from lit_vgrpo.core.ranges import Range
 from lit_vgrpo.errors import UserError, counted
-from lit_vgrpo.system.paths import DRAFT_PREFIX
+from lit_vgrpo.system.paths import read_regular
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, read_sound
-from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, no_checkpoint
+from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, WRITTEN, no_checkpoint
 
 SUMMARY_NAME = "summary.json"
 ENDED = ("finished", "diverged")
 """Outcomes of a run that reached its last iteration."""
+Whole = Annotated[int, Range(0, 2**53)]
+Number = Annotated[float, Range(-1e30, 1e30)]
+
+
+@with_config(extra="allow")
+class Evaluated(TypedDict):
+    """One of a summary's evaluations; the reward is null if no image could be scored."""
+
+    iteration: Whole
+    reward: Number | None
+    images: Whole
+    passes: Whole
+    train_seconds: Number
+    cpu_seconds: Number
+    forward_equivalents: Whole
+
+
+OF_SUMMARY: dict[str, Any] = {
+    **dict.fromkeys(("outcome", "weights", "device", "date"), str),
+    **dict.fromkeys(("iterations", "images", "peak_memory_bytes", "world_size"), Whole),
+    **dict.fromkeys(("train_seconds", "cpu_seconds"), Number),
+    **dict.fromkeys(("reward_parts_end", "heldout_metrics_start", "heldout_metrics_end"), dict[str, Number | None]),
+    "heldout_reward_end": Number | None,
+    "peak_memory_bytes_by_phase": dict[str, Whole],
+    "evaluations": list[Evaluated],
+    "versions": dict[str, str],
+    "alarms": list[str],
+}
+"""Types of the entries of ``summary.json`` that are read again."""
+SUMMARY: Any = TypeAdapter(with_config(extra="allow")(TypedDict("Summary", OF_SUMMARY, total=False)))  # type: ignore[operator]
 
 
 @dataclass(frozen=True, order=True)
@@ -85,6 +118,14 @@ class Resumption:
         """Refuse a ``ckpt_path`` in addition to --resume, and starting over in the folder of an ended run."""
         if typed not in (None, "null"):
             raise UserError(f"ckpt_path={typed} and --resume name two checkpoints. Leave one of them out.")
+        config = self.folder / CONFIG_NAME
+        is_run = config.is_file() and f"\n{FOUND_IN}:" in config.read_text(errors="replace")
+        taken = [name for name in (CONFIG_NAME, *WRITTEN) if (self.folder / name).exists()]
+        if self.checkpoint is None and taken and not is_run:
+            raise UserError(
+                f"{self.folder} is not a run folder, and a run would replace its {', '.join(taken)}. "
+                "Set run_dir=/another/folder."
+            )
         outcome = (read_summary(self.folder) or {}).get("outcome")
         if self.checkpoint is None and outcome not in (None, "failed"):  # it may have failed before the first one
             raise UserError(
@@ -105,13 +146,23 @@ class Resumption:
         return summary.get("outcome") in ENDED and summary.get("iterations") == self.progress.iterations
 
 
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return a run's ``summary.json``, or ``None`` if it is missing or unreadable."""
+def checked_json(content: bytes, shape: TypeAdapter[Any], what: str) -> Any:
+    """Return the content of a JSON file or line; raise UserError, which names it as ``what``, for another shape."""
     try:
-        summary = json.loads((folder / SUMMARY_NAME).read_text())
-    except (OSError, ValueError):
+        return shape.validate_json(content)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        raise UserError(f"{what} is damaged: {': '.join([*map(str, found['loc']), found['msg']])}.") from error
+
+
+def read_summary(folder: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any] | None:
+    """Return a run's ``summary.json``, or ``None`` if it is missing, or damaged, which ``say`` is told in a line."""
+    file = folder / SUMMARY_NAME
+    try:
+        return checked_json(read_regular(file), SUMMARY, f"{file}") if file.exists() else None
+    except (OSError, UserError) as error:
+        say(str(error))
         return None
-    return summary if isinstance(summary, dict) else None
 
 
 def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
@@ -207,4 +258,4 @@ def _files(folder: Path) -> list[Path]:
             continue
         except OSError as error:  # glob() would return nothing, and the run would start from the beginning
             raise UserError(f"Cannot look for checkpoints in {place}: {error.strerror}.") from error
-    return sorted(path for path in found if not path.name.startswith(DRAFT_PREFIX))
+    return sorted(found)

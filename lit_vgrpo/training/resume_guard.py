@@ -32,7 +32,7 @@ from lit_vgrpo.policies.pipeline import INDEX
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.combine import Part
 from lit_vgrpo.rewards.function import PythonReward
-from lit_vgrpo.system.paths import file_sha256, import_from_here
+from lit_vgrpo.system.paths import file_sha256, import_from_here, typed_path
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
 from lit_vgrpo.training.saved_weights import start_hashes
 from lit_vgrpo.training.teachers import teacher_hashes
@@ -178,7 +178,8 @@ def _is_found_elsewhere(old: Any, new: Any) -> bool:
     """Return True for a different path to the same file, as after starting from another folder."""
     if not isinstance(old, str) or not isinstance(new, str) or Path(old).name != Path(new).name:
         return False
-    return os.path.exists(new) and (not os.path.exists(old) or os.path.samefile(old, new))
+    before, now = typed_path(old), typed_path(new)
+    return now.exists() and (not before.exists() or before.samefile(now))
 
 
 def _shown(value: Any) -> str:

@@ -19,7 +19,7 @@ from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_STEM, SUFFIXES, lora_file_error, put_lora
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
-from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path
+from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path, typed_path
 from lit_vgrpo.system.process import report_on_first
 from lit_vgrpo.training.checkpoint_file import RECIPE_KEY, averages, read_sound
 from lit_vgrpo.training.folder import find_run
@@ -171,7 +171,7 @@ def _lora_at(start_from: str, path: Path) -> LoraPlace | None:
         return LoraPlace(path) if path.suffix in SUFFIXES else None
     named = _HUB_FILE.fullmatch(start_from)
     first = start_from.partition("/")[0]
-    if named is not None and first != _RUNS and not Path(first).is_dir():
+    if named is not None and first != _RUNS and not typed_path(first).is_dir():
         return LoraPlace(None, named[1], named[2] or DEFAULT_FILE)
     if path.suffix in SUFFIXES:
         raise LoadError(f"{KEY}={start_from} does not exist.")
@@ -250,7 +250,7 @@ def _saved(policy: Policy, say: Callable[[str], None] = lambda line: None) -> tu
     try:
         path = resolve_path(policy.start_from)
         if not (path.is_file() and path.suffix == ".ckpt"):
-            path = last_good(find_run(str(path))[0], say)
+            path = last_good(typed_path(find_run(f"{path}")[0]), say)
         saved = SavedWeights.read(path)
     except UserError as error:
         raise LoadError(f"{KEY}: {error}") from error

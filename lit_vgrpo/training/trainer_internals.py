@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,8 @@ from lightning.pytorch.trainer.call import _call_setup_hook
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
+
+from lit_vgrpo.system.paths import TypedPath, start_folder
 
 Child = subprocess.Popen[Any]
 Kind = TypeVar("Kind", bound=Callback)
@@ -39,9 +42,21 @@ def forget_datamodule(trainer: Trainer) -> None:
     trainer.datamodule = None  # type: ignore[attr-defined]
 
 
-def move_root_dir(trainer: Trainer, folder: str) -> None:
-    """Change ``trainer.default_root_dir``, which the constructor sets, when only rank 0 knew the run folder then."""
-    trainer._default_root_dir = folder  # type: ignore[attr-defined]
+def run_folder(trainer: Trainer) -> Path:
+    """Return ``trainer.default_root_dir``, which messages show relative to the folder of the command if it is in it."""
+    return TypedPath(os.path.abspath(trainer.default_root_dir))
+
+
+def move_root_dir(trainer: Trainer, folder: Path | None = None) -> Path:
+    """Change ``trainer.default_root_dir``, which the constructor sets, to a folder or its absolute path; return it."""
+    folder = folder or run_folder(trainer)
+    trainer._default_root_dir = str(folder)  # type: ignore[attr-defined]
+    return folder
+
+
+def count_steps(trainer: Trainer) -> None:
+    """Let loggers count a resumed run's updates as an undisturbed run's; Lightning's restart may be off by one."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def count_iterations(trainer: Trainer, iterations: int) -> None:
@@ -118,7 +133,11 @@ class _HandingOver(_SubprocessScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         os.environ.update(self.environment)
+        here = os.open(".", os.O_RDONLY)
+        os.chdir(start_folder())  # which a reward's constructor may have left
         super()._call_children_scripts()
+        os.fchdir(here)
+        os.close(here)
         self.children, self.procs = self.procs, []  # an observer of no processes ends at once
         self.take(self.children)
 

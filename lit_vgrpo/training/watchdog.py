@@ -21,7 +21,7 @@ from lightning.pytorch import Trainer
 from lit_vgrpo.errors import say
 from lit_vgrpo.system.signals import how_it_ended
 from lit_vgrpo.training.resume import last_words
-from lit_vgrpo.training.trainer_internals import hand_over_children, script_launcher
+from lit_vgrpo.training.trainer_internals import hand_over_children, run_folder, script_launcher
 
 LAUNCHER_PID = "LIT_VGRPO_LAUNCHER_PID"  # environment variable: the process of rank 0, for the ranks that it starts
 POLL_S = 0.3
@@ -132,7 +132,7 @@ def watched(trainer: Trainer) -> Iterator[Watch]:
 
 def _watch_for(trainer: Trainer) -> Watch:
     def folder() -> Path:
-        return Path(trainer.default_root_dir)
+        return run_folder(trainer)
 
     started_by = os.environ.get(LAUNCHER_PID)
     local_rank = int(os.environ.get("LOCAL_RANK") or 0)

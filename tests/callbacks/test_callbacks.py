@@ -9,6 +9,7 @@ from PIL import Image
 
 from lit_vgrpo import SD3Policy
 from lit_vgrpo.callbacks import EMA, Export, RewardLogger, RunSummary, SampleGrid, SurrogateDiagnostics
+from lit_vgrpo.system.paths import DRAFT_PREFIX
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 
@@ -179,7 +180,7 @@ def test_export_is_the_average_and_replaces_the_last_one_alone(tiny_sd3, tmp_pat
         assert torch.equal(value.detach(), ema.average.tensors["policy." + name])
     assert any(not torch.equal(v, ema.average.tensors["policy." + n]) for n, v in weights(module).items())
     assert (tmp_path / "out/notes.txt").read_text() == "mine"
-    assert not list(tmp_path.glob("writing-*"))
+    assert not list(tmp_path.rglob(f"{DRAFT_PREFIX}*"))
 
 
 @pytest.mark.slow

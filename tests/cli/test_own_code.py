@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import run
+from commands import evaluate, run, score
 
 FILES = {
     "no_colon.py": "def reward(images, prompts, rows)\n    return images.mean()\n",
@@ -55,6 +55,29 @@ def stops(images, prompts):
     if images_seen > 2:
         raise KeyboardInterrupt
     return images.mean((1, 2, 3))
+""",
+    "wanders.py": """
+import os
+import lightning as L
+from lit_vgrpo.rewards import Reward
+
+def wander():
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
+
+class Wanders(Reward):
+    name = "wanders"
+    def __init__(self):
+        wander()
+    def load(self, *args, **kwargs):
+        wander()
+    def __call__(self, images, prompts, rows):
+        wander()
+        return images.mean(dim=(1, 2, 3))
+
+class WandersToo(L.Callback):
+    def on_train_batch_end(self, *args):
+        wander()
 """,
     "numbers.jsonl": '{"prompt": "a red circle", "rewards": 3}\n',
     "train.txt": "a red circle\na green triangle\n",
@@ -143,6 +166,35 @@ def test_what_a_reward_changes_reaches_neither_held_out_prompts_nor_later_iterat
     summary = json.loads(Path("runs/tiny/summary.json").read_text())
     assert summary["outcome"] == "finished"
     assert summary["heldout_reward_end"] == pytest.approx(summary["heldout_reward_start"], abs=1e-3)
+
+
+def test_code_that_changes_the_current_folder_moves_nothing_else(recipe, tiny_sd3, capsys):
+    start = Path.cwd()
+    Path("model").symlink_to(tiny_sd3)
+    paths = ["model.policy.checkpoint=model", "model.policy.embedding_cache=cache", "data.train=train.txt"]
+    callbacks = "trainer.callbacks=[wanders.WandersToo,SampleGrid,EMA]"
+    assert run([recipe, "model.reward=wanders.Wanders", *paths, callbacks]) == 0
+    written = "runs/tiny: report.html, summary.json, metrics.csv, samples, checkpoints.\n"
+    assert f"Everything is in {written}The result: runs/tiny/report.html\n" in capsys.readouterr().out
+    assert Path.cwd() != start
+    assert not [path for path in (start / "elsewhere").rglob("*") if path.name != "elsewhere"]
+    kept = ("checkpoints/last.ckpt", "samples/after.png", "report/scores.jsonl", "config.yaml", "tensorboard")
+    assert all((start / "runs/tiny" / name).exists() for name in kept)
+    assert len(list((start / "cache").iterdir())) > 2
+
+
+@pytest.mark.slow
+def test_commands_on_a_run_write_where_they_were_started(recipe, tmp_path, monkeypatch):
+    assert run([recipe, "model.reward=wanders.Wanders", "trainer.max_epochs=1"]) == 0
+    for command, words, made in (
+        (evaluate, ["runs/tiny"], "runs/tiny/eval.json"),
+        (score, ["wanders.Wanders", "runs/tiny/report", "--out", "scores.csv"], "scores.csv"),
+        (run, ["runs/tiny/config.yaml", "--resume", "trainer.max_epochs=2"], "runs/tiny/checkpoints/previous.ckpt"),
+        (run, [recipe, "model.reward=wanders.Wanders", "trainer.devices=2", "name=two"], "runs/two/summary.json"),
+    ):
+        monkeypatch.chdir(tmp_path)
+        assert command(words) == 0
+        assert (tmp_path / made).is_file()
 
 
 def test_a_held_out_reward_of_nan_is_no_success(recipe, capsys):

@@ -49,6 +49,15 @@ def test_a_mistake_is_one_line_and_status_2(tiny_recipe, capfd, override, line):
     assert not list(Path().glob("runs/*"))
 
 
+def test_resume_replaces_no_results_of_another_program(tiny_recipe, capsys):
+    for name in ("metrics.csv", "config.yaml"):
+        Path(name).write_text("mine")
+    assert run([str(tiny_recipe), "--resume", "run_dir=."]) == 2
+    line = ". is not a run folder, and a run would replace its config.yaml, metrics.csv. Set run_dir=/another/folder.\n"
+    assert capsys.readouterr().err == line
+    assert Path("metrics.csv").read_text() == Path("config.yaml").read_text() == "mine"
+
+
 def test_several_mistakes_are_several_lines(tiny_recipe, capfd):
     assert run([str(tiny_recipe), "trainer.devices=3", "model.policy=UNetPolicy", POLICY]) == 2
     found = capfd.readouterr().err

@@ -166,3 +166,12 @@ def test_several_at_once_read_nothing_wrong_and_lose_nothing_but_what_was_driven
     assert not failures
     assert files(tmp_path)
     assert not [name for name in files(tmp_path) if not name.startswith("embeddings-")]
+
+
+def test_only_files_of_the_cache_are_driven_out(tmp_path):
+    mine = tmp_path / "embeddings-mine.row"
+    mine.write_bytes(bytes(5000))
+    os.utime(mine, (1, 1))
+    filled(tmp_path, *range(20), max_bytes=3000)
+    assert mine.stat().st_size == 5000
+    assert 1 < len(files(tmp_path)) < 20

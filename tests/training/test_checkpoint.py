@@ -15,6 +15,7 @@ from processes import run_command
 from lit_vgrpo import VGRPOModule
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.train import train
+from lit_vgrpo.system.paths import DRAFT_PREFIX
 from lit_vgrpo.training.checkpoint import FIRST_CTRL_C
 from lit_vgrpo.training.checkpoint_file import read_sound
 from lit_vgrpo.training.loggers import read_table
@@ -251,7 +252,7 @@ def test_a_full_disk_costs_lines_and_no_training(tiny_recipe, tmp_path, stop, ra
         words += [f"trainer.devices={ranks}", "trainer.strategy=ddp"]
     done = run_command("run", tiny_recipe, *words)
     folder = Path("runs/tiny")
-    assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp") or path.name.startswith("writing-")]
+    assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp") or path.name.startswith(DRAFT_PREFIX)]
     told = [row["epoch"] for row in read_table(folder / "metrics.csv")[1] if row["reward/mean"]]
     for what in ("metrics.csv: ", "samples/iteration_00003.png: ", "checkpoints/last.ckpt: "):
         assert f"Cannot write runs/tiny/{what}" in done.stderr or f"Cannot save runs/tiny/{what}" in done.stderr, what

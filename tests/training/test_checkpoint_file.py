@@ -7,8 +7,10 @@ import zipfile
 import pytest
 import torch
 
+from lit_vgrpo.errors import UserError
 from lit_vgrpo.training import checkpoint_file
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, FileCheckpointIO, put_in_place, read, read_sound
+from lit_vgrpo.training.resume import last_good_checkpoint
 
 CONTENT = {"state_dict": {"w": torch.arange(1000.0)}, "loops": {}, "global_step": 1, "optimizer_states": []}
 WHOLE = {**CONTENT, "lit_vgrpo": {}}
@@ -48,7 +50,7 @@ def test_a_disk_that_fills_up_leaves_the_old_file_alone(tmp_path, monkeypatch):
 
 
 def test_a_torn_file_does_not_replace_a_good_previous_one(tmp_path):
-    path, previous, draft = (tmp_path / name for name in ("last.ckpt", "previous.ckpt", "writing-last.ckpt"))
+    path, previous, draft = (tmp_path / name for name in ("last.ckpt", "previous.ckpt", "draft"))
     for file, step in ((previous, 1), (path, 2), (draft, 3)):
         checkpoint_file.write({**WHOLE, "global_step": step}, file)
     path.write_bytes(path.read_bytes()[:-100])
@@ -72,3 +74,16 @@ def test_what_is_no_checkpoint_of_ours(tmp_path, content, why):
         torch.save(content, path)
     with pytest.raises(CheckpointDamage, match=why):
         read(path)
+
+
+def test_only_a_regular_file_is_a_checkpoint(tmp_path):
+    """Opening a FIFO would block, here as at the end of a run that finds one in its way."""
+    (tmp_path / "checkpoints" / "folder.ckpt").mkdir(parents=True)
+    path, draft, said = tmp_path / "checkpoints" / "last.ckpt", tmp_path / "draft", []
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="None of the 2 checkpoints"):
+        last_good_checkpoint(tmp_path, said.append)
+    assert [line.rpartition(": ")[2] for line in said] == ["it is not a regular file."] * 2
+    checkpoint_file.write(WHOLE, draft)
+    put_in_place(draft, path, tmp_path / "previous.ckpt")
+    assert read(path)["global_step"] == 1

@@ -62,3 +62,17 @@ def test_a_folder_that_is_renamed_leaves_one_that_can_be_continued(tiny_recipe, 
     assert (cli.folder / "metrics.csv").read_text().count("\n") == 4
     cli.give_back()
     assert run([str(cli.folder / "config.yaml"), "--resume", "trainer.max_epochs=4"]) == 0
+
+
+@pytest.mark.parametrize("end", ["finished", "failed"])
+def test_a_deleted_recipe_is_written_again(tiny_recipe, capfd, end):
+    def delete(trainer):
+        Path("runs/tiny/config.yaml").unlink()
+        if end == "failed":
+            raise OSError("a full disk")
+
+    cli, status = run_with(tiny_recipe, "on_train_epoch_end", delete)
+    assert status == (end == "failed")
+    assert capfd.readouterr().err.count("runs/tiny/config.yaml was deleted, and is written again.") == 1
+    cli.give_back()
+    assert run(["runs/tiny/config.yaml", "--resume", "trainer.max_epochs=4"]) == 0

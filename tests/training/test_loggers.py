@@ -147,6 +147,33 @@ def test_litlogger_needs_a_login_and_gets_metrics_recipe_and_grids(tiny_recipe, 
     assert isinstance(tracker.Image.call_args.args[0], Image.Image)
 
 
+def test_a_damaged_cell_costs_no_row(tmp_path):
+    log(MetricsTable(tmp_path), {"a": 1.0, "epoch": 0}, {"a": 2.0, "epoch": 1})
+    path = tmp_path / "metrics.csv"
+    path.write_text(path.read_text().replace("1.0", "x" * 131_073))
+    assert [row["epoch"] for row in read_table(path)[1]] == ["0", "1"]
+
+
+@pytest.mark.parametrize("damage", ["deleted", "full"])
+def test_tensorboard_stops_with_a_line_when_its_thread_cannot_write(tmp_path, capfd, damage):
+    board = TensorBoard(tmp_path, "", "")
+    log(board, {"a": 0.0})
+    board.experiment.flush()
+    (file,) = tmp_path.glob("events*")
+    file.unlink()
+    if damage == "deleted":
+        tmp_path.rmdir()
+    else:
+        file.symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match="TensorBoard logging has stopped: No s") as warned:
+        for epoch in range(1, 30):
+            log(board, {"a": 1.0, "epoch": epoch})
+            board.save()
+        board.finalize("success")
+    assert len(warned) == 1
+    assert capfd.readouterr().err == ""
+
+
 def test_another_logger_leaves_tensorboard(tmp_path):
     def kinds(setting):
         return [type(logger) for logger in run_loggers(setting, tmp_path, None)]

@@ -12,6 +12,7 @@ import yaml
 from commands import run
 
 from lit_vgrpo.launch.build import build
+from lit_vgrpo.system.paths import DRAFT_PREFIX, draft_of
 from lit_vgrpo.training.folder import FolderLock
 from lit_vgrpo.training.resume import last_good_checkpoint
 
@@ -60,9 +61,10 @@ def test_a_run_goes_on_in_its_folder_past_a_torn_checkpoint_and_ends_like_one_un
     assert start(tiny_recipe, "half", 3) == 0
     config = Path("half/config.yaml").read_text()
     cut_short(Path("half/checkpoints/last.ckpt"))
-    for draft in ("half/checkpoints/writing-interrupted.ckpt", "half/writing-export/half"):
-        Path(draft).parent.mkdir(exist_ok=True)
-        Path(draft).write_bytes(b"half a file")
+    mine = [Path("half", name) for name in ("checkpoints/writing-notes.md", "writing-export/a", "report/2024_01.png")]
+    for path in (draft_of(Path("half/checkpoints/last.ckpt")), *mine):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half a file")
     capsys.readouterr()
     assert run(["half/config.yaml", "--resume", "trainer.max_epochs=4"]) == 0
     said = capsys.readouterr()
@@ -70,7 +72,8 @@ def test_a_run_goes_on_in_its_folder_past_a_torn_checkpoint_and_ends_like_one_un
     assert "Continuing from half/checkpoints/previous.ckpt (2 iterations, 2 optimizer steps)." in said.out
     assert_same_end("whole", "half")
     assert Path("half/config.yaml").read_text() == config
-    assert not [*Path("half").rglob("writing-*")]
+    assert all(path.read_bytes() == b"half a file" for path in mine)
+    assert not [*Path("half").rglob(f"{DRAFT_PREFIX}*")]
     assert not Path("half-2").exists()
     summaries = [json.loads(Path(folder, "summary.json").read_text()) for folder in ("whole", "half")]
     for key in ("heldout_reward_start", "heldout_reward_end", "iterations", "images", "network_passes"):

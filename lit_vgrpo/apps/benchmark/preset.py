@@ -14,7 +14,7 @@ from lit_vgrpo.config.tree import apply_override, expanded
 from lit_vgrpo.errors import UserError, unknown_option
 from lit_vgrpo.rewards import Reward, Weighted, as_weighted
 from lit_vgrpo.rewards.http import validation_message
-from lit_vgrpo.system.paths import shipped_root
+from lit_vgrpo.system.paths import shipped_root, typed_path
 
 REWARD = "reward"
 SAME_SCORES = ("url", "batch_size", "device", "connection")
@@ -123,7 +123,7 @@ def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
         UserError: There is no such benchmark, or a setting is invalid.
     """
     known = shipped_benchmarks()
-    file = Path(name).expanduser() if name.endswith(SUFFIXES) else known.get(name)
+    file = typed_path(name) if name.endswith(SUFFIXES) else known.get(name)
     if file is None or not file.is_file():
         raise UserError(f"{name} is not a benchmark. Use one of: {', '.join(known)}; or a YAML file in that format.")
     tree: dict[Any, Any] = {"name": file.stem, **loaded(file), "changed": []}

@@ -7,6 +7,7 @@ from lit_vgrpo.apps.compare.plan import entrants, runs_of
 from lit_vgrpo.apps.compare.report import Curve, write_race, write_sweep
 from lit_vgrpo.apps.compare.runner import Stopped, locked, run_all
 from lit_vgrpo.errors import counted, say
+from lit_vgrpo.system.paths import typed_path
 
 
 def compare(options: CompareOptions) -> int:
@@ -16,7 +17,7 @@ def compare(options: CompareOptions) -> int:
         Exit status: 0, 1 if a run failed, 2 for an error in the command line or in a recipe, 130 after Ctrl-C.
     """
     found = entrants(options)
-    with locked(options.out):
+    with locked(typed_path(options.out)):
         runs = runs_of(options, found)
         say(
             f"{counted(len(runs), 'run')} of {counted(options.iterations, 'iteration')}, {options.jobs} at a time, "

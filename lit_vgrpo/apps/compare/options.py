@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 from lit_vgrpo.config.recipe import Command, read_recipe, refuse_overrides
 from lit_vgrpo.config.tree import Place, set_value
 from lit_vgrpo.errors import UserError, suggestion
+from lit_vgrpo.system.paths import read_regular, shipped_root
 
 SETTINGS = ("published", "tuned")
 DEFAULT_METHODS = ("vgrpo", "flowgrpo", "mixgrpo", "nft", "dgpo")
@@ -119,7 +121,22 @@ class CompareOptions:
         self.iterations = self.iterations or (max(1, epochs // 2) if self.sweep else epochs)
         self.evaluate_every = min(self.evaluate_every, self.iterations)
         self.jobs = self.jobs or (min(2, os.cpu_count() or 1) if trainer.get("accelerator") == "cpu" else 1)
-        self.out = self.out or Path("runs", f"{'sweep' if self.sweep else 'compare'}-{self.command.recipe.stem}")
+        name = "sweep" if self.sweep else "compare"
+        self.out = self.out or Path("runs", f"{name}-{self.command.recipe.stem}")
+        earlier = self.out / f"{name}.json"
+        try:
+            is_other = earlier.exists() and json.loads(read_regular(earlier)).get("task") != self.task
+        except (OSError, ValueError, AttributeError):
+            is_other = True
+        if is_other:
+            raise UserError(f"{earlier} has results of another recipe or override. Choose another folder: --out DIR.")
+
+    @property
+    def task(self) -> list[str]:
+        """The recipe, its overlays and its overrides, in a form that does not depend on the current folder."""
+        files = [self.command.recipe, *self.command.overlays]
+        names = [file.stem if shipped_root() in file.parents else str(file.resolve()) for file in files]
+        return [*names, *sorted(f"{key}={text}" for key, text in self.command.overrides)]
 
     @property
     def seeds(self) -> list[int]:

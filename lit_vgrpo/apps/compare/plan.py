@@ -23,7 +23,7 @@ from lit_vgrpo.config.tree import Place, class_name, dotted, leaves, merged, set
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import UserError, counted, suggestion, unknown_option
 from lit_vgrpo.launch.build import build
-from lit_vgrpo.system.paths import shipped_root
+from lit_vgrpo.system.paths import shipped_root, typed_path
 
 KEYS = ("like", "published", "tuned", "found", "sweep")
 MAY_SET = (
@@ -217,12 +217,12 @@ def recipe_text(entrant: Entrant, path: str, texts: Mapping[Place, str]) -> str:
 def runs_of(options: CompareOptions, found: Iterable[Entrant]) -> list[Run]:
     """Write the merged recipes and return a run per entrant and seed, seed by seed."""
     runs = []
-    recipes, folders, logs = (options.out / name for name in ("recipes", "runs", "logs"))
+    recipes, folders, logs = (typed_path(options.out) / name for name in ("recipes", "runs", "logs"))
     for folder in (recipes, folders, logs):
         folder.mkdir(parents=True, exist_ok=True)
     for seed, entrant in itertools.product(options.seeds, found):
         path, name = recipes / f"{entrant.name}.yaml", f"{entrant.name}-seed{seed}"
-        path.write_text(recipe_text(entrant, str(path), unchanged_texts(options.texts, options.base, entrant.recipe)))
+        path.write_text(recipe_text(entrant, f"{path}", unchanged_texts(options.texts, options.base, entrant.recipe)))
         files = path, folders / name, logs / f"{name}.log"
         runs.append(Run(name, entrant.method, entrant.settings, seed, *files, fingerprint(entrant.recipe, seed)))
     return runs
@@ -245,7 +245,7 @@ def shipped_methods() -> dict[str, Path]:
 def find_overlay(text: str) -> Path:
     """Return the file of a method, given a shipped name or a path; raise UserError if there is none."""
     shipped = shipped_methods()
-    path = shipped.get(text, Path(text).expanduser())
+    path = shipped.get(text, typed_path(text))
     if not path.is_file():
         raise UserError(f"{text} is neither a method nor an overlay file. {suggestion(text, shipped)}")
     return path

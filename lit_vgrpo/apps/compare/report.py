@@ -72,7 +72,8 @@ class Curve:
     def of(cls, run: Run, error: str) -> Curve:
         """Read the evaluations from a run's summary."""
         summary = {} if error else read_summary(run.folder) or {}
-        return cls(run.method, run.settings, run.seed, summary.get("evaluations", []), error)
+        scored = [found for found in summary.get("evaluations", []) if found["reward"] is not None]
+        return cls(run.method, run.settings, run.seed, scored, error)
 
     @property
     def labels(self) -> dict[str, Any]:
@@ -294,6 +295,7 @@ def _write(options: CompareOptions, name: str, content: dict[str, Any], text: st
     write_atomically(options.out / f"{name}.md", f"{head}{text}\n")
     setting = {
         "command": options.line,
+        "task": options.task,
         "seeds": options.seeds,
         "iterations": options.iterations,
         "evaluate_every": options.evaluate_every,

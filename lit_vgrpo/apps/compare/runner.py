@@ -14,11 +14,14 @@ from pathlib import Path
 
 from lit_vgrpo.apps.compare.plan import Run
 from lit_vgrpo.errors import one_line, say
+from lit_vgrpo.system.paths import start_folder
 from lit_vgrpo.system.signals import handle_stop_signals, how_it_ended
-from lit_vgrpo.training.folder import FolderLock, candidates
+from lit_vgrpo.training.folder import CONFIG_NAME, WRITTEN, FolderLock, candidates
 from lit_vgrpo.training.resume import ENDED, read_summary
 
 POLL_S = 0.2
+OF_A_RUN = {CONFIG_NAME, *WRITTEN, "report", "tensorboard"}
+"""Names in a run's folder; one with others is kept."""
 GRACE_S = 5.0
 """Time that a process has to end after SIGTERM."""
 
@@ -82,6 +85,7 @@ def _start(run: Run) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            cwd=start_folder(),
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"},
             # A separate group: Ctrl-C in the terminal reaches only this process, which stops the runs.
             start_new_session=True,
@@ -92,7 +96,8 @@ def prepare_run_folder(run: Run) -> None:
     """Remove an unfinished run's folder; rename anything else in its place."""
     if not run.folder.exists():
         return
-    if run.fingerprint_file.exists() and not is_complete(run):
+    is_ours = run.fingerprint_file.exists() and {path.name for path in run.folder.iterdir()} <= OF_A_RUN
+    if is_ours and not is_complete(run):
         shutil.rmtree(run.folder)
     else:
         free = (path for path in candidates(run.folder.with_name(f"{run.name}.old")) if not path.exists())

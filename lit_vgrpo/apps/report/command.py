@@ -67,6 +67,8 @@ def report(options: ReportOptions) -> int:
         verdict = Verdict(run)
         say(f"{run.folder}: {verdict.sentence}")
         say(f"{run.folder}: Did it cheat? {verdict.cheating.words}")
+        for line in run.left_out:
+            say(f"Left out: {line}", error=True)
     say(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB)")
     return 0
 

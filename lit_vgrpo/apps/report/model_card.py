@@ -20,7 +20,7 @@ from lit_vgrpo.errors import one_line, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import lora_options
 from lit_vgrpo.policies.loading import config_folder
-from lit_vgrpo.system.hub import base_name, file_at_hand, source_of
+from lit_vgrpo.system.hub import base_name, file_at_hand, local_folder
 from lit_vgrpo.system.paths import copy_file, write_atomically
 
 CARD_NAME, PICTURE_NAME = "README.md", "before_after.png"
@@ -56,7 +56,7 @@ def add_card(
         The kind of weights, such as ``LoRA of rank 32, float32``, and the lines of Python that load them.
     """
     is_adapter = policy.lora_rank is not None and not merged
-    name, base = str(dtype).removeprefix("torch."), source_of(policy.checkpoint)
+    name, base = str(dtype).removeprefix("torch."), _base(policy)
     what = f"pipeline in {name}{', with the LoRA merged in' if merged else ''}"
     lines = ["import diffusers, torch"]
     try:
@@ -67,7 +67,7 @@ def add_card(
                 given = [_quoted(written), *(f"{key}={value!r}" for key, value in options.items())]
                 lines.append(f"pipe.load_lora_weights({', '.join(given)})")
         else:
-            lines.append(from_pretrained(policy, str(written), dtype, folder))
+            lines.append(from_pretrained(policy, f"{written}", dtype, folder))
         data = read_run(run)
         lines.append(sample_call(policy, data.recipe.get("model") or {}))
         is_evaluated, data = is_whole and variant == data.weights, _until(data, iterations)
@@ -165,7 +165,7 @@ def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path
         index: Folder with the pipeline's index, if the source does not exist yet.
     """
     optional = type(policy.pipeline)._optional_components
-    is_start = source == source_of(policy.checkpoint)
+    is_start = source == _base(policy)
     folder = config_folder(policy.checkpoint, policy.revision) if is_start else index
     nulls = [f"{name}=None" for name in policy.null_components(folder or Path(source)) if name not in optional]
     which = {"variant": policy.variant, "revision": policy.revision} if is_start else {}
@@ -198,5 +198,9 @@ def sample_call(policy: Policy, model: Mapping[str, Any]) -> str:
     return result.format(f'pipe(prompt="a prompt", {", ".join([*picture, *given])})')
 
 
+def _base(policy: Policy) -> str:
+    return f"{local_folder(policy.checkpoint) or policy.checkpoint}"
+
+
 def _quoted(path: object) -> str:
-    return json.dumps(str(path), ensure_ascii=False)
+    return json.dumps(f"{path}", ensure_ascii=False)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -27,12 +29,14 @@ from lit_vgrpo.apps.report.run_data import (
     TO_EDIT,
     UNFINISHED,
     RunData,
+    Say,
     differences,
     read_run,
 )
 from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.core.pixels import save_webp
-from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.system.paths import read_regular, write_atomically
 from lit_vgrpo.training.resume import how_to_resume, newest_checkpoint
 
 PHASES = {
@@ -51,8 +55,8 @@ PIXEL_ART = 128
 REASONS = {"best": "Best", "worst": "Worst", "disagreement": "Rewards disagree most"}
 UNDONE = ("failed", "interrupted", UNFINISHED)
 """Outcomes after which a run may continue."""
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, SyntaxError, Image.DecompressionBombError)
-"""Errors of files that are damaged or being replaced."""
+GRID = re.compile(r"before|after|iteration_\d+")
+"""Names of sample grids, without their suffix."""
 MARK = "<!-- lightning report -->"
 """First line of the page; only files that start with it are overwritten."""
 Frames = Sequence[Image.Image]
@@ -89,14 +93,23 @@ class Pair:
     change: float
 
 
-def read_pairs(run: Path) -> list[Pair]:
-    """Return the pairs of a run's newest readable sample grid, largest change first."""
+@contextmanager
+def reading(file: Path, say: Say) -> Iterator[None]:
+    """Say in a line that a file is damaged, or is being replaced, instead of raising an error."""
+    try:
+        yield
+    except Exception as error:  # of libraries and of content of any type
+        say(f"{file} is damaged ({type(error).__name__}: {one_line(error):.200}).")
+
+
+def read_pairs(run: Path, say: Say = lambda line: None) -> list[Pair]:
+    """Return the pairs of a run's newest readable sample grid, largest change first; ``say`` names damaged ones."""
     order = {"before": 0, "after": 2}
-    files = sorted((run / "samples").glob("*.png"), key=lambda file: (order.get(file.stem, 1), file.stem))
-    for file in reversed(files):
-        try:
+    files = [file for file in (run / "samples").glob("*.png") if GRID.fullmatch(file.stem)]
+    for file in sorted(files, key=lambda file: (order.get(file.stem, 1), file.stem), reverse=True):
+        with reading(file, say):
             moving = file.with_suffix(".webp")
-            with Image.open(moving if moving.exists() else file) as sheet:
+            with Image.open(io.BytesIO(read_regular(moving if moving.exists() else file))) as sheet:
                 layout = json.loads(sheet.info.get(LAYOUT) or sheet.getexif()[ExifTags.Base.ImageDescription])
                 before, after = (_column(sheet, layout, column) for column in (0, 1))
                 edited: list[Any] = [None] * len(before)
@@ -104,18 +117,16 @@ def read_pairs(run: Path) -> list[Pair]:
                     edited = [cell for (cell,) in _column(sheet, layout, layout["labels"].index(TO_EDIT))]
                 duration = sheet.info.get("duration", 0)
             time = file.stem if file.stem in order else f"iteration {int(file.stem.split('_')[1])}"
-        except UNREADABLE:
-            continue
-        pairs = [
-            Pair(
-                prompt,
-                {"before": video(a, duration), time: video(b, duration)},
-                c and picture(c, EDITED_SIDE),
-                _difference(a, b),
-            )
-            for prompt, a, b, c in zip(layout["prompts"], before, after, edited, strict=False)
-        ]
-        return sorted(pairs, key=lambda pair: -pair.change)
+            pairs = [
+                Pair(
+                    str(prompt),
+                    {"before": video(a, duration), time: video(b, duration)},
+                    c and picture(c, EDITED_SIDE),
+                    _difference(a, b),
+                )
+                for prompt, a, b, c in zip(layout["prompts"], before, after, edited, strict=False)
+            ]
+            return sorted(pairs, key=lambda pair: -pair.change)
     return []
 
 
@@ -147,29 +158,31 @@ def _column(sheet: Image.Image, layout: dict[str, Any], column: int) -> list[Fra
     return list(zip(*cells, strict=True))
 
 
-def read_kept(run: Path, known: set[str]) -> dict[str, list[dict[str, Any]]]:
+def read_kept(run: Path, known: set[str], say: Say = lambda line: None) -> dict[str, list[dict[str, Any]]]:
     """Return the images that the run kept at its newest evaluation, by reason, without those already known.
 
     Each has its ``picture``, ``prompt``, ``image`` (its number), ``scores`` as text, the ``pair`` of rewards that
-    disagree, and the picture that is ``edited``, if any.
+    disagree, and the picture that is ``edited``, if any. ``say`` names a damaged table.
     """
+    table = run / KEPT / IMAGES_NAME
     found: dict[str, list[dict[str, Any]]] = {}
     # The table may name any file on the disk, and the page is meant to be shared.
     files = {file.name: file for file in (run / KEPT).glob("*.png") if file.is_file() and not file.is_symlink()}
-    try:
-        for entry in json.loads((run / KEPT / IMAGES_NAME).read_text(encoding="utf-8"))["images"]:
+    with reading(table, say) if table.exists() else suppress(FileNotFoundError):
+        for entry in json.loads(read_regular(table))["images"]:
             scores = {name: verdict.score(score) for name, score in entry["scores"].items()}
             image, edited = _read_picture(files[entry["file"]]), files.get(entry["edited"])
             shown = {
+                "image": int(entry["image"]),
+                "prompt": str(entry["prompt"]),
+                "pair": [*map(str, entry["pair"] or ())],
                 "picture": image,
                 "edited": None if edited is None else _read_picture(edited, EDITED_SIDE),
                 "scores": scores if len(scores) > 2 else {"reward": scores["reward"]},  # a single reward is the sum
             }
             if image.source not in known:
                 known.add(image.source)
-                found.setdefault(REASONS[entry["reason"]], []).append({**entry, **shown})
-    except UNREADABLE:
-        pass
+                found.setdefault(REASONS[entry["reason"]], []).append(shown)
     return found
 
 
@@ -203,6 +216,20 @@ def video(frames: Frames, duration: int) -> Picture:
     return replace(first, source=source, still=first.source)
 
 
+def read_benchmarks(run: Path, say: Say) -> list[dict[str, Any]]:
+    """Return results of ``lightning eval --benchmark``, each with ``title``, ``protocol``, ``table`` and ``papers``."""
+    found = []
+    for file in sorted((run / BENCHMARKS).glob("*.json")):
+        with reading(file, say):
+            report = json.loads(read_regular(file))
+            names = ("height", "width", "steps", "guidance", "images_per_prompt")
+            protocol = ", ".join(f"{name.replace('_', ' ')} {report['protocol'][name]}" for name in names)
+            table = [[str(row[0]), *map(str, row[1:])] for row in report["table"]]
+            papers = {paper: [*map(str, why or ())] for paper, why in report["papers"].items()}
+            found.append({"title": report["title"], "table": table, "papers": papers, "protocol": protocol})
+    return found
+
+
 class RunPage:
     """A run as the templates see it."""
 
@@ -210,9 +237,10 @@ class RunPage:
         self.run = run
         self.name = run.name
         self.verdict = Verdict(run)
-        self.pairs = read_pairs(run.folder)
+        self.pairs = read_pairs(run.folder, run.left_out.append)
         shown = {picture.source for pair in self.pairs for picture in pair.images.values()}
-        self.galleries = read_kept(run.folder, shown)
+        self.galleries = read_kept(run.folder, shown, run.left_out.append)
+        self.benchmarks = read_benchmarks(run.folder, run.left_out.append)
 
     @cached_property
     def seconds(self) -> list[tuple[str, float, float]]:
@@ -222,20 +250,6 @@ class RunPage:
         found["Updates"] = max(sum(row["time/iteration_s"] for row in rows) - sum(found.values()), 0.0)
         whole = sum(found.values())
         return [(title, part, part / whole) for title, part in found.items() if part >= 0.0005 * whole > 0]
-
-    @cached_property
-    def benchmarks(self) -> list[dict[str, Any]]:
-        """Results of ``lightning eval --benchmark``, each with ``title``, ``protocol``, ``table`` and ``papers``."""
-        found = []
-        for file in sorted((self.run.folder / BENCHMARKS).glob("*.json")):
-            try:
-                report = json.loads(file.read_text(encoding="utf-8"))
-                names = ("height", "width", "steps", "guidance", "images_per_prompt")
-                protocol = ", ".join(f"{name.replace('_', ' ')} {report['protocol'][name]}" for name in names)
-                found.append({**{name: report[name] for name in ("title", "table", "papers")}, "protocol": protocol})
-            except UNREADABLE:
-                continue
-        return found
 
     @property
     def most_changed(self) -> list[Pair]:
@@ -268,11 +282,11 @@ class RunPage:
         if not run.recipe or newest_checkpoint(folder) is None:
             return []
         found = {"Continue the run": how_to_resume(folder).partition(": ")[2]} if run.outcome in UNDONE else {}
-        found["Score it again, with confidence intervals"] = f"lightning eval {quote(str(folder))}"
+        found["Score it again, with confidence intervals"] = f"lightning eval {quote(f'{folder}')}"
         if self.pairs and self.pairs[0].edited is None:
-            found["Draw a prompt"] = f"lightning sample {quote(str(folder))} --prompt {quote(self.pairs[0].prompt)}"
+            found["Draw a prompt"] = f"lightning sample {quote(f'{folder}')} --prompt {quote(self.pairs[0].prompt)}"
         found["Write the weights for diffusers"] = (
-            f"lightning export {quote(str(folder))} --to {quote(self.name)}_export"
+            f"lightning export {quote(f'{folder}')} --to {quote(self.name)}_export"
         )
         return list(found.items())
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from lit_vgrpo.config.recipe import loaded
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from lit_vgrpo.config.recipe import SECTIONS, loaded
 from lit_vgrpo.config.tree import class_name
+from lit_vgrpo.core.ranges import Range
 from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, UserError
 from lit_vgrpo.metrics import bootstrap_interval
 from lit_vgrpo.system.paths import CONFIG_NAME
 from lit_vgrpo.training.loggers import read_table
-from lit_vgrpo.training.resume import read_summary
+from lit_vgrpo.training.resume import Number, Whole, checked_json, read_summary
 from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED
 
 REPORT_NAME = "report.html"
@@ -43,8 +47,16 @@ SECRET = re.compile(
 )
 NOT_COMPARED = ("name", "run_dir", "ckpt_path", "allow_changes", "trainer.default_root_dir")
 """Settings of this machine or of the command."""
-PromptSums = dict[str, list[tuple[float, int]]]
+PromptSums = dict[str, list[tuple[Number, Annotated[int, Range(0, 1_000_000)]]]]
 """By reward, the sum and the number of each prompt's scores."""
+Say = Callable[[str], None]
+
+
+class ScoresLine(TypedDict):
+    """A line of ``scores.jsonl``."""
+
+    iteration: Whole
+    scores: PromptSums
 
 
 class Interval(NamedTuple):
@@ -83,6 +95,7 @@ class RunData:
         evaluations: One point per held-out evaluation, metrics without the prefix ``heldout/``.
         scores: Each prompt's scores, by iteration; empty for a run that kept none.
         is_running: The run itself writes this report.
+        left_out: A line for each damaged file, or part of one, that the report lacks.
     """
 
     folder: Path
@@ -92,6 +105,7 @@ class RunData:
     evaluations: list[Point]
     scores: dict[int, PromptSums] = field(default_factory=dict)
     is_running: bool = False
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -111,7 +125,7 @@ class RunData:
     def num_iterations(self) -> int:
         """Finished iterations."""
         known = [point.iteration for point in (*self.iterations[-1:], *self.evaluations[-1:])]
-        return max([int(self.summary.get("iterations") or 0), *known])
+        return max([self.summary.get("iterations", 0), *known])
 
     @cached_property
     def comparable(self) -> list[Point]:
@@ -133,8 +147,8 @@ class RunData:
     def weights(self) -> str:
         """Variant that the held-out evaluations used: the average if the run has one."""
         callbacks = (self.recipe.get("trainer") or {}).get("callbacks") or []
-        known = AVERAGE if AVERAGE in map(class_name, callbacks) else TRAINED
-        return str(self.summary.get("weights", known))
+        names = map(class_name, callbacks if isinstance(callbacks, list) else [callbacks])
+        return str(self.summary.get("weights", AVERAGE if AVERAGE in names else TRAINED))
 
     def total(self, cost: str) -> float | None:
         """Return a cost of the whole run; ``None`` if it is unknown."""
@@ -154,14 +168,18 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
     Raises:
         UserError: ``config.yaml`` or ``metrics.csv`` cannot be read.
     """
-    config = folder / CONFIG_NAME
-    iterations, evaluations = _read_points(folder / "metrics.csv")
-    summary = ({} if is_running else read_summary(folder)) or {}
-    if int(summary.get("iterations") or 0) < max(iterations, default=0):
+    config, left_out = folder / CONFIG_NAME, list[str]()
+    recipe = loaded(config) if config.exists() else {}
+    for section in SECTIONS:
+        if not isinstance(recipe.get(section) or {}, dict):
+            raise UserError(f"Cannot read {config}: {section} is not a mapping.")
+    iterations, evaluations = _read_points(folder / "metrics.csv", left_out.append)
+    summary = ({} if is_running else read_summary(folder, left_out.append)) or {}
+    if summary.get("iterations", 0) < max(iterations, default=0):
         summary = {}
     for entry in summary.get("evaluations", []):  # the last one may not be in the table
         keys = {"iterations": "iteration", "images": "images", "seconds": "train_seconds", "passes": "passes"}
-        point = evaluations.setdefault(int(entry["iteration"]), Point({}, {}))
+        point = evaluations.setdefault(entry["iteration"], Point({}, {}))
         point.costs.update(_numbers({cost: entry.get(key) for cost, key in keys.items()}))
         point.metrics.update(_numbers({**entry.get("metrics", {}), "reward": entry.get("reward")}))
     start = _numbers(summary.get("heldout_metrics_start", {}))
@@ -172,16 +190,17 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
         evaluations[max(evaluations)].metrics.update(_numbers({**ends, **summary.get("heldout_metrics_end", {})}))
     return RunData(
         folder=folder,
-        recipe=loaded(config) if config.exists() else {},
+        recipe=recipe,
         summary=summary,
         iterations=[iterations[number] for number in sorted(iterations)],
         evaluations=[evaluations[number] for number in sorted(evaluations)],
-        scores=read_scores(folder),
+        scores=read_scores(folder, left_out.append),
         is_running=is_running,
+        left_out=left_out,
     )
 
 
-def _read_points(table: Path) -> tuple[dict[int, Point], dict[int, Point]]:
+def _read_points(table: Path, say: Say) -> tuple[dict[int, Point], dict[int, Point]]:
     """Return the points of training and of the evaluations by finished iterations; later rows replace earlier ones."""
     try:
         columns, rows = read_table(table) if table.exists() else ([], [])  # another logger writes no table
@@ -193,6 +212,9 @@ def _read_points(table: Path) -> tuple[dict[int, Point], dict[int, Point]]:
     evaluations: dict[int, Point] = {}
     for row in rows:
         values = _numbers(row)
+        for name, cell in row.items():
+            if cell and name not in values and cell not in ("nan", "inf", "-inf"):
+                say(f"{table} is damaged: {name} is {cell!r:.40}.")
         done = int(values.get("epoch", -1)) + 1
         if "time/iteration_s" in values:
             passes = sum(value for name, value in values.items() if name.startswith("passes/"))
@@ -219,14 +241,20 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def read_scores(run: Path) -> dict[int, PromptSums]:
-    """Return the scores of each evaluation by its iteration, without those that a resumed run has replaced."""
-    file = run / KEPT / SCORES_NAME
+def read_scores(run: Path, say: Say = lambda line: None) -> dict[int, PromptSums]:
+    """Return the scores of each evaluation by its iteration, without those that a resumed run has replaced.
+
+    Args:
+        say: Called with a line for every damaged line, except one that was cut off when the run was killed.
+    """
+    file, shape = run / KEPT / SCORES_NAME, TypeAdapter(ScoresLine)
     found: dict[int, PromptSums] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True) if file.is_file() else [], start=1):
         try:
-            entry = json.loads(line)
-        except ValueError:  # cut off when the run was killed
+            entry = checked_json(line, shape, f"{file} line {number}")
+        except UserError as error:
+            if line.endswith(b"\n"):
+                say(str(error))
             continue
         found = {done: scores for done, scores in found.items() if done < entry["iteration"]}
         found[entry["iteration"]] = entry["scores"]
@@ -268,8 +296,7 @@ def _settings(node: Any, key: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     if isinstance(node, Mapping):
         if "class_path" in node:
-            found[key] = _text(node["class_path"])
-            node = node.get("init_args") or {}
+            return {key: _text(node["class_path"])} | _settings(node.get("init_args") or {}, key)
         for name, value in node.items():
             found |= _settings(value, f"{key}.{name}" if key else str(name))
     elif isinstance(node, list) and any(isinstance(entry, Mapping | str) for entry in node):

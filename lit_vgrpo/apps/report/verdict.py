@@ -226,7 +226,8 @@ class Verdict:
     @cached_property
     def alarms(self) -> list[str]:
         """One sentence for each problem."""
-        return [*self._alarms_of_training(), *self._alarms_of_evaluations()]
+        left_out = [f"Left out: {line}" for line in self.run.left_out]
+        return [*self._alarms_of_training(), *self._alarms_of_evaluations(), *left_out]
 
     def _alarms_of_evaluations(self) -> Iterator[str]:
         evaluations = [point for point in self.run.comparable if "reward" in point.metrics]

@@ -22,6 +22,7 @@ from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.rewards import VoteReward
 from lit_vgrpo.rewards.connection import is_loopback
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
+from lit_vgrpo.system.paths import typed_path
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.folder import find_run
 from lit_vgrpo.training.resume import SUMMARY_NAME, read_summary
@@ -54,7 +55,7 @@ class VoteOptions:
         require_packages()
         if not is_loopback(self.host):
             self.token = self.token or secrets.token_urlsafe(16)
-        if not Path(self.words[0]).expanduser().is_dir():
+        if not typed_path(self.words[0]).is_dir():
             self.command = Command.parse(self.words, self.resume)
             if is_curriculum(self.command.recipe):
                 raise UserError(f"{self.words[0]} is a curriculum. Run it, and vote on each run: lightning vote RUN")

@@ -129,17 +129,21 @@ def test_what_counts_as_finished(tiny_recipe):
 
 @pytest.mark.slow
 def test_only_an_unfinished_run_is_thrown_away(tiny_recipe):
-    words = ["--methods", "vgrpo", "--settings", "published", "--seeds", "3", "--iterations", "3", "--out", "x"]
-    unfinished, finished, foreign = planned(tiny_recipe, *words)
+    words = ["--methods", "vgrpo", "--settings", "published", "--seeds", "4", "--iterations", "3", "--out", "x"]
+    unfinished, finished, foreign, noted = planned(tiny_recipe, *words)
     make_finished(unfinished, outcome="interrupted")
+    make_finished(noted, outcome="interrupted")
+    (noted.folder / "notes.txt").write_text("mine")
     make_finished(finished)
     foreign.folder.mkdir()
     (foreign.folder / "thesis.txt").write_text("mine")
-    for run in (unfinished, finished, foreign):
+    for run in (unfinished, finished, foreign, noted):
         prepare_run_folder(run)
         assert not run.folder.exists()
     runs = finished.folder.parent
-    assert sorted(path.name for path in runs.glob("*.old")) == [f"{finished.name}.old", f"{foreign.name}.old"]
+    assert sorted(path.name for path in runs.glob("*.old")) == sorted(
+        f"{run.name}.old" for run in (finished, foreign, noted)
+    )
     assert (runs / f"{finished.name}.old" / "summary.json").is_file()
 
 

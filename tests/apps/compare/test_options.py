@@ -1,5 +1,6 @@
 """The command line of a comparison."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,20 @@ def test_an_error_in_the_options_is_one_line(words, message):
     with pytest.raises(UserError) as caught:
         parsed(*words)
     assert caught.value.errors[0].startswith(message)
+
+
+def test_results_of_another_recipe_or_override_are_not_replaced(tmp_path):
+    words = ["data.group_size=8", "--out", str(tmp_path)]
+    file = tmp_path / "compare.json"
+    file.write_text(json.dumps({"task": parsed(*words).task}))
+    parsed(*words, "--methods", "nft", "--iterations", "3")
+    parsed("--sweep", *words[1:])  # other files
+    for other in (["data.group_size=4", *words[1:]], words[1:]):
+        with pytest.raises(UserError, match="compare.json has results of another recipe or override. Choose another f"):
+            parsed(*other)
+    with pytest.raises(UserError, match="has results of another recipe"):
+        compare_options(["tiny_ocr", *words])
+    for damaged in ("{", "[]", "{}"):
+        file.write_text(damaged)
+        with pytest.raises(UserError, match="has results of another recipe"):
+            parsed(*words)

@@ -7,7 +7,7 @@ import pytest
 from commands import compare_options
 from PIL import Image
 
-from lit_vgrpo.apps.compare.plan import Budget, Entrant
+from lit_vgrpo.apps.compare.plan import Budget, Entrant, Run
 from lit_vgrpo.apps.compare.report import (
     Curve,
     best_points,
@@ -51,6 +51,14 @@ def costs(curves, target, base="vgrpo"):
 def cells(table, method, settings="published"):
     (row,) = table[(table["method"] == method) & (table["settings"] == settings)].to_dict("records")
     return row
+
+
+def test_an_evaluation_that_scored_no_image_is_left_out(tmp_path):
+    entries = evaluations([0.2, None, 0.8])
+    (tmp_path / "summary.json").write_text(json.dumps({"evaluations": entries}))
+    found = Curve.of(Run("n", "nft", "published", 0, *[tmp_path] * 3, ""), "")
+    assert [entry["reward"] for entry in found.evaluations] == [0.2, 0.8]
+    assert summaries([found])["final"].tolist() == [0.8]
 
 
 def test_a_cost_is_interpolated_at_the_first_crossing():
