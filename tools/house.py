@@ -32,7 +32,8 @@ PUBLIC_DESPITE_UNDERSCORE = {
     *("_exit", "_asdict"),  # the standard library
     *("_cdata", "_version", "_local_tensor", "_parameters", "_buffers", "_modules", "_foreach_copy_"),  # torch
     *("_foreach_lerp_", "_scaled_dot_product_flash_attention_for_cpu"),
-    *("_optional_components", "_cp_plan"),  # diffusers
+    *("_cp_plan", "_fix_state_dict_keys_on_load", "_keys_to_ignore_on_load_unexpected"),  # diffusers
+    "_optional_components",
 }
 MAY_SET_ATTRIBUTES = ("callbacks/", "lit_vgrpo/metrics/")
 """Rich's columns and torchmetrics' sums have no other way."""

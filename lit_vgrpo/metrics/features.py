@@ -17,13 +17,23 @@ from torch import Tensor
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.pixels import to_uint8
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, file_at_hand, loading, quiet_libraries, source_of
+from lit_vgrpo.system.hub import (
+    LoadError,
+    explain_unloadable,
+    file_at_hand,
+    headers_only,
+    load_network,
+    loading,
+    quiet_libraries,
+    source_of,
+)
 from lit_vgrpo.system.paths import file_sha256, resolve_path
 
 INCEPTION = "inception"
 INCEPTION_FILE = "inception-2015-12-05.pt"
 INCEPTION_SIDE = 299
 TORCHSCRIPT_SUFFIXES = (".pt", ".pts")
+REMEDY = "Set features to a TorchScript file, or to a folder with a vision model and its processor."
 MODEL_SUFFIXES = (".safetensors", ".bin", ".json")
 
 Pixels = npt.NDArray[np.uint8]
@@ -84,8 +94,7 @@ class FeatureNetwork(ABC):
             return
         for error in self.check():
             raise LoadError(error)
-        remedy = "Set features to a TorchScript file, or to a folder with a vision model and its processor."
-        with loading(self.source, remedy), quiet_libraries(), warnings.catch_warnings():
+        with loading(self.source, REMEDY), quiet_libraries(), warnings.catch_warnings():
             # deprecated, but clean-fid's network is a TorchScript file
             warnings.filterwarnings("ignore", message=".*torch.jit.*", category=FutureWarning)
             model = self._load().eval().to(self.device)
@@ -174,6 +183,12 @@ class TransformersFeatures(FeatureNetwork):
 
     def check(self) -> list[str]:
         error = explain_unloadable(self.source, "config.json", "features")
+        if error is None and file_at_hand(self.source, "config.json"):
+            try:
+                with headers_only(), loading(self.source, REMEDY):
+                    self._load()
+            except LoadError as reason:
+                return [str(reason)]
         return [error] if error else []
 
     @property
@@ -191,7 +206,7 @@ class TransformersFeatures(FeatureNetwork):
         self.side = int(next(size[key] for key in ("height", "shortest_edge") if size.get(key)))
         moments = (processor.image_mean, processor.image_std)
         self._mean, self._std = (torch.tensor(values, dtype=torch.float32).view(1, 3, 1, 1) for values in moments)
-        return AutoModel.from_pretrained(source_of(self.source), dtype=torch.float32)
+        return load_network(AutoModel, self.source, REMEDY, dtype=torch.float32)
 
     def _forward(self, pixels: Tensor) -> Tensor:
         inputs = (pixels / 255 - self._mean.to(pixels)) / self._std.to(pixels)

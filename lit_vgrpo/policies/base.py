@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from lit_vgrpo.policies.acceleration import (
     set_attention_backend,
 )
 from lit_vgrpo.policies.export import save_policy
-from lit_vgrpo.policies.loading import KEY, pipeline_errors, read_pipeline
+from lit_vgrpo.policies.loading import KEY, find_folder, pipeline_misfit, pipeline_on_meta, read_pipeline
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.placement import cast, in_own_precision, place, unmasked_on_meta, with_cpu_default
 from lit_vgrpo.policies.prompt_encoder import PromptEncoder
@@ -60,8 +59,26 @@ class Policy(PipelinePolicy):
         return super().__getattr__(name)
 
     def check(self) -> list[str]:
-        """Return errors that can be found without reading weights, one line each."""
-        return [] if self.loaded else pipeline_errors(self)
+        """Return errors that can be found without reading weights, one line each; at most one about the checkpoint.
+
+        A first check builds the pipeline on the meta device, and compares its parts with the headers of their files.
+        """
+        if self.loaded:
+            return []
+        try:
+            with quiet_libraries():
+                folder = find_folder(self) if self.given is None else None
+                if self._is_checked and self.given is None:
+                    return []
+                draft = None if folder is None else pipeline_on_meta(self, folder)
+                pipeline = draft if self.given is None else self.given
+                error = None if pipeline is None else pipeline_misfit(self, pipeline)
+        except LoadError as reason:
+            return [str(reason)]
+        if error is not None:
+            return [f"{KEY}={self.checkpoint} {error}"]
+        self._is_checked, self.draft = True, draft
+        return []
 
     @with_cpu_default
     def load(self, put_start: PutStart | None = None) -> Policy:
@@ -74,13 +91,16 @@ class Policy(PipelinePolicy):
             LoadError: The checkpoint is missing, damaged or of another family, or an option does not fit it.
             RuntimeError: ``start_from`` is given, which needs :func:`lit_vgrpo.training.saved_weights.load_policy`.
         """
-        for error in self.check():
-            raise LoadError(error)
         if self.loaded:
             return self
-        pipeline = read_pipeline(self)
+        self._is_checked = True  # loading finds what a check finds in headers
+        for error in self.check():
+            raise LoadError(error)
+        pipeline = read_pipeline(self) if self.given is None else self.given
         with quiet_libraries():
-            return self.adopt(pipeline, put_start)
+            self.adopt(pipeline, put_start)
+        self.given = self.draft = None
+        return self
 
     @with_cpu_default
     def adopt(self, pipeline: Any, put_start: PutStart | None = None) -> Policy:
@@ -95,7 +115,7 @@ class Policy(PipelinePolicy):
         """
         if self.start_from is not None and put_start is None:
             raise RuntimeError(f"start_from={self.start_from} names a run. Call saved_weights.load_policy(policy).")
-        if (error := self.misfit(pipeline)) is not None:
+        if (error := pipeline_misfit(self, pipeline)) is not None:
             raise LoadError(f"{KEY}={self.checkpoint} {error}")
         pipeline.set_progress_bar_config(disable=True)
         for component in pipeline.components.values():
@@ -163,10 +183,6 @@ class Policy(PipelinePolicy):
 
     # --- overridden by some families -------------------------------------------------------------------------------
 
-    def misfit(self, pipeline: Any) -> str | None:
-        """Return why a pipeline would be trained wrongly, as a phrase that follows its name, or ``None``."""
-        return None
-
     def unused_weights(self) -> tuple[str, ...]:
         """Return shell-style patterns of the network's weights that no output depends on, which are never trained."""
         return ()
@@ -221,24 +237,6 @@ class Policy(PipelinePolicy):
                 of the images.
         """
         raise NotImplementedError
-
-    def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
-        """Return the arguments that pass the pipeline's call the pictures of :meth:`encode_edits` unchanged."""
-        return {"image": pictures}
-
-    def pipeline_latents(self, noise: Tensor) -> Tensor:
-        """Return ``noise (B, C, h, w)`` as the argument ``latents``: as tokens where the pipeline packs latents."""
-        pack = getattr(self.pipeline, "_pack_latents", None)
-        return noise if pack is None else pack(noise, *noise.shape)
-
-    def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
-        """Return the arguments for a guidance scale and this policy's negative prompt."""
-        if self.embeds_guidance:
-            return {"guidance_scale": guidance}
-        negative = [self.negative_prompt] * prompts
-        if "true_cfg_scale" in inspect.signature(type(self.pipeline).__call__).parameters:
-            return {"true_cfg_scale": guidance, "negative_prompt": negative}
-        return {"guidance_scale": guidance, **({"negative_prompt": negative} if self.negative_prompt else {})}
 
     @in_own_precision
     def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> Conditioning:

@@ -20,6 +20,7 @@ FLOW_SOLVERS = ("euler", "dpm++", "unipc")
 LONGEST_PROMPT = 1024  # tokens
 SIGMA_KINDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 """Options of a scheduler that change its grid of times."""
+TIMESTEPS = 1000  # which most pipelines divide by, whatever their scheduler has
 PATCH = 2  # latents per side of a token
 ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")  # LoRA targets
 DEFAULT_SIDE = 1024  # pixels of an image, in most pipelines
@@ -47,8 +48,6 @@ class FlowPolicy(Policy, ABC):
     """The joint attention of images and text, as in most families."""
     pipeline_solver: ClassVar[str] = "euler"
     """The pipeline's default solver."""
-    packed: ClassVar[int] = 1
-    """Latents per side in one of the network's ``in_channels`` inputs."""
     patch: ClassVar[int] = PATCH
     """Latents per side of a token."""
     time_scale: ClassVar[int | None] = None
@@ -76,11 +75,12 @@ class FlowPolicy(Policy, ABC):
             return "takes guidance as an input, so model.policy.negative_prompt has no effect. Leave it out."
         scheduler, config = pipeline.scheduler, pipeline.scheduler.config
         odd = [name for name in ("stochastic_sampling", "invert_sigmas") if config.get(name)]
+        odd += ["num_train_timesteps"] if config.num_train_timesteps != TIMESTEPS else []
         if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not odd:
-            return None
+            return super().misfit(pipeline)
         return (
             f"comes with {' and '.join([type(scheduler).__name__, *odd])}: a rectified flow needs "
-            "FlowMatchEulerDiscreteScheduler, without stochastic_sampling and invert_sigmas."
+            f"FlowMatchEulerDiscreteScheduler with {TIMESTEPS} steps, without stochastic_sampling and invert_sigmas."
         )
 
     def find_latent_shape(self) -> tuple[int, ...]:

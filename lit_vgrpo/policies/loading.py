@@ -1,45 +1,143 @@
-"""Loading of a policy's diffusers pipeline, from a folder or the hub, and checks of its small files before loading."""
+"""Loading of a policy's diffusers pipeline, from a folder or the hub, and checks of its files before loading."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import re
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lit_vgrpo.policies.pipeline import INDEX, PipelinePolicy
+from lit_vgrpo.system.hub import WEIGHTS as WEIGHTS
 from lit_vgrpo.system.hub import (
     LoadError,
     cached_file,
     explain_unloadable,
     file_at_hand,
+    headers_only,
+    load_network,
     loading,
     local_folder,
     quiet_libraries,
+    tokenizer_error,
+    weight_files,
 )
 
 KEY = "model.policy.checkpoint"
-WEIGHTS = re.compile(
-    # a part's weights, with or without a variant, which is before or (formerly) after the number of a shard
-    r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))?(?:-\d{5}-of-\d{5})?(?:\.(\w+))?\.(?:safetensors|bin)"
-)
+REMEDY = f"Download or save it again, or set {KEY} to a different pipeline."
+LIBRARIES = ("diffusers", "transformers")
+ONE_FILE = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
+NEEDED = re.compile(r"(scheduler|vae|processor|text_encoder|tokenizer)(_\d)?")
+"""Names of the parts that a policy needs besides its network, if its pipeline has them."""
+NOT_HONOURED = ("thresholding", "clip_sample")
+"""Options of schedulers that change predicted images, which no sampler of this package does."""
 DISTILLED_NAMES = re.compile(r"(?:^|[-_.])(schnell|turbo|lightning|lcm|hyper|distilled)(?=$|[-_.])", re.IGNORECASE)
 """Words in the names of models distilled to a few steps; their files seldom show it."""
 
 
-def pipeline_errors(policy: PipelinePolicy) -> list[str]:
-    """Return why a policy's checkpoint cannot be loaded, in one line; empty if no reason is known."""
-    checkpoint, needed = policy.checkpoint, policy.pipeline_class
-    try:
-        found = find_pipeline_class(checkpoint, policy.revision)
-    except LoadError as error:
-        return [str(error)]
-    if found in (None, needed):
-        return []
-    return [f"{KEY}={checkpoint} is a {found}, {type(policy).__name__} needs {needed}. Use another class_path."]
+def find_folder(policy: PipelinePolicy) -> Path | None:
+    """Return the folder of a policy's pipeline, which may be incomplete in the hub's cache; ``None`` if it is not here.
+
+    Raises:
+        LoadError: The policy cannot use it, judged by its small files.
+    """
+    name, needed, variant = f"{KEY}={policy.checkpoint}", policy.pipeline_class, policy.variant
+    path = local_folder(policy.checkpoint)
+    if path is not None and path.is_file():
+        convert = f"diffusers.{needed}.from_single_file('{path}').save_pretrained('DIR')"
+        advice = f'Convert it: python -c "import diffusers; {convert}", then set {KEY}=DIR.'
+        if path.suffix.lower() not in ONE_FILE or not hasattr(_family(policy), "from_single_file"):
+            advice = f"Use a folder with {INDEX} and unquantised weights, or a hub name."
+        raise LoadError(f"{name} is a file, not a pipeline folder. {advice}")
+    found = find_pipeline_class(policy.checkpoint, policy.revision)
+    if found not in (None, needed):
+        raise LoadError(f"{name} is a {found}, {type(policy).__name__} needs {needed}. Use another class_path.")
+    if (folder := config_folder(policy.checkpoint, policy.revision)) is None:
+        return None
+    parts = _parts(policy, folder)
+    if (error := _lacking(policy, parts)) is not None:
+        raise LoadError(f"{name} {error} In its {INDEX}, it is null or absent.")
+    for part, kind in parts.items() if path is not None else ():
+        file = f"{part}/tokenizer_config.json" if part.startswith("tokenizer") else part
+        if not (folder / file).exists():
+            raise LoadError(f"{name} lacks {file}, which its {INDEX} names. Save or download the pipeline again.")
+        if _is_network(kind) and not (weight_files(folder / part, variant) or weight_files(folder / part, None)):
+            others = {match[1] or match[2] for match in map(WEIGHTS.fullmatch, os.listdir(folder / part)) if match}
+            advice = f"Set model.policy.variant={min(others)}." if others else "Save or download the pipeline again."
+            raise LoadError(f"{name} has no weights in {part}/. {advice}")
+    if path is not None and variant and not any(weight_files(folder / part, variant) for part in parts):
+        raise LoadError(f"{name} has no weights of model.policy.variant={variant}. Leave it out.")
+    return folder
+
+
+def _family(policy: PipelinePolicy) -> Any:
+    """Return the class of a policy's pipeline."""
+    import diffusers
+
+    return getattr(diffusers, policy.pipeline_class)  # imports lazily
+
+
+def _parts(policy: PipelinePolicy, folder: Path) -> dict[str, Any]:
+    """Return the classes of a folder's parts by name, without those that are null or left out.
+
+    Raises:
+        LoadError: A class is not in diffusers or transformers; any other module named in a folder is not imported.
+    """
+    nulls, parts = policy.null_components(folder), dict[str, Any]()
+    for name, entry in json.loads((folder / INDEX).read_text()).items():
+        if isinstance(entry, list) and isinstance(entry[-1], str) and name not in nulls:
+            parts[name] = getattr(import_module(entry[0]), entry[-1], None) if entry[0] in LIBRARIES else None
+            if parts[name] is None:
+                known = " or ".join(LIBRARIES)
+                raise LoadError(f"{folder / INDEX}: {name} is {'.'.join(entry)}, not a class of {known}.")
+    return parts
+
+
+def _is_network(kind: Any) -> bool:
+    return inspect.isclass(kind) and issubclass(kind, nn.Module)
+
+
+def _lacking(policy: PipelinePolicy, present: dict[str, Any]) -> str | None:
+    """Return which needed parts are not among those of a pipeline, as a phrase, or ``None``."""
+    parts = [name for name in inspect.signature(_family(policy)).parameters if NEEDED.fullmatch(name)]
+    spared = [name for name in policy.may_lack if present.get(name) is None]
+    needed = [name for name in parts if name.replace("tokenizer", "text_encoder") not in spared]
+    names = [name for name in (policy.network_name, *needed) if present.get(name) is None]
+    return f"has no {' and no '.join(names)}, but {type(policy).__name__} needs it." if names else None
+
+
+def pipeline_misfit(policy: PipelinePolicy, pipeline: Any) -> str | None:
+    """Return why a pipeline would be trained wrongly or not at all, as a phrase that follows its name, or ``None``."""
+    if policy.pipeline_class not in (kind.__name__ for kind in type(pipeline).__mro__):
+        return f"is a {type(pipeline).__name__}, {type(policy).__name__} needs {policy.pipeline_class}."
+    parts: dict[str, Any] = pipeline.components
+    if (error := _lacking(policy, parts)) is not None:
+        return error
+    for name in policy.network_names:
+        if hasattr(parts[name], "_orig_mod"):
+            return f"has a compiled {name}. Pass it uncompiled, with compile=True."
+        if getattr(parts[name], "peft_config", None) and (policy.lora_rank is not None or policy.given is not None):
+            return f"has a LoRA in its {name}. Call fuse_lora() and unload_lora_weights() of the pipeline first."
+    networks = [part for part in parts.values() if isinstance(part, nn.Module)]
+    if policy.given is not None and any(weight.is_meta for network in networks for weight in network.parameters()):
+        return "has networks without weights, on the meta device."
+    for option in NOT_HONOURED:
+        if pipeline.scheduler.config.get(option) and option in inspect.signature(type(pipeline.scheduler)).parameters:
+            return f"has a scheduler with {option}, which is not supported. Set it to false in the scheduler's config."
+    for name in parts if policy.draft is None else ():  # with a draft, only sizes count
+        part, encoder = parts[name], parts.get(re.sub("^(tokenizer|processor)", "text_encoder", name))
+        if part is not None and encoder not in (None, part):
+            tokenizer, embeddings = getattr(part, "tokenizer", part), encoder.get_input_embeddings().num_embeddings
+            if (error := tokenizer_error(tokenizer, embeddings)) is not None:
+                return f"has a {name} that {error}. Save or download the pipeline again."
+    return policy.misfit(pipeline)
 
 
 def find_pipeline_class(checkpoint: str, revision: str | None = None, what_to_set: str = KEY) -> str | None:
@@ -68,15 +166,8 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
     """Load a policy's pipeline with its weights, in the types that the policy trains and computes in.
 
     Raises:
-        LoadError: The pipeline cannot be downloaded or is damaged.
+        LoadError: The pipeline cannot be downloaded, lacks something or is damaged.
     """
-    import diffusers
-
-    # Trained weights and the VAE must not be rounded when loaded.
-    network_dtype = torch.float32 if policy.lora_rank is None else policy.dtype
-    dtypes = {**dict.fromkeys(policy.network_names, network_dtype), "vae": torch.float32, "default": policy.dtype}
-    with quiet_libraries():
-        family = getattr(diffusers, policy.pipeline_class)  # imports lazily
     folder = local_folder(policy.checkpoint)
     if folder is None:
         index = config_folder(policy.checkpoint, policy.revision)
@@ -85,12 +176,45 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
         # Keep the download's progress bars: it may be the slowest part of the start.
         with loading(policy.checkpoint, remedy), quiet_libraries(shows_bars=True):
             versions = {"revision": policy.revision, "variant": policy.variant}
-            folder = Path(family.download(policy.checkpoint, **versions, **left_out))
-    remedy = f"Download or save it again, or set {KEY} to a different pipeline."
-    with loading(policy.checkpoint, remedy), quiet_libraries():
-        return family.from_pretrained(
-            folder, variant=policy.variant, torch_dtype=dtypes, **policy.null_components(folder)
-        )
+            folder = Path(_family(policy).download(policy.checkpoint, **versions, **left_out))
+    return _assembled(policy, folder)
+
+
+def pipeline_on_meta(policy: PipelinePolicy, folder: Path) -> Any:
+    """Return the pipeline of a folder without weights, in float32; ``None`` if loading has to download some files.
+
+    Raises:
+        LoadError: A part cannot be built, or its tensors differ from those in the headers of its files.
+    """
+    try:
+        with headers_only():
+            return _assembled(policy, folder)
+    except LoadError:
+        if local_folder(policy.checkpoint) is None:
+            return None
+        raise
+
+
+def _assembled(policy: PipelinePolicy, folder: Path) -> Any:
+    """Return the pipeline of a folder."""
+    # Trained weights and the VAE must not be rounded when loaded.
+    network_dtype = torch.float32 if policy.lora_rank is None else policy.dtype
+    dtypes = {**dict.fromkeys(policy.network_names, network_dtype), "vae": torch.float32}
+    networks = {}
+    with quiet_libraries():
+        for name, kind in _parts(policy, folder).items():
+            if _is_network(kind):
+                options: dict[str, Any] = {
+                    "torch_dtype" if hasattr(kind, "load_config") else "dtype": dtypes.get(name, policy.dtype)
+                }
+                options["variant"] = policy.variant if weight_files(folder / name, policy.variant) else None
+                suffixes = {file.suffix for file in weight_files(folder / name, options["variant"])}
+                networks[name] = load_network(
+                    kind, str(folder / name), REMEDY, use_safetensors=suffixes == {".safetensors"}, **options
+                )
+        with loading(policy.checkpoint, REMEDY):
+            nulls = policy.null_components(folder)
+            return _family(policy).from_pretrained(folder, local_files_only=True, **nulls, **networks)
 
 
 def distillation_warning(policy: PipelinePolicy) -> str | None:
@@ -117,30 +241,21 @@ def config_folder(checkpoint: str, revision: str | None = None) -> Path | None:
 
 def bare_network(policy: PipelinePolicy) -> Any:
     """Return a policy's network without weights, from its configuration on this machine; ``None`` if it is absent."""
-    import diffusers
-
     folder = config_folder(policy.checkpoint, policy.revision)
-    try:
-        if folder is None:
-            return None
-        kind = getattr(diffusers, json.loads((folder / INDEX).read_text())[policy.network_name][1])
-        with torch.device("meta"):
-            return kind.from_config(kind.load_config(folder / policy.network_name, local_files_only=True))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):  # loading tells the reason
-        return None
+    with suppress(LoadError, OSError, ValueError, KeyError), headers_only():  # loading tells the reason
+        if folder is not None:
+            kind = _parts(policy, folder)[policy.network_name]
+            return load_network(kind, str(folder / policy.network_name), REMEDY)
+    return None
 
 
 def config_value(policy: PipelinePolicy, file: str, key: str) -> Any:
     """Return a value in one of a pipeline's JSON files on this machine, or ``None``."""
+    if policy.given is not None:
+        part = policy.given if file == INDEX else getattr(policy.given, file.partition("/")[0], None)
+        return None if part is None else part.config.get(key)
     folder = config_folder(policy.checkpoint, policy.revision)
     try:
         return None if folder is None else json.loads((folder / file).read_text())[key]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """Return the weight files of one variant of a part, preferring safetensors."""
-    matches = [(path, WEIGHTS.fullmatch(path.name)) for path in folder.iterdir()] if folder.is_dir() else []
-    files = [path for path, match in matches if match is not None and (match[1] or match[2]) == variant]
-    return [path for path in files if path.suffix == ".safetensors"] or files

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.errors import error_in_user_code, is_deliberate, one_line
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.loading import INDEX, config_folder
-from lit_vgrpo.system.hub import quiet_libraries
+from lit_vgrpo.policies.loading import KEY, config_folder, pipeline_on_meta
+from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
-LIBRARIES = ("diffusers", "transformers")
 LOWERED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "baddbmm", "addmm"})
 RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "exp", "norm"})
 """Names of torch functions that autocast computes in the lower dtype, and in float32 on a GPU."""
@@ -92,34 +90,12 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
     """Return a loaded copy of a policy with all weights on the meta device, with the autocast of a type of device.
 
     Raises:
-        NotEstimated: The pipeline's configuration files are not on this machine, or belong to another family.
+        NotEstimated: The pipeline's configuration files are not on this machine, or its check finds an error in them.
         LoadError: An option of the policy does not fit them.
     """
-    import diffusers
-
-    name, folder = policy.checkpoint, config_folder(policy.checkpoint, policy.revision)
-    download = f'hf download {name} --include "*.json" --include "*.txt" --include "*.model"'
-    missing = NotEstimated(f"{name} is not in the local cache. Its configuration files are enough: {download}")
-    if folder is None:
-        raise missing
-    twin = copy.deepcopy(policy)
-    # These affect no size, or need weights.
-    twin.embedding_cache, twin.start_from, twin.attention_backend = None, None, None
-    twin.compile_network = twin.offload_encoders = False
-    nulls = twin.null_components(folder)
-    with quiet_libraries():
-        try:
-            index = json.loads((folder / INDEX).read_text())
-            if index["_class_name"] != twin.pipeline_class:  # as in the policy's check
-                raise missing
-            parts = _components(folder, index, nulls)
-            for name in twin.network_names:
-                parts[name].to(torch.float32 if twin.trains_all else twin.dtype)
-            family = getattr(diffusers, twin.pipeline_class)
-            pipeline = family.from_pretrained(folder, local_files_only=True, **nulls, **parts)
-        except (OSError, ValueError, KeyError) as error:
-            raise missing from error
-        twin.adopt(pipeline)
+    draft = policy.draft
+    vars(policy).update(draft=None)  # its user changes it
+    twin = draft if isinstance(draft, Policy) else _copy_on_meta(policy, draft)
     twin.autocast = lambda dtype=None: AutocastOnMeta(dtype or twin.dtype, device_type)  # type: ignore[method-assign]
     # Recomputation in the backward pass must use the same dtypes.
     networks = [(network, None) for network in twin.networks().values()] if twin.gradient_checkpointing else []
@@ -127,6 +103,31 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
         with suppress(ValueError):  # this VAE does not support it
             contexts = partial(_contexts, twin, dtype)
             network.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, context_fn=contexts))
+    return twin
+
+
+def _copy_on_meta(policy: Policy, draft: Any) -> Policy:
+    """Return a loaded copy of a policy, with the pipeline that its check built, or another one."""
+    name, folder = policy.checkpoint, config_folder(policy.checkpoint, policy.revision)
+    download = f'hf download {name} --include "*.json" --include "*.txt" --include "*.model"'
+    missing = NotEstimated(f"{name} is not in the local cache. Its configuration files are enough: {download}")
+    try:
+        pipeline = draft or (None if folder is None else pipeline_on_meta(policy, folder))
+    except LoadError as error:  # which the policy's check reports
+        raise missing from error
+    if pipeline is None:
+        raise missing
+    twin = copy.deepcopy(policy, {id(policy.given): None})
+    twin.draft = pipeline
+    for name in [name for name in vars(twin) if callable(getattr(type(twin), name, None))]:
+        vars(twin).pop(name)  # a method replaced in the policy would act on the policy
+    # These affect no size, or need weights.
+    twin.embedding_cache, twin.start_from, twin.attention_backend = None, None, None
+    twin.compile_network = twin.offload_encoders = False
+    with quiet_libraries():
+        for network in twin.network_names:
+            getattr(pipeline, network).to(torch.float32 if twin.trains_all else twin.dtype)
+        twin.adopt(pipeline)
     return twin
 
 
@@ -152,20 +153,34 @@ def _contexts(policy: Policy, dtype: torch.dtype | None) -> tuple[Any, Any]:
     return nullcontext(), policy.autocast(dtype)
 
 
-def _components(folder: Path, index: dict[str, Any], nulls: dict[str, None]) -> dict[str, nn.Module]:
-    """Return the pipeline's networks by name, each built from its configuration."""
-    networks: dict[str, nn.Module] = {}
-    for name, entry in index.items():
-        if not isinstance(entry, list) or name in nulls or not isinstance(entry[0], str):
-            continue
-        if entry[0] not in LIBRARIES:  # otherwise any module named in an untrusted folder would be imported
-            raise ValueError(f"{folder} names classes of {entry[0]}")
-        kind: Any = getattr(import_module(entry[0]), entry[1])
-        if not issubclass(kind, nn.Module):
-            continue
-        with torch.device("meta"):
-            if hasattr(kind, "load_config"):
-                networks[name] = kind.from_config(kind.load_config(folder / name, local_files_only=True))
-            else:
-                networks[name] = kind(kind.config_class.from_pretrained(folder / name, local_files_only=True))
-    return networks
+def drawing_errors(policy: Policy, specs: Sequence[RolloutSpec] = ()) -> list[str]:
+    """Return why a policy cannot sample an image, tried without weights right after its check; at most one line."""
+    if policy.draft is None or isinstance(policy.draft, Policy):
+        return []
+    stage = "its loading"
+    try:
+        twin = policy_on_meta(policy)
+        with torch.no_grad():
+            stage = "its text encoders"
+            cond = twin.encode(["a"], twin.blank_references(1))
+            stage = f"its {' and '.join(twin.network_names)}"
+            z, t = torch.empty(1, *twin.latent_shape, device="meta"), torch.empty(1, device="meta")
+            if (found := twin(z, t, cond).shape) != z.shape:
+                raise RuntimeError(f"it returns {list(found[1:])} for latents {list(z.shape[1:])}")
+            stage = "its VAE"
+            twin.decode(z)
+            for spec in specs:
+                if spec.solver in twin.solvers:
+                    twin.scheduler(spec.solver, spec.steps)
+        vars(policy).update(draft=twin)
+    except LoadError as error:
+        return [str(error)]
+    except Exception as error:
+        # Values do not exist on the meta device. Anything else would also happen with weights.
+        if isinstance(error, NotEstimated | NotImplementedError) or "meta" in str(error):
+            return []
+        if is_deliberate(error):
+            return [str(error)]
+        reason = error_in_user_code(error) or f"{one_line(error).rstrip('.')}."
+        return [f"{KEY}={policy.checkpoint}: {stage} would fail: {reason} Do all parts belong to one model?"]
+    return []

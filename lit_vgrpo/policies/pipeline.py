@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,7 +29,8 @@ class PipelinePolicy(nn.Module):
     """The options of a policy and its pipeline's parts, extended by :class:`~lit_vgrpo.policies.base.Policy`.
 
     Args:
-        checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
+        checkpoint: A hub name, a local pipeline folder, or ``shipped:...``; in Python also a pipeline in memory, whose
+            networks are then trained.
         variant: Variant of the pipeline's weight files, such as ``fp16``; ``None`` uses the default files.
         revision: Branch, tag or commit of a hub repository; ``None`` uses its main branch.
         lora_rank: Rank of the LoRA adapter; ``None`` trains the full weights.
@@ -72,6 +75,10 @@ class PipelinePolicy(nn.Module):
     """Pictures per prompt, for a family that edits."""
     num_frames: int | None = None
     """Frames per video; ``None`` for images."""
+    packed: ClassVar[int] = 1
+    """Latents per side in one of the network's ``in_channels`` inputs."""
+    may_lack: ClassVar[tuple[str, ...]] = ()
+    """Text encoders that a pipeline may lack, with their tokenizers."""
     uses_latent_shift: ClassVar[bool] = True
     decodes_with_gradient: ClassVar[bool] = True
     """False if :meth:`vae_decode` keeps no graph."""
@@ -115,10 +122,17 @@ class PipelinePolicy(nn.Module):
             raise ValueError("fold_lora=true needs lora_rank and dtype=float32. Remove fold_lora.")
         if quantisation is not None and (lora_rank is None or compile or fold_lora):
             raise ValueError(f"quantisation={quantisation} needs lora_rank, without compile and without fold_lora.")
-        if not checkpoint:
+        self.given: Any = None  # a pipeline in memory, until load; its name is then the checkpoint
+        if not isinstance(checkpoint, str | PathLike):
+            if not hasattr(checkpoint, "components"):
+                needed = f"a hub name, a folder or a {self.pipeline_class}"
+                raise TypeError(f"checkpoint is of {type(checkpoint).__name__}. Give {needed}.")
+            self.given, checkpoint = checkpoint, checkpoint.config.get("_name_or_path") or type(checkpoint).__name__
+        elif not str(checkpoint):
             raise ValueError("checkpoint= is empty. Name a pipeline: a folder, or owner/name on the hub.")
-        resolve_path(checkpoint)  # refuses a shipped: path that leaves the installed folder
-        self.checkpoint = checkpoint
+        else:
+            resolve_path(checkpoint)  # refuses a shipped: path that leaves the installed folder
+        self.checkpoint = str(checkpoint)
         self.variant, self.revision = variant, revision
         self.lora_rank = lora_rank
         self.lora_alpha = lora_alpha if lora_alpha is not None else lora_rank
@@ -139,6 +153,10 @@ class PipelinePolicy(nn.Module):
         self.fold_lora = fold_lora
         self.init_seed = init_seed
         self.pipeline: Any = None
+        self.draft: Any = (
+            None  # the pipeline without weights that a check made, or the policy that tried it; until used
+        )
+        self._is_checked = False
         self._views: dict[Any, Any] = {}  # of the network for sampling, created on first use
         self._cached: Any = None  # the view with a block cache, in and after a sampling with one
 
@@ -205,6 +223,17 @@ class PipelinePolicy(nn.Module):
         index = json.loads(path.read_text()) if path.is_file() else {}
         return {name: None for name, value in index.items() if isinstance(value, list) and value[:1] == [None]}
 
+    def misfit(self, pipeline: Any) -> str | None:
+        """Return why a pipeline would be trained wrongly, as a phrase that follows its name, or ``None``."""
+        vae = pipeline.vae.config
+        latents = self.packed**2 * (vae.get("latent_channels") or vae.get("z_dim") or 0)
+        for name, network in ((name, getattr(pipeline, name, None)) for name in self.network_names):
+            taken = latents if network is None else network.config.in_channels
+            if latents and taken != latents:
+                what = "inpaints, edits or follows an image, or has parts of several models"
+                return f"has a {name} of {taken} channels for latents of {latents}: it {what}. Use another model."
+        return None
+
     def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
         """Return autocast to a precision, by default the network's, regardless of the trainer's.
 
@@ -226,6 +255,24 @@ class PipelinePolicy(nn.Module):
             *_, height, width = self.latent_shape
             return height * self.pixels_per_latent, width * self.pixels_per_latent
         return None if self.height is None or self.width is None else (self.height, self.width)
+
+    def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
+        """Return the arguments that pass the pipeline's call the pictures of :meth:`encode_edits` unchanged."""
+        return {"image": pictures}
+
+    def pipeline_latents(self, noise: Tensor) -> Tensor:
+        """Return ``noise (B, C, h, w)`` as the argument ``latents``: as tokens where the pipeline packs latents."""
+        pack = getattr(self.pipeline, "_pack_latents", None)
+        return noise if pack is None else pack(noise, *noise.shape)
+
+    def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
+        """Return the arguments for a guidance scale and this policy's negative prompt."""
+        if self.embeds_guidance:
+            return {"guidance_scale": guidance}
+        negative = [self.negative_prompt] * prompts
+        if "true_cfg_scale" in inspect.signature(type(self.pipeline).__call__).parameters:
+            return {"true_cfg_scale": guidance, "negative_prompt": negative}
+        return {"guidance_scale": guidance, **({"negative_prompt": negative} if self.negative_prompt else {})}
 
     @contextmanager
     def sized(self, height: int | None, width: int | None) -> Iterator[None]:

@@ -16,7 +16,7 @@ from lit_vgrpo.core.types import MASK, Conditioning, is_of_prompt, lengthened
 from lit_vgrpo.policies.embeddings import EmbeddingCache, Row, encoder_fingerprint
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.placement import place, placed
-from lit_vgrpo.system.hub import quiet_libraries
+from lit_vgrpo.system.hub import LoadError, quiet_libraries
 from lit_vgrpo.system.paths import resolve_path
 
 Encode = Callable[[], Mapping[str, Tensor]]
@@ -61,7 +61,7 @@ class PromptEncoder:
         self.policy = policy
         self._negative: Conditioning | None = None
         self._recent: OrderedDict[str, Row] = OrderedDict()  # used last, last
-        self._warned_of_long_prompts = False
+        self._warned_of_long_prompts = self._tells_prompts_apart = False
 
     @cached_property
     def cache(self) -> EmbeddingCache | None:
@@ -89,6 +89,8 @@ class PromptEncoder:
                 texts.append(f"edit\n{[prompt, policy.negative_prompt]}\n{picture_digest(picture)}")
                 work[texts[-1]] = partial(self._encode_edit, prompt, picture)
         embeddings = Conditioning(self._looked_up(work))
+        if not (self._tells_prompts_apart or policy.device.type == "meta"):
+            self._refuse_equal(list(dict.fromkeys(prompts)), embeddings)
         if len(work) == len(texts):
             return embeddings
         row_of = {text: row for row, text in enumerate(work)}
@@ -147,6 +149,17 @@ class PromptEncoder:
             values = [lengthened(value, length, dim=0) for value in values]
         # converted to float32 last: rows of 16-bit encoders are half as large
         return torch.stack([value.to(self.policy.device) for value in values]).float()
+
+    def _refuse_equal(self, prompts: Sequence[str], embeddings: Conditioning) -> None:
+        """Raise LoadError if two prompts of different tokens have the same embedding."""
+        tokenizer, limit, encoder = self.policy.prompt_limit()
+        ids = tokenizer(prompts, truncation=True, max_length=limit)["input_ids"]
+        if (other := next((row for row, tokens in enumerate(ids) if tokens != ids[0]), None)) is None:
+            return
+        if all(value[0].equal(value[other]) for name, value in embeddings.tensors.items() if is_of_prompt(name)):
+            same = f"{prompts[0][:40]!r} and {prompts[other][:40]!r} have the same embedding"
+            raise LoadError(f"{same}: {encoder} of {self.policy.checkpoint} is damaged. Download or save it again.")
+        self._tells_prompts_apart = True
 
     def _warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
         if self._warned_of_long_prompts:

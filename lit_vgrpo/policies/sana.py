@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.flow import FlowPolicy
+from lit_vgrpo.policies.pipeline import PipelinePolicy
 
 MASK = "prompt_mask"  # not core.types.MASK: all prompts have one length
 
@@ -33,7 +34,7 @@ class SanaPolicy(FlowPolicy):
     def misfit(self, pipeline: Any) -> str | None:
         config = pipeline.scheduler.config
         if config.get("use_flow_sigmas") and config.get("algorithm_type") == "dpmsolver++":
-            return None
+            return PipelinePolicy.misfit(self, pipeline)
         return f"comes with {type(pipeline.scheduler).__name__}, but Sana needs dpmsolver++ with use_flow_sigmas."
 
     def find_latent_shape(self) -> tuple[int, ...]:

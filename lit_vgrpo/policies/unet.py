@@ -53,12 +53,16 @@ class UNetPolicy(Policy):
         return {**super().null_components(folder), "safety_checker": None, "feature_extractor": None}
 
     def misfit(self, pipeline: Any) -> str | None:
-        config = pipeline.scheduler.config
+        scheduler, config = pipeline.scheduler, pipeline.scheduler.config
+        if not hasattr(scheduler, "alphas_cumprod") or config.get("timestep_type") == "continuous":
+            return f"comes with {type(scheduler).__name__}: it was trained on another kind of noise schedule."
+        if pipeline.unet.config.time_cond_proj_dim is not None:
+            return "is a consistency model (time_cond_proj_dim). Use the model that it was distilled from."
         if config.prediction_type not in PREDICTIONS:
             return f"predicts {config.prediction_type!r}, not {' or '.join(PREDICTIONS)}."
         if config.prediction_type == "epsilon" and config.get("rescale_betas_zero_snr"):
             return "predicts epsilon, which is undefined where its schedule ends in pure noise (zero SNR)."
-        return None
+        return super().misfit(pipeline)
 
     def build_path(self) -> VariancePreserving:
         base = self.pipeline.scheduler

@@ -15,7 +15,7 @@ from lit_vgrpo.core.types import Conditioning, RolloutSpec
 from lit_vgrpo.errors import counted
 from lit_vgrpo.policies.flow import FlowPolicy
 from lit_vgrpo.policies.loading import config_value
-from lit_vgrpo.policies.pipeline import INDEX
+from lit_vgrpo.policies.pipeline import INDEX, PipelinePolicy
 from lit_vgrpo.policies.qwen_image import channel_statistics
 from lit_vgrpo.system.hub import LoadError
 
@@ -91,7 +91,7 @@ class WanPolicy(FlowPolicy):
             return "has one network, so model.policy.guidance_scale_2 has no effect. Leave it out."
         config = pipeline.scheduler.config
         if config.get("use_flow_sigmas") and config.get("prediction_type") == "flow_prediction":
-            return None
+            return PipelinePolicy.misfit(self, pipeline)
         return f"comes with {type(pipeline.scheduler).__name__}, but Wan needs UniPC with use_flow_sigmas."
 
     @property

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,8 @@ from lit_vgrpo.core.batches import in_batches
 from lit_vgrpo.core.pictures import picture_error
 from lit_vgrpo.core.pixels import clip_normalised, to_uint8
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.errors import counted
-from lit_vgrpo.rewards.model import Dtype, ModelReward, ScoreHead, longer_than, read_weights, unit, weights_file
-from lit_vgrpo.system.hub import LoadError, loading, source_of
-
-if TYPE_CHECKING:
-    from transformers import CLIPModel
+from lit_vgrpo.rewards.model import Dtype, ModelReward, ScoreHead, longer_than, unit, weights_file
+from lit_vgrpo.system.hub import LoadError, load_network, loading, read_weights, source_of, tokenizer_error
 
 HUB_CHECKPOINT = "openai/clip-vit-large-patch14"
 HUB_PICKSCORE = "yuvalkirstain/PickScore_v1"
@@ -63,21 +59,20 @@ def clip_pixels(processor: Any, images: Any, model: Any) -> Tensor:
     return pixels.to(model.device, model.dtype)
 
 
-def clip_model(checkpoint: str, dtype: Dtype, what_to_set: str) -> "CLIPModel":
-    """Load a ``CLIPModel``; raise LoadError if the checkpoint is incomplete."""
+def load_clip(checkpoint: str, dtype: Dtype, what_to_set: str, processor: Any = None) -> CLIPEncoder:
+    """Load a ``CLIPModel``, and its processor if none is given.
+
+    Raises:
+        LoadError: One is incomplete, or they do not belong together.
+    """
     from transformers import CLIPModel
 
     remedy = f"Set {what_to_set} to a folder with a complete CLIP checkpoint."
-    library = cast(Any, CLIPModel)  # its annotation omits the second value
-    with loading(checkpoint, remedy):
-        model, found = library.from_pretrained(
-            source_of(checkpoint), dtype=getattr(torch, dtype), output_loading_info=True
-        )
-    if missing := sorted(found["missing_keys"]):  # the library would continue with random ones
-        raise LoadError(
-            f"Cannot load {checkpoint}: {counted(len(missing), 'weight')} missing, such as {missing[0]}. {remedy}"
-        )
-    return cast("CLIPModel", model)
+    model = load_network(CLIPModel, checkpoint, remedy, dtype=getattr(torch, dtype))
+    encoder = CLIPEncoder(model, processor or clip_processor(checkpoint, what_to_set))
+    if error := tokenizer_error(encoder.processor.tokenizer, model.config.text_config.vocab_size):
+        raise LoadError(f"Cannot load {checkpoint}: its tokenizer {error}. {remedy}")
+    return encoder
 
 
 def clip_processor(checkpoint: str, what_to_set: str) -> Any:
@@ -107,8 +102,8 @@ class CLIPReward(ModelReward):
         self.processor = self.processor or self.checkpoint
 
     def _build(self) -> nn.Module:
-        model = clip_model(self.checkpoint, self.dtype, self.option("checkpoint"))
-        self._encoder = CLIPEncoder(model, self._processor)
+        self._encoder = load_clip(self.checkpoint, self.dtype, self.option("checkpoint"), self._processor)
+        model: nn.Module = self._encoder.model
         return model
 
     @cached_property
@@ -259,8 +254,8 @@ class AestheticScore(ModelReward):
     clip: str = HUB_CHECKPOINT
 
     def _build(self) -> nn.Module:
-        self._processor = clip_processor(self.clip, self.option("clip"))
-        clip = clip_model(self.clip, self.dtype, self.option("clip"))
+        encoder = load_clip(self.clip, self.dtype, self.option("clip"))
+        self._processor, clip = encoder.processor, encoder.model
         head = ScoreHead(clip.visual_projection.out_features)
         with loading(self.checkpoint, f"Set {self.option('checkpoint')} and {self.option('clip')} to a matching pair."):
             head.load_state_dict(read_weights(weights_file(self.checkpoint, AESTHETIC_FILE)))

@@ -15,7 +15,7 @@ from lit_vgrpo.core.batches import BATCH_SIZE, filled
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, checked
 from lit_vgrpo.rewards.clip import HUB_CHECKPOINT as HUB_CLIP
-from lit_vgrpo.rewards.clip import CLIPEncoder, clip_model, clip_processor
+from lit_vgrpo.rewards.clip import load_clip
 from lit_vgrpo.rewards.geneval_rules import (
     CLASSES,
     COLORS,
@@ -28,7 +28,7 @@ from lit_vgrpo.rewards.geneval_rules import (
     row_error,
 )
 from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
-from lit_vgrpo.system.hub import file_at_hand, loading, source_of
+from lit_vgrpo.system.hub import file_at_hand, load_network, loading, source_of
 
 HUB_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 SEGMENTERS = frozenset({"mask2former"})
@@ -92,8 +92,7 @@ class GenEval(ModelReward):
 
     def _build(self) -> nn.Module:
         self._objects = ObjectDetector(self.detector, self.dtype, self.option("detector"))
-        clip = clip_model(self.clip, self.dtype, self.option("clip"))
-        self._encoder = CLIPEncoder(clip, clip_processor(self.clip, self.option("clip")))
+        self._encoder = load_clip(self.clip, self.dtype, self.option("clip"))
         self._directions: dict[str, Tensor] = {}
         return nn.ModuleList([self._objects.model, self._encoder.model])
 
@@ -182,9 +181,10 @@ class ObjectDetector:
 
         self.segments = (_detector_config(checkpoint) or {}).get("model_type") in SEGMENTERS
         family = AutoModelForUniversalSegmentation if self.segments else AutoModelForObjectDetection
-        with loading(checkpoint, f"Set {what_to_set} to a folder with a complete detector and its image processor."):
+        remedy = f"Set {what_to_set} to a folder with a complete detector and its image processor."
+        with loading(checkpoint, remedy):
             self._processor: Any = AutoImageProcessor.from_pretrained(source_of(checkpoint))
-            self.model: Any = family.from_pretrained(source_of(checkpoint), dtype=getattr(torch, dtype))
+        self.model = load_network(family, checkpoint, remedy, dtype=getattr(torch, dtype))
         self._names = {int(number): official_name(label) for number, label in self.model.config.id2label.items()}
 
     def find(self, images: Tensor, threshold: float) -> list[list[Detection]]:

@@ -50,7 +50,10 @@ class HPSv2(ModelReward):
 
         path = weights_file(self.checkpoint, FILENAME)
         with loading(str(path), f"Set {self.option('checkpoint')} and {self.option('model')} to a matching pair."):
-            model: nn.Module = open_clip.create_model(self.model, pretrained=str(path))  # unpickles only tensors
+            device = torch.get_default_device().type  # meta in a check, which maps safetensors without reading them
+            model: nn.Module = open_clip.create_model(self.model, device=device)
+            place = "cpu" if path.suffix == ".safetensors" else device
+            open_clip.load_checkpoint(model, str(path), device=place)  # unpickles only tensors, and needs all of them
         return model.to(getattr(torch, self.dtype))
 
     @cached_property

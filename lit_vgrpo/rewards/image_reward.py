@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lit_vgrpo.core.pixels import centre_cropped
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.rewards.model import ModelReward, ScoreHead, longer_than, read_weights, weights_file
-from lit_vgrpo.system.hub import loading, source_of
+from lit_vgrpo.rewards.model import ModelReward, ScoreHead, longer_than, weights_file
+from lit_vgrpo.system.hub import LoadError, loading, read_weights, source_of, tokenizer_error
 
 HUB_CHECKPOINT = "THUDM/ImageReward"
 FILENAME = "ImageReward.pt"
@@ -23,8 +23,8 @@ MAX_LENGTH = 35  # tokens of a prompt
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # published with the model, to standardise its raw scores
 HEAD_WIDTH = 64  # of every attention head, in BERT and the ViT: the only size that the weights do not reveal
 
-# Published names and those in transformers' Blip classes. Weights without a match do not affect the score: the
-# projections of BLIP's contrastive loss.
+# Published names and those in transformers' Blip classes. Other weights outside these parts do not affect the score:
+# the projections of BLIP's contrastive loss.
 NAMES = {
     r"blip\.visual_encoder\.cls_token": "vision.embeddings.class_embedding",
     r"blip\.visual_encoder\.pos_embed": "vision.embeddings.position_embedding",
@@ -34,6 +34,7 @@ NAMES = {
     r"blip\.visual_encoder\.blocks\.(\d+)\.attn\.qkv\.(\w+)": r"vision.encoder.layers.\1.self_attn.qkv.\2",
     r"blip\.visual_encoder\.blocks\.(\d+)\.attn\.proj\.(\w+)": r"vision.encoder.layers.\1.self_attn.projection.\2",
     r"blip\.visual_encoder\.blocks\.(\d+)\.mlp\.(fc[12])\.(\w+)": r"vision.encoder.layers.\1.mlp.\2.\3",
+    r"(blip\.visual_encoder\..+)": r"\1",  # which the model does not have
     r"blip\.text_encoder\.((?!embeddings\.position_ids).+)": r"text.\1",
     r"mlp\.(.+)": r"head.\1",
 }
@@ -67,10 +68,14 @@ class ImageReward(ModelReward):
     def _tokenizer(self) -> Any:
         from transformers import BertTokenizer
 
-        with loading(self.tokenizer, f"Set {self.option('tokenizer')} to a folder with BERT's tokenizer."):
+        with loading(self.tokenizer, self._remedy):
             tokenizer: Any = BertTokenizer.from_pretrained(source_of(self.tokenizer))
         tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
         return tokenizer
+
+    @property
+    def _remedy(self) -> str:
+        return f"Set {self.option('tokenizer')} to a folder with BERT's tokenizer."
 
     def truncated(self, prompts: list[str]) -> tuple[list[bool], int]:
         return longer_than(MAX_LENGTH, self._tokenizer, prompts), MAX_LENGTH
@@ -80,6 +85,8 @@ class ImageReward(ModelReward):
             weights = renamed(read_weights(weights_file(self.checkpoint, FILENAME)))
             model = blip_modules(weights)
             model.load_state_dict(weights)
+        if error := tokenizer_error(self._tokenizer, len(weights["text.embeddings.word_embeddings.weight"])):
+            raise LoadError(f"Cannot load {self.tokenizer}: its tokenizer {error}. {self._remedy}")
         for part in ("vision", "text"):
             model[part].to(getattr(torch, self.dtype))
         return model
@@ -107,6 +114,7 @@ def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for pattern, new in NAMES.items():
             if match := re.fullmatch(pattern, name):
                 found[match.expand(new)] = weight
+                break
     return found
 
 

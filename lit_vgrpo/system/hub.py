@@ -1,22 +1,41 @@
-"""Checkpoints in folders and on the hub: checks and quiet loading."""
+"""Checkpoints in folders and on the hub: checks, and quiet loading of all that they hold."""
 
 from __future__ import annotations
 
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.errors import one_line
+import torch
+from torch import Tensor
+
+from lit_vgrpo.errors import counted, one_line
 from lit_vgrpo.system.paths import SHIPPED_PREFIX, resolve_path
 
 HUB_TIMEOUT_S = 4.0
+LONGEST_REASON = 300  # characters of a library's message
 NOT_OF_THE_MODEL = (
     "_name_or_path", "_commit_hash", "transformers_version", "_diffusers_version", "dtype", "torch_dtype"
 )  # fmt: skip
+OUT_OF_MEMORY = re.compile(r"out of memory|allocate memory|bad_alloc|\(os error 12\)", re.IGNORECASE)
+OF_MEMORY = "Free memory, raise its limit (ulimit -v, or the job's), or load less: another dtype, or a smaller model."
+WEIGHTS = re.compile(
+    # a network's weights, with or without a variant, which is before or (formerly) after the number of a shard
+    r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))?(?:-\d{5}-of-\d{5})?(?:\.(\w+))?\.(?:safetensors|bin)"
+)
+LEAST_KNOWN = 0.9
+"""Least share of an encoder's token embeddings that its tokenizer knows. Published tokenizers know more than 0.99 of
+them: embeddings are padded to a round number."""
+PROBES, LEAST_WORDS, LEAST_LETTERS = 1024, 8, 3
+"""Tokens of a vocabulary that are looked at, words among them that a judgement needs, and letters of a word."""
+
+_headers_only = ContextVar("_headers_only", default=False)
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
@@ -56,7 +75,14 @@ def loading(checkpoint: str, remedy: str) -> Iterator[None]:
     except LoadError:
         raise
     except Exception as error:  # libraries may raise anything on other files
-        reason = one_line(str(error).strip().split("\n")[0]).rstrip(".:") or type(error).__name__
+        lines = str(error).strip().split("\n")
+        reason = one_line(" ".join(lines[: 1 + lines[0].endswith(":")])[:LONGEST_REASON]).rstrip(".:")
+        reason = f"there is no {reason}" if isinstance(error, KeyError) else reason or type(error).__name__
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, MemoryError) or OUT_OF_MEMORY.search(str(cause)):
+                reason, remedy = f"out of memory ({one_line(cause)[:200]})", OF_MEMORY
+            cause = cause.__cause__ or cause.__context__
         raise LoadError(f"Cannot load {checkpoint}: {reason}. {remedy}") from error
 
 
@@ -142,3 +168,131 @@ def of_the_model(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     return {key: of_the_model(value) for key, value in config.items() if key not in NOT_OF_THE_MODEL}
+
+
+# --- networks and tokenizers ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def headers_only() -> Iterator[None]:
+    """Load networks on the meta device inside, from their configurations and the headers of such files as are here."""
+    token = _headers_only.set(True)
+    try:
+        with quiet_libraries():
+            yield
+    finally:
+        _headers_only.reset(token)
+
+
+def load_network(kind: Any, checkpoint: str, remedy: str, **options: Any) -> Any:
+    """Load a network of diffusers or transformers, or of an Auto class, with options of its ``from_pretrained``.
+
+    Raises:
+        LoadError: A file is missing or damaged, or a tensor of the network or of its files has no counterpart.
+    """
+    source = source_of(checkpoint)
+    with loading(checkpoint, remedy):
+        if local_folder(checkpoint) is not None and not (Path(source) / "config.json").is_file():
+            raise FileNotFoundError("it has no config.json")  # without it, transformers uses the class's defaults
+        if _headers_only.get():
+            network, found = _from_headers(kind, checkpoint, options.get("variant"))
+        else:
+            # in diffusers, this option refuses packed weights
+            is_packed = hasattr(kind, "load_config") and "quantization_config" in kind.load_config(source)
+            options |= {"output_loading_info": True, "ignore_mismatched_sizes": not is_packed}
+            network, found = kind.from_pretrained(source, **options)
+            # diffusers takes the names in shards from their index
+            found["missing_keys"] = {*found["missing_keys"], *(n for n, p in network.named_parameters() if p.is_meta)}
+        _refuse_differences(network, found, source)
+    return network
+
+
+def _refuse_differences(network: Any, found: Mapping[str, Any], source: str) -> None:
+    """Raise ValueError if a network's tensors differ from those of its files, except where no output depends on it."""
+    shapes = {name: f"{name} ({' x '.join(map(str, shape))})" for name, shape, *_ in found.get("mismatched_keys", ())}
+    missing = {name: name for name in found.get("missing_keys", ()) if name not in shapes}
+    unread = {name: name for name in found.get("unexpected_keys", ()) if not name.endswith("num_batches_tracked")}
+    for name, _ in network.named_buffers() if unread else ():  # which are not stored any more
+        unread.pop(name, None)
+    if unread and not hasattr(network, "load_config"):
+        from transformers import PretrainedConfig
+
+        writers = PretrainedConfig.get_config_dict(source)[0].get("architectures") or [type(network).__name__]
+        if type(network).__name__ not in writers:  # a larger model wrote the files; its other parts are left out
+            children = dict(network.named_children())
+            unread = {name: name for name in unread if name.partition(".")[0] in children}
+    problems = (("missing", missing), ("not read", unread), ("of another shape", shapes))
+    if parts := [f"{counted(len(n), 'weight')} {problem}, such as {n[min(n)]}" for problem, n in problems if n]:
+        raise ValueError("; ".join(parts))
+
+
+def _from_headers(kind: Any, checkpoint: str, variant: str | None) -> tuple[Any, dict[str, Any]]:
+    """Return a network on the meta device, and how its tensors differ from those in the headers of its files."""
+    config_file = file_at_hand(checkpoint, "config.json")
+    assert config_file is not None  # headers are read where a check has found it
+    folder, files = config_file.parent, weight_files(config_file.parent, variant)
+    tensors = {name: tensor for file in files for name, tensor in read_weights(file).items()}
+    if hasattr(kind, "load_config"):  # of diffusers
+        config = kind.load_config(folder, local_files_only=True)
+        with torch.device("meta"):
+            network = kind.from_config(config)
+        if not tensors or "quantization_config" in config:
+            return network, {}
+        if len(files) == 1:
+            network._fix_state_dict_keys_on_load(tensors)  # as in from_pretrained
+        own, ignored = network.state_dict(), "|".join(kind._keys_to_ignore_on_load_unexpected or ["^$"])
+        missing, unread = (
+            own.keys() - tensors.keys(),
+            {n for n in tensors.keys() - own.keys() if not re.search(ignored, n)},
+        )
+        shapes = {(n, t.shape) for n, t in tensors.items() if n in own and t.shape != own[n].shape}
+        return network, {"missing_keys": missing, "unexpected_keys": unread, "mismatched_keys": shapes}
+    from transformers import AutoConfig
+
+    config = getattr(kind, "config_class", AutoConfig).from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        network = kind(config) if hasattr(kind, "config_class") else kind.from_config(config)
+    if not tensors or getattr(config, "quantization_config", None) is not None:
+        return network, {}
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": torch.float32}
+    with torch.device("cpu"):  # transformers refuses to load inside torch.device("meta")
+        return type(network).from_pretrained(
+            None, config=config, state_dict=tensors, device_map={"": "meta"}, **options
+        )
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return a file's tensors by name, on the CPU; anything else would have to be unpickled and raises an error."""
+    if path.suffix != ".safetensors":
+        place, mmap = "meta" if _headers_only.get() else "cpu", zipfile.is_zipfile(path)
+        weights: dict[str, Tensor] = torch.load(path, map_location=place, weights_only=True, mmap=mmap)
+        return weights
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    if not _headers_only.get():
+        return load_file(path)
+    with safe_open(path, framework="pt") as file:
+        return {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in file.keys()}  # noqa: SIM118
+
+
+def weight_files(folder: Path, variant: str | None) -> list[Path]:
+    """Return the weight files of one variant of a network, preferring safetensors."""
+    matches = [(path, WEIGHTS.fullmatch(path.name)) for path in folder.iterdir()] if folder.is_dir() else []
+    files = [path for path, match in matches if match is not None and (match[1] or match[2]) == variant]
+    return [path for path in files if path.suffix == ".safetensors"] or files
+
+
+def tokenizer_error(tokenizer: Any, embeddings: int) -> str | None:
+    """Return why a tokenizer is not that of an encoder with a number of token embeddings, as a phrase, or ``None``."""
+    size = len(tokenizer)
+    if not LEAST_KNOWN * embeddings <= size <= embeddings:
+        return f"has {counted(size, 'token')}, but its encoder {embeddings}"
+    numbers, words = range(0, size, max(1, size // PROBES)), 0
+    for number, token in zip(numbers, tokenizer.convert_ids_to_tokens(list(numbers)), strict=True):
+        text = tokenizer.decode([number]) if sum(map(str.isalpha, token)) >= LEAST_LETTERS else ""
+        if text.strip().isalpha() and len(text.strip()) >= LEAST_LETTERS:
+            if number in tokenizer(text, truncation=True)["input_ids"]:
+                return None
+            words += 1
+    return "finds no word of its own vocabulary, as without its merges" if words >= LEAST_WORDS else None

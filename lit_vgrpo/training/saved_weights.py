@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from lit_vgrpo.core.sharding import shape_of, write
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_STEM, SUFFIXES, lora_file_error, put_lora
+from lit_vgrpo.policies.meta import drawing_errors
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path, typed_path
 from lit_vgrpo.system.process import report_on_first
@@ -178,9 +180,13 @@ def _lora_at(start_from: str, path: Path) -> LoraPlace | None:
     return None
 
 
-def policy_errors(policy: Policy) -> list[str]:
-    """Return one line for each error in a policy or in what it starts from, without loading the pipeline's weights."""
-    errors = policy.check()
+def policy_errors(policy: Policy, specs: Sequence[RolloutSpec] = ()) -> list[str]:
+    """Return one line for each error in a policy or in what it starts from, without loading the pipeline's weights.
+
+    Args:
+        specs: Settings that it will sample images with.
+    """
+    errors = policy.check() or drawing_errors(policy, specs)
     if policy.start_from is not None and not policy.loaded:
         try:
             lora = find_lora(policy)

@@ -65,7 +65,7 @@ def set_up(module: Any) -> None:
 def module_errors(module: Any, sizes: Sizes) -> list[str]:
     """Return one line for each error in a module's settings that does not depend on the trainer."""
     return [
-        *policy_errors(module.policy),
+        *policy_errors(module.policy, [module.objective.rollout_spec(0), module.evaluator.spec]),
         *dict.fromkeys((*module.reward.check(), *module.evaluator.observed.check())),
         *module.optimization.check(),
         *module.objective.policy_errors(type(module.policy)),

@@ -100,6 +100,19 @@ def test_a_transformers_folder(tiny_clip):
     assert network.dimension == expected.shape[1]
 
 
+def test_a_network_that_would_be_random_in_part_is_refused(tmp_path):
+    """A classifier's file holds no pooler, and its head is left out."""
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=8)).save_pretrained(tmp_path)
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
+    network = feature_network(str(tmp_path))
+    for call in (network.check, network.load):
+        with pytest.raises(LoadError, match=r": 2 weights missing, such as pooler\.dense\.bias\. Set features to a "):
+            raise LoadError(*call())
+
+
 def test_networks_that_cannot_be_loaded(tmp_path):
     (tmp_path / "text.pt").write_text("no network")
     for source, message in (

@@ -7,6 +7,7 @@ import pytest
 import torch
 from geneval_models import HEIGHT, NAMES, SCENES, WIDTH, pictures, save_detector, save_segmenter
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from lit_vgrpo.rewards.geneval import GenEval, ObjectDetector, object_crop
 from lit_vgrpo.rewards.geneval_rules import COLORS, Detection
@@ -42,6 +43,22 @@ def reward(detector_folder, clip_folder):
 def scores(reward, scenes, rows):
     rows = rows if isinstance(rows, list) else [rows] * len(scenes)
     return reward(pictures()[scenes], ["a photo"] * len(rows), rows).tolist()
+
+
+def test_a_detector_without_a_tensor_is_one_line_from_check_and_load(segmenter_folder, clip_folder, tmp_path):
+    folder = shutil.copytree(segmenter_folder, tmp_path / "changed")
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {n: x for n, x in weights.items() if n != "class_predictor.bias"},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    reward = GenEval(str(folder), str(clip_folder))
+    for call in (reward.check, reward.load):
+        with pytest.raises(
+            LoadError, match=r"/changed: 1 weight missing, such as class_predictor\.bias\. Set GenEval.detec"
+        ):
+            raise LoadError(*call())
 
 
 def test_the_objects_of_every_picture_are_found_where_they_are(detector_folder):

@@ -155,6 +155,72 @@ def test_a_clip_folder_that_lacks_a_weight_is_one_line(tiny_reward, kind, clip_f
         tiny_reward(kind, **{argument: str(folder)}).load()
 
 
+def changed(folder, to, name, without=None, extra=None):
+    """A copy of a folder with one tensor less or more in a file."""
+    from safetensors.torch import load_file, save_file
+
+    file, is_safe = shutil.copytree(folder, to) / name, name.endswith(".safetensors")
+    weights = load_file(file) if is_safe else torch.load(file)
+    tensors = weights.get("state_dict", weights)
+    if without is not None:
+        del tensors[without]
+    if extra is not None:
+        tensors[extra] = torch.zeros(1)
+    save_file(weights, file, metadata={"format": "pt"}) if is_safe else torch.save(weights, file)
+    return to
+
+
+TOO_FEW, TOO_MANY = {"without": "text_projection"}, {"extra": "more"}
+BLIP = "blip.visual_encoder.norm.weight"
+DIFFERENT = {
+    "CLIP": (
+        PickScore,
+        "model.safetensors",
+        {"extra": "text_model.more"},
+        r"1 weight not read, such as text_model\.more",
+    ),
+    "BLIP lacks": (
+        ImageReward,
+        "ImageReward.pt",
+        {"without": BLIP},
+        r'Missing key.*: "vision\.post_layernorm\.weight"',
+    ),
+    "BLIP has more": (ImageReward, "ImageReward.pt", {"extra": BLIP[:-11] + "more"}, r'Unexpected key.*encoder\.more"'),
+    "HPS lacks": (HPSv2, "HPS_v2.1_compressed.pt", TOO_FEW, r'Missing key.*: "text_projection"'),
+    "HPS has more": (HPSv2, "HPS_v2.1_compressed.pt", TOO_MANY, r'Unexpected key.*: "more"'),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_tensors_without_a_counterpart_are_one_line_from_check_and_load(tiny_reward, tmp_path, case):
+    kind, file, change, message = DIFFERENT[case]
+    folder = changed(tiny_reward(kind).checkpoint, tmp_path / "changed", file, **change)
+    (error,) = tiny_reward(kind, checkpoint=str(folder)).check()
+    with pytest.raises(
+        RuntimeError, match=rf"^Cannot load \S+: .*{message}.* Set {kind.__name__}\.checkpoint "
+    ) as caught:
+        tiny_reward(kind, checkpoint=str(folder)).load()
+    assert str(caught.value) == error
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [(CLIPScore, "processor"), (ImageReward, "tokenizer"), (AestheticScore, "clip")]
+)
+def test_a_tokenizer_without_its_words_is_one_line(
+    tiny_reward, tmp_path, clip_folder, image_reward_folder, kind, option
+):
+    folder = shutil.copytree(image_reward_folder if kind is ImageReward else clip_folder, tmp_path / "changed")
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        (folder / name).unlink(missing_ok=True)
+    reward = tiny_reward(kind, **{option: str(folder)})
+    said = (
+        rf"^Cannot load \S+: its tokenizer has \d tokens, but its encoder \d+. Set {kind.__name__}.{option} to a folder"
+    )
+    for call in (reward.check, reward.load):
+        with pytest.raises(RuntimeError, match=said):
+            raise RuntimeError(*call())
+
+
 class Trap:
     """Runs when it is unpickled."""
 

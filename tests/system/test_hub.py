@@ -1,7 +1,8 @@
 import pytest
+import torch
 from huggingface_hub import constants
 
-from lit_vgrpo.system.hub import explain_unloadable, local_folder
+from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, local_folder, tokenizer_error
 
 NAME = "nobody/nothing-of-this-name"
 
@@ -45,6 +46,47 @@ def test_what_is_cached_can_be_loaded(offline):
     (snapshot / "snapshots" / ("0" * 40) / "config.json").touch()
     assert explain_unloadable(NAME, "config.json", "key") is None
     assert explain_unloadable(NAME, "other.json", "key") is not None
+
+
+@pytest.mark.parametrize("size", [2**60, 2**62])
+def test_too_little_memory_is_not_called_damage(size):
+    """As torch's allocator, numpy and the system say it, also as the cause of another error."""
+    with (
+        pytest.raises(LoadError, match=r"^Cannot load x: out of memory \(.*\)\. Free memory, raise its limit"),
+        loading("x", "y"),
+    ):
+        torch.empty(size, dtype=torch.uint8)
+    error = RuntimeError("Unable to load weights")
+    error.__cause__ = OSError(12, "Cannot allocate memory")
+    with pytest.raises(LoadError, match="out of memory"), loading("x", "Download or save it again."):
+        raise error
+    with pytest.raises(LoadError, match=r"^Cannot load x: no memory of it\. y$"), loading("x", "y"):
+        raise ValueError("no memory of it")
+
+
+def words(vocabulary):
+    """A tokenizer of whole words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def test_a_tokenizer_knows_its_encoders_words():
+    """Encoders have a few embeddings more than words, never fewer."""
+    known = words(["<unk>", *(letter * 3 for letter in "abcdefghijklmnopqrstuvwxyz")])
+    assert [tokenizer_error(known, size) for size in (27, 28, 30)] == [None] * 3
+    assert tokenizer_error(known, 26) == "has 27 tokens, but its encoder 26"
+    assert tokenizer_error(known, 31) == "has 27 tokens, but its encoder 31"
+    known.model_max_length = 0
+    assert tokenizer_error(known, 27) is not None
+    unread = words(["<unk>", *(letter * 3 + "\u00a0" for letter in "abcdefghijklmnopqrstuvwxyz")])
+    assert tokenizer_error(unread, 27) == "finds no word of its own vocabulary, as without its merges"
+    assert tokenizer_error(words(["<unk>", "aaa\u00a0", "b"]), 3) is None  # too few to tell
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(offline, monkeypatch):

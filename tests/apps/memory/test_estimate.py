@@ -8,6 +8,7 @@ import torch
 from all_methods import METHODS
 from commands import check
 from helpers import Brightness, repeating
+from huggingface_hub import constants
 from real_architectures import FLUX_DEV, SD35_MEDIUM, write_architecture
 
 from lit_vgrpo import OptimizerConfig
@@ -181,11 +182,18 @@ def test_scouts_take_their_noise_and_latents(tiny_recipe):
     assert found.phases["scouts"] - found.phases["rollout"] == 2 * latents
 
 
-def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, capsys):
-    shutil.copytree(tiny_sd3, tmp_path / "some")
-    (tmp_path / "some" / "transformer" / "config.json").unlink()
-    assert check([str(tiny_recipe), f"model.policy.checkpoint={tmp_path / 'some'}"]) == 0
-    assert f"memory: not estimated, {tmp_path / 'some'} is not in the local cache" in capsys.readouterr().out
+def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, capsys, monkeypatch):
+    """A repository of which only a part is in the cache; a folder would be refused."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    folder = shutil.copytree(tiny_sd3, repository / "snapshots" / ("a" * 40))
+    (folder / "transformer" / "config.json").unlink()
+    assert check([str(tiny_recipe), "model.policy.checkpoint=some/model"]) == 0
+    assert "memory: not estimated, some/model is not in the local cache" in capsys.readouterr().out
+    assert check([str(tiny_recipe), f"model.policy.checkpoint={folder}"]) == 2
+    assert "/transformer: it has no config.json." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

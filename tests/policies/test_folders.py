@@ -1,0 +1,466 @@
+"""What a pipeline lacks or has too much of, in a folder or in memory: one line from check, and the same from load."""
+
+import inspect
+import json
+import re
+import shutil
+
+import diffusers
+import pytest
+import torch
+from commands import check
+from helpers import Brightness, make_data, make_trainer, repeating
+from policies.contract import inputs
+from policies.families import FAMILIES
+from safetensors.torch import load_file, save_file
+from transformers import CLIPModel, T5Config, T5ForConditionalGeneration
+
+from lit_vgrpo import VGRPO, RolloutSpec, VGRPOModule
+from lit_vgrpo.policies import SD3Policy, UNetPolicy
+from lit_vgrpo.policies.meta import NotEstimated, drawing_errors, policy_on_meta
+from lit_vgrpo.system.hub import LoadError, headers_only, load_network
+from lit_vgrpo.training.saved_weights import policy_errors
+
+KEY = "model.policy.checkpoint="
+
+
+def rewritten(part, change):
+    """A change of a part's tensors; ``change`` gets them by name and returns others."""
+
+    def fault(folder):
+        (file,) = (folder / part).glob("*.safetensors")
+        weights = {name: weight.contiguous() for name, weight in change(load_file(file)).items()}
+        save_file(weights, file, metadata={"format": "pt"})
+
+    return fault
+
+
+def without(part, *patterns):
+    return rewritten(part, lambda w: {name: x for name, x in w.items() if not any(p in name for p in patterns)})
+
+
+def renamed(part, old, new):
+    return rewritten(part, lambda w: {name.replace(old, new, 1): x for name, x in w.items()})
+
+
+def edited(file, **entries):
+    def fault(folder):
+        path = folder / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+    return fault
+
+
+def removed(*names):
+    def fault(folder):
+        for path in (folder / name for name in names):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return fault
+
+
+def rebuilt(part, **entries):
+    """A network of other settings, with weights that fit it."""
+
+    def fault(folder):
+        config = json.loads((folder / part / "config.json").read_text())
+        shutil.rmtree(folder / part)
+        getattr(diffusers, config["_class_name"]).from_config({**config, **entries}).save_pretrained(folder / part)
+
+    return fault
+
+
+def as_bin(folder):
+    file = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    del weights["conv_in.bias"]
+    torch.save(weights, file.with_suffix(".bin"))
+    file.unlink()
+
+
+def in_shards(folder):
+    part = folder / "transformer"
+    network = diffusers.SD3Transformer2DModel.from_pretrained(part)
+    shutil.rmtree(part)
+    network.save_pretrained(part, max_shard_size="50KB")
+    shard = sorted(part.glob("*.safetensors"))[2]
+    save_file(dict([*load_file(shard).items()][1:]), shard, metadata={"format": "pt"})
+
+
+def without_merges(folder):
+    file = folder / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["merges"] = []
+    file.write_text(json.dumps(content))
+
+
+def with_scheduler(kind, **entries):
+    def fault(folder):
+        shutil.rmtree(folder / "scheduler")
+        getattr(diffusers, kind)(**entries).save_pretrained(folder / "scheduler")
+        edited("model_index.json", scheduler=["diffusers", kind])(folder)
+
+    return fault
+
+
+FIRST = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q.weight"
+Q = "transformer_blocks.0.attn.to_q.weight"
+GONE = rf"2 weights missing, such as {Q[:-6]}bias; 2 weights not read, such as {Q[:-6]}base_layer.bias\."
+FAULTS = {
+    "UNet without a tensor": ("unet_eps", without("unet", FIRST), rf"/unet: 1 weight missing, such as {FIRST}\."),
+    ".bin without a tensor": ("unet_eps", as_bin, r"/unet: 1 weight missing, such as conv_in\.bias\."),
+    "shard without a tensor": ("sd3", in_shards, r"/transformer: 1 weight missing, such as \w"),
+    "CLIP without a tensor": ("sd3", without("text_encoder_2", "text_projection"), "text_encoder_2: 1 weight missing"),
+    "T5 without tensors": ("sd3_t5", without("text_encoder_3", "0.layer.1"), "3: 3 weights missing, such as encoder"),
+    "VAE without a tensor": (
+        "sdxl",
+        without("vae", "decoder.conv_in.bias"),
+        r"/vae: 1 weight missing, such as decoder",
+    ),
+    "second network of two": ("wan22", without("transformer_2", "blocks.0.attn1.to_q.bias"), "_2: 1 weight missing"),
+    "language model": ("qwen_image", without("text_encoder", "layers.0.self_attn.q_proj.bias"), ": 1 weight missing"),
+    "compiled": (
+        "sd3",
+        renamed("transformer", "", "_orig_mod."),
+        r"75 weights missing.*; 75 weights not read, such as _or",
+    ),
+    "with an adapter": ("sd3", renamed("transformer", "0.attn.to_q.", "0.attn.to_q.base_layer."), GONE),
+    "more than the network": (
+        "sd3",
+        rewritten("transformer", lambda w: {**w, "extra.weight": torch.zeros(1)}),
+        r"/transformer: 1 weight not read, such as extra\.weight\. Download or save it again, or set ",
+    ),
+    "more than the encoder": ("sd3", edited("text_encoder/config.json", num_hidden_layers=1), "16 weights not read"),
+    "another shape": (
+        "sd3",
+        rewritten("transformer", lambda w: {**w, Q: torch.zeros(3, 4)}),
+        rf"1 weight of another shape, such as {Q} \(3 x 4\)\.",
+    ),
+    "network of another class": (
+        "unet_eps",
+        edited("model_index.json", vae=["diffusers", "AutoencoderTiny"]),
+        "not read",
+    ),
+    "no weights": ("sd3", removed("vae/diffusion_pytorch_model.safetensors"), r" has no weights in vae/\. Save or"),
+    "no config": ("sd3", removed("text_encoder/config.json"), r"/text_encoder: it has no config\.json\."),
+    "no folder": ("sd3", removed("vae"), " lacks vae, which its model_index.json names"),
+    "half a file": (
+        "sd3",
+        lambda folder: (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"\x40" + b"\x00" * 90),
+        "^Cannot load .*/vae: ",
+    ),
+    "unknown class": (
+        "sd3",
+        edited("model_index.json", vae=["diffusers", "AutoencoderX"]),
+        "vae is diffusers.AutoencoderX",
+    ),
+    "tokenizer's words": (
+        "sd3",
+        removed("tokenizer_2/tokenizer.json"),
+        "has a tokenizer_2 that has 3 tokens, but its e",
+    ),
+    "T5's words": (
+        "sd3_t5",
+        removed("tokenizer_3/tokenizer.json"),
+        "has a tokenizer_3 that has 4 tokens, but its enco",
+    ),
+    "processor's words": (
+        "qwen_image21",
+        removed("processor/tokenizer.json"),
+        "has a processor that has 7 tokens, but",
+    ),
+    "tokenizer's config": ("sd3", removed("tokenizer/tokenizer_config.json"), "lacks tokenizer/tokenizer_config.json"),
+    "tokenizer's folder": ("sd3", removed("tokenizer"), "lacks tokenizer/tokenizer_config.json, which its model_index"),
+    "tokenizer's merges": ("sd3", without_merges, "a tokenizer that finds no word of its own vocabulary, as without"),
+    "tokenizer that cuts": (
+        "sd3",
+        edited("tokenizer/tokenizer_config.json", model_max_length=2),
+        "finds no word of its",
+    ),
+    "inpainting": (
+        "unet_eps",
+        rebuilt("unet", in_channels=17),
+        "has a unet of 17 channels for latents of 8: it inpaint",
+    ),
+    "FLUX.1 Fill": (
+        "flux",
+        rebuilt("transformer", in_channels=80, out_channels=32),
+        "a transformer of 80 channels for",
+    ),
+    "image to video": (
+        "wan",
+        rebuilt("transformer", in_channels=12),
+        "a transformer of 12 channels for latents of 4: it",
+    ),
+    "VAE of another model": (
+        "sd3",
+        rebuilt("vae", latent_channels=4),
+        "a transformer of 8 channels for latents of 4: it",
+    ),
+    "consistency model": ("unet_eps", rebuilt("unet", time_cond_proj_dim=8), "is a consistency model"),
+    "EDM": (
+        "sdxl",
+        with_scheduler("EDMEulerScheduler"),
+        "comes with EDMEulerScheduler: it was trained on another kind",
+    ),
+    "thresholds": (
+        "unet_v",
+        edited("scheduler/scheduler_config.json", thresholding=True),
+        "a scheduler with thresholding",
+    ),
+    "clips": ("sdxl", with_scheduler("DDIMScheduler"), "has a scheduler with clip_sample, which is not supported. Set"),
+    "other timesteps": (
+        "flux",
+        edited("scheduler/scheduler_config.json", num_train_timesteps=500),
+        "comes with FlowMatchEulerDiscreteScheduler and num_train_timesteps: a rectified flow needs",
+    ),
+}
+SLOW = [name for name, (family, _, _) in FAULTS.items() if family not in ("sd3", "sd3_t5", "unet_eps", "sdxl", "flux")]
+
+
+@pytest.mark.parametrize("fault", repeating(FAULTS, slow=SLOW))
+def test_a_folder_with_a_fault_is_one_line_from_check_and_load(families, tmp_path, fault):
+    name, change, message = FAULTS[fault]
+    family = families(name)
+    folder = shutil.copytree(family.folder, tmp_path / "pipeline")
+    change(folder)
+
+    def policy():
+        return family.policy_class(str(folder), **family.all_options({}))
+
+    with pytest.raises(LoadError, match=message) as caught:
+        policy().load()
+    assert "\n" not in str(caught.value)
+    (error,) = policy().check()
+    assert str(folder) in error
+    if fault != "half a file":  # the library reads it in two ways
+        assert error == str(caught.value)
+
+
+UNDRAWN = {
+    "another text encoder's": (
+        "unet_eps",
+        rebuilt("unet", cross_attention_dim=32),
+        "its unet would fail: .*one model?",
+    ),
+    "classes": (
+        "unet_eps",
+        rebuilt("unet", num_class_embeds=4),
+        "its unet would fail: class_labels should be provided",
+    ),
+    "learned variance": (
+        "unet_eps",
+        rebuilt("unet", out_channels=16),
+        r"it returns \[16, 6, 8\] for latents \[8, 6, 8\]",
+    ),
+    "no chat template": (
+        "flux2",
+        removed("tokenizer/chat_template.jinja"),
+        "its loading would fail: Cannot use chat te",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", repeating(UNDRAWN, slow=["no chat template"]))
+def test_parts_that_do_not_work_together_are_found_without_weights(families, tmp_path, fault):
+    name, change, message = UNDRAWN[fault]
+    family = families(name)
+    folder = shutil.copytree(family.folder, tmp_path / "pipeline")
+    change(folder)
+    (error,) = policy_errors(family.policy_class(str(folder), **family.all_options({})))
+    assert error.startswith(f"{KEY}{folder}: ")
+    assert re.search(message, error)
+
+
+def test_check_reports_a_fault_alone_and_never_as_a_missing_estimate(tiny_recipe, tiny_sd3, tmp_path, capsys):
+    for number, change in enumerate((without("text_encoder", "q_proj.bias"), removed("tokenizer/tokenizer.json"))):
+        folder = shutil.copytree(tiny_sd3, tmp_path / str(number))
+        change(folder)
+        assert check([str(tiny_recipe), f"{KEY}{folder}"]) == 2
+        out, err = capsys.readouterr()
+        assert len(err.splitlines()) == 1
+        assert "not estimated" not in out
+
+
+@pytest.mark.parametrize("name", ["sd3_t5", "unet_eps", "sdxl", "flux"])
+def test_each_part_that_is_null_is_named(families, tmp_path, name):
+    family = families(name)
+    index = json.loads((family.folder / "model_index.json").read_text())
+    parts = [part for part, entry in index.items() if isinstance(entry, list) and entry[0]]
+    kind = getattr(diffusers, family.policy_class.pipeline_class)
+    assert set(parts) <= set(inspect.signature(kind).parameters)
+    for part in parts:
+        folder = shutil.copytree(family.folder, tmp_path / part)
+        edited("model_index.json", **{part: [None, None]})(folder)
+        policy = family.policy_class(str(folder), **family.options)
+        found = policy.check()
+        if part == "text_encoder_3":  # SD 3 works without T5
+            assert found == []
+        else:
+            line = (
+                f"has no {part}, but {type(policy).__name__} needs it. In its model_index.json, it is null or absent."
+            )
+            assert found == [f"{KEY}{folder} {line}"]
+
+
+def test_files_in_place_of_a_folder(tmp_path):
+    for name, advice in {
+        "model.safetensors": 'Convert it: python -c "import diffusers; diffusers.StableDiffusion3Pipeline.from_single',
+        "model.ckpt": "Convert it: python -c ",
+        "model.gguf": "Use a folder with model_index.json and unquantised weights, or a hub name.",
+    }.items():
+        (tmp_path / name).write_bytes(b"")
+        (error,) = SD3Policy(str(tmp_path / name)).check()
+        assert f"/{name} is a file, not a pipeline folder. {advice}" in error
+
+
+def test_a_folder_of_another_variant_is_named(families, tmp_path):
+    folder = shutil.copytree(families("sd3").folder, tmp_path / "half")
+    for file in folder.rglob("*.safetensors"):
+        file.rename(file.with_suffix(".fp16.safetensors"))
+    (error,) = SD3Policy(str(folder)).check()
+    assert error.endswith(" has no weights in text_encoder/. Set model.policy.variant=fp16.")
+    assert SD3Policy(str(folder), variant="fp16", **families("sd3").options).check() == []
+    (error,) = SD3Policy(str(families("sd3").folder), variant="fp16").check()
+    assert error.endswith(" has no weights of model.policy.variant=fp16. Leave it out.")
+
+
+# --- what is left out on purpose --------------------------------------------------------------------------------------
+
+
+def test_names_that_libraries_drop_or_tie_are_silent(families, tmp_path, tiny_clip):
+    """Position ids, batches that a norm has seen, tied embeddings, and the other parts of a larger model."""
+    folder = shutil.copytree(families("sd3_t5").folder, tmp_path / "pipeline")
+    ids = {"text_model.embeddings.position_ids": torch.zeros(1, 12), "bn.num_batches_tracked": torch.zeros(1)}
+    rewritten("text_encoder", lambda weights: {**weights, **ids})(folder)
+    config = json.loads((folder / "text_encoder_3" / "config.json").read_text())
+    shutil.rmtree(folder / "text_encoder_3")
+    T5ForConditionalGeneration(T5Config(**{**config, "num_decoder_layers": 1})).save_pretrained(
+        folder / "text_encoder_3"
+    )
+    without("text_encoder_3", "encoder.embed_tokens", "lm_head")(folder)
+    policy = SD3Policy(str(folder), **families("sd3_t5").all_options({}))
+    assert policy.check() == []
+    policy.load()
+
+    small = families("unet_eps")
+    folder = shutil.copytree(small.folder, tmp_path / "sd")
+    whole = CLIPModel.from_pretrained(tiny_clip)
+    wide = whole.config.text_config.hidden_size
+    rebuilt("unet", cross_attention_dim=wide)(folder)
+    whole.save_pretrained(folder / "text_encoder")  # as CLIPModel: its pictures' part is not read
+    for file in tiny_clip.glob("token*"):
+        shutil.copy(file, folder / "tokenizer")
+    policy = UNetPolicy(str(folder), **small.all_options({}))
+    assert policy_errors(policy) == []
+    policy(*inputs(policy.load()))
+
+
+def test_old_names_of_attention_are_read(tmp_path):
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)
+    vae.save_pretrained(tmp_path / "vae")
+    for new, old in {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}.items():
+        renamed("vae", f"attentions.0.{new}", f"attentions.0.{old}")(tmp_path)
+    with headers_only():
+        load_network(diffusers.AutoencoderKL, str(tmp_path / "vae"), "")
+    read = load_network(diffusers.AutoencoderKL, str(tmp_path / "vae"), "")
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(read.parameters(), vae.parameters(), strict=True))
+
+
+def test_encoders_without_values_are_refused_at_the_first_prompts(families, tmp_path):
+    folder = shutil.copytree(families("unet_eps").folder, tmp_path / "zeros")
+    rewritten("text_encoder", lambda weights: {name: torch.zeros_like(x) for name, x in weights.items()})(folder)
+    policy = families("unet_eps").load(folder)
+    policy.encode(["dogs"])
+    with pytest.raises(LoadError, match="'a red circle' and 'a blue square' have the same embedding: CLIPTextModel of"):
+        policy.encode(["a red circle", "a blue square"])
+
+
+def test_a_check_is_not_repeated_and_hands_its_pipeline_on(families):
+    policy = families("sd3").policy_class(str(families("sd3").folder), **families("sd3").options)
+    assert policy.check() == []
+    draft = policy.draft
+    assert drawing_errors(policy) == policy.check() == drawing_errors(policy) == []
+    assert policy_on_meta(policy).pipeline is draft
+    assert policy.draft is None
+    assert policy_on_meta(policy).pipeline is not draft
+
+
+# --- a pipeline in memory ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", repeating(FAMILIES, slow=[n for n in FAMILIES if n not in ("sd3", "unet_v", "flux")]))
+def test_a_pipeline_in_memory_is_as_good_as_its_folder(families, name):
+    family = families(name)
+    policy = family.policy_class(family.pipeline(), **family.all_options({"lora_rank": 2}))
+    assert policy.checkpoint == str(family.folder)
+    assert (policy.embeds_guidance, policy.network_names) == (
+        family.shared.embeds_guidance,
+        family.shared.network_names,
+    )
+    assert policy_errors(policy) == []
+    other = family.load(lora_rank=2)
+    with torch.no_grad():
+        assert torch.equal(policy.load()(*inputs(policy)), other(*inputs(other)))
+    assert policy.given is None
+
+
+def meta(pipeline):
+    pipeline.text_encoder.to("meta")
+
+
+def adapted(pipeline):
+    pipeline.unet.add_adapter(__import__("peft").LoraConfig(r=2, target_modules=["to_q"]))
+
+
+IN_MEMORY = {
+    "null": (lambda pipeline: setattr(pipeline, "vae", None), "has no vae, but UNetPolicy needs it."),
+    "empty": (meta, "has networks without weights, on the meta device."),
+    "compiled": (lambda p: setattr(p, "unet", torch.compile(p.unet)), "has a compiled unet. Pass it uncompiled, with "),
+    "adapted": (
+        adapted,
+        r"has a LoRA in its unet. Call fuse_lora\(\) and unload_lora_weights\(\) of the pipeline first.",
+    ),
+    "inpainting": (
+        lambda p: p.unet.register_to_config(in_channels=9),
+        "has a unet of 9 channels for latents of 8: it in",
+    ),
+    "thresholds": (lambda p: p.scheduler.register_to_config(thresholding=True), "has a scheduler with thresholding"),
+    "tokenizer": (
+        lambda p: setattr(p, "tokenizer", type(p.tokenizer)()),
+        "has a tokenizer that has 2 tokens, but its ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", IN_MEMORY)
+def test_a_pipeline_in_memory_with_a_fault_is_one_line(families, fault):
+    change, message = IN_MEMORY[fault]
+    pipeline = families("unet_eps").pipeline()
+    change(pipeline)
+    for call in (UNetPolicy(pipeline).check, UNetPolicy(pipeline).load):
+        with pytest.raises(LoadError, match=rf"^{KEY}\S+ {message}"):
+            raise LoadError(*call())
+
+
+def test_what_is_no_pipeline_of_the_family(families):
+    pipeline = families("unet_eps").pipeline()
+    (error,) = SD3Policy(pipeline).check()
+    assert error.endswith(" is a StableDiffusionPipeline, SD3Policy needs StableDiffusion3Pipeline.")
+    for other in (pipeline.unet, None, 5):
+        with pytest.raises(
+            TypeError, match=f"checkpoint is of {type(other).__name__}. Give a hub name, a folder or a "
+        ):
+            SD3Policy(other)
+    built = type(pipeline)(**pipeline.components, requires_safety_checker=False)
+    with pytest.raises(NotEstimated):
+        policy_on_meta(UNetPolicy(built))
+    assert UNetPolicy(built).checkpoint == "StableDiffusionPipeline"
+    assert UNetPolicy(families("unet_eps").folder).checkpoint == str(families("unet_eps").folder)
+
+
+def test_a_pipeline_in_memory_trains(families, tmp_path):
+    policy = UNetPolicy(families("unet_eps").pipeline(), lora_rank=2)
+    module = VGRPOModule(policy, VGRPO(RolloutSpec("ddim", 2), num_mc_samples=2), Brightness())
+    make_trainer(tmp_path, 1).fit(module, datamodule=make_data())
+    assert module.record.updates == 1
