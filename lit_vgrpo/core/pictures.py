@@ -63,7 +63,7 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
                 raise ValueError(what)
             yield opened
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{str(path)[:200]} {what}.") from error
+        raise ValueError(f"{f'{path}'[:200]} {what}.") from error
 
 
 def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:

@@ -96,7 +96,7 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
     draft = policy.draft
     vars(policy).update(draft=None)  # its user changes it
     twin = draft if isinstance(draft, Policy) else _copy_on_meta(policy, draft)
-    twin.autocast = lambda dtype=None: AutocastOnMeta(dtype or twin.dtype, device_type)  # type: ignore[method-assign]
+    vars(twin).update(autocast=lambda dtype=None: AutocastOnMeta(dtype or twin.dtype, device_type))
     # Recomputation in the backward pass must use the same dtypes.
     networks = [(network, None) for network in twin.networks().values()] if twin.gradient_checkpointing else []
     for network, dtype in (*networks, (twin.pipeline.vae, twin.decode_dtype)):

@@ -12,7 +12,7 @@ from lit_vgrpo.core.pictures import picture_error
 from lit_vgrpo.core.pixels import clip_normalised, to_uint8
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.model import Dtype, ModelReward, ScoreHead, longer_than, unit, weights_file
-from lit_vgrpo.system.hub import LoadError, load_network, loading, read_weights, source_of, tokenizer_error
+from lit_vgrpo.system.hub import load_network, loading, read_weights, source_of, tokenizer_error
 
 HUB_CHECKPOINT = "openai/clip-vit-large-patch14"
 HUB_PICKSCORE = "yuvalkirstain/PickScore_v1"
@@ -59,28 +59,30 @@ def clip_pixels(processor: Any, images: Any, model: Any) -> Tensor:
     return pixels.to(model.device, model.dtype)
 
 
-def load_clip(checkpoint: str, dtype: Dtype, what_to_set: str, processor: Any = None) -> CLIPEncoder:
-    """Load a ``CLIPModel``, and its processor if none is given.
-
-    Raises:
-        LoadError: One is incomplete, or they do not belong together.
-    """
+def clip_model(checkpoint: str, dtype: Dtype, what_to_set: str) -> Any:
+    """Load a ``CLIPModel``; raise LoadError if the checkpoint is incomplete."""
     from transformers import CLIPModel
 
     remedy = f"Set {what_to_set} to a folder with a complete CLIP checkpoint."
-    model = load_network(CLIPModel, checkpoint, remedy, dtype=getattr(torch, dtype))
-    encoder = CLIPEncoder(model, processor or clip_processor(checkpoint, what_to_set))
-    if error := tokenizer_error(encoder.processor.tokenizer, model.config.text_config.vocab_size):
-        raise LoadError(f"Cannot load {checkpoint}: its tokenizer {error}. {remedy}")
-    return encoder
+    return load_network(CLIPModel, checkpoint, remedy, dtype=getattr(torch, dtype))
 
 
-def clip_processor(checkpoint: str, what_to_set: str) -> Any:
-    """Load a ``CLIPProcessor``; raise LoadError if the checkpoint has none."""
+def clip_processor(checkpoint: str, what_to_set: str, of: str) -> Any:
+    """Load the ``CLIPProcessor`` of a checkpoint; raise LoadError if it has none, or not that of the model ``of``."""
     from transformers import CLIPProcessor
 
     with loading(checkpoint, f"Set {what_to_set} to a folder with a complete CLIP processor."):
-        return CLIPProcessor.from_pretrained(source_of(checkpoint))
+        processor = CLIPProcessor.from_pretrained(source_of(checkpoint))
+        if error := tokenizer_error(processor.tokenizer, text_config(of).vocab_size):
+            raise ValueError(f"its tokenizer {error}")
+    return processor
+
+
+def text_config(checkpoint: str) -> Any:
+    """Return the configuration of a ``CLIPModel``'s text encoder."""
+    from transformers import CLIPTextConfig
+
+    return CLIPTextConfig.from_pretrained(source_of(checkpoint))
 
 
 @checked
@@ -102,19 +104,17 @@ class CLIPReward(ModelReward):
         self.processor = self.processor or self.checkpoint
 
     def _build(self) -> nn.Module:
-        self._encoder = load_clip(self.checkpoint, self.dtype, self.option("checkpoint"), self._processor)
-        model: nn.Module = self._encoder.model
+        model: nn.Module = clip_model(self.checkpoint, self.dtype, self.option("checkpoint"))
+        self._encoder = CLIPEncoder(model, self._processor)
         return model
 
     @cached_property
     def _processor(self) -> Any:
-        return clip_processor(str(self.processor), self.option("processor"))
+        return clip_processor(str(self.processor), self.option("processor"), self.checkpoint)
 
     def truncated(self, prompts: list[str]) -> tuple[list[bool], int]:
-        from transformers import CLIPTextConfig
-
-        tokenizer, positions = self._processor.tokenizer, CLIPTextConfig.from_pretrained(source_of(self.checkpoint))
-        most = min(tokenizer.model_max_length, positions.max_position_embeddings)
+        tokenizer = self._processor.tokenizer
+        most = min(tokenizer.model_max_length, text_config(self.checkpoint).max_position_embeddings)
         return longer_than(most, tokenizer, prompts), most
 
     def _read(self, prompts: list[str]) -> Tensor:
@@ -254,8 +254,8 @@ class AestheticScore(ModelReward):
     clip: str = HUB_CHECKPOINT
 
     def _build(self) -> nn.Module:
-        encoder = load_clip(self.clip, self.dtype, self.option("clip"))
-        self._processor, clip = encoder.processor, encoder.model
+        clip = clip_model(self.clip, self.dtype, self.option("clip"))
+        self._processor = clip_processor(self.clip, self.option("clip"), self.clip)
         head = ScoreHead(clip.visual_projection.out_features)
         with loading(self.checkpoint, f"Set {self.option('checkpoint')} and {self.option('clip')} to a matching pair."):
             head.load_state_dict(read_weights(weights_file(self.checkpoint, AESTHETIC_FILE)))

@@ -15,7 +15,7 @@ from lit_vgrpo.core.batches import BATCH_SIZE, filled
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, checked
 from lit_vgrpo.rewards.clip import HUB_CHECKPOINT as HUB_CLIP
-from lit_vgrpo.rewards.clip import load_clip
+from lit_vgrpo.rewards.clip import CLIPEncoder, clip_model, clip_processor
 from lit_vgrpo.rewards.geneval_rules import (
     CLASSES,
     COLORS,
@@ -92,7 +92,9 @@ class GenEval(ModelReward):
 
     def _build(self) -> nn.Module:
         self._objects = ObjectDetector(self.detector, self.dtype, self.option("detector"))
-        self._encoder = load_clip(self.clip, self.dtype, self.option("clip"))
+        option = self.option("clip")
+        clip = clip_model(self.clip, self.dtype, option)
+        self._encoder = CLIPEncoder(clip, clip_processor(self.clip, option, self.clip))
         self._directions: dict[str, Tensor] = {}
         return nn.ModuleList([self._objects.model, self._encoder.model])
 

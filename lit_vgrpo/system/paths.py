@@ -118,7 +118,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 def draft_of(path: Path) -> Path:
     """Return a new name next to a path under which to write it, different for each writer."""
-    return path.with_name(f"{DRAFT_PREFIX}{token_hex(8)}")
+    return path.with_name(f"{DRAFT_PREFIX}{token_hex(8)}{path.suffix}")  # writers of videos read the suffix
 
 
 def hold(handle: int) -> bool:
@@ -131,7 +131,7 @@ def hold(handle: int) -> bool:
 
 def remove_drafts(folder: Path) -> None:
     """Remove the drafts of killed processes from a folder, but not from its subfolders."""
-    for path in folder.glob(DRAFT_PREFIX + 16 * "[0-9a-f]"):
+    for path in folder.glob(DRAFT_PREFIX + 16 * "[0-9a-f]" + "*"):
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             is_left = hold(handle)

@@ -158,8 +158,8 @@ def _series(run: RunData, metric: str, label: str, colour: int, heldout: bool) -
     points = [point for point in (run.evaluations if heldout else run.iterations) if metric in point.metrics]
     if not points:
         return None
-    ys = np.array([point.metrics[metric] for point in points])
-    xs = {axis: np.array([point.costs.get(axis, np.nan) for point in points]) for axis in AXES}
+    ys = np.array([point.metrics[metric] for point in points], float)
+    xs = {axis: np.array([point.costs.get(axis, np.nan) for point in points], float) for axis in AXES}
     if heldout:
         sums = [run.scores.get(point.iteration, {}).get(metric) if metric == "reward" else None for point in points]
         _, low, high = np.array([interval(each) or (np.nan,) * 3 for each in sums]).T
