@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lit_vgrpo.cli.commands import app
-from lit_vgrpo.errors import RewardError, UserError, report
+from lit_vgrpo.errors import RewardError, UserError, error_in_user_code, report
 from lit_vgrpo.system.paths import started_here
 from lit_vgrpo.system.process import ignore_broken_pipes, is_first_process
 
@@ -75,9 +75,10 @@ def _answer(args: list[str], debug: bool) -> int:
             report([f"Cannot write{where}: {error.strerror}. {advice}"])  # on any rank: each may have a separate disk
             return 1
         is_usage = hasattr(error, "format_message")
-        if not is_usage and not isinstance(error, EXPECTED_ERRORS):
+        place = None if is_usage or isinstance(error, UserError) else error_in_user_code(error)
+        if place is None and not is_usage and not isinstance(error, EXPECTED_ERRORS):
             raise
-        errors, status = _lines(error), 2
+        errors, status = [place] if place else _lines(error), 2
     if is_first_process():
         report(errors)
     return status

@@ -84,7 +84,7 @@ def as_source(value: Source | Path) -> PromptSource:
 
 def as_sources(value: Sources) -> list[PromptSource]:
     """Return one or several sources as a list, several with different names; raises as in :func:`as_source`."""
-    if isinstance(value, str | PromptSource | Mapping):
+    if isinstance(value, str | Path | PromptSource | Mapping):
         return [as_source(value)]
     sources = [as_source(entry) for entry in value]
     taken = [source.name for source in sources if source.name is not None]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import signature
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.pixels import strips, to_uint8
-from lit_vgrpo.errors import RewardError, UserError, error_in_user_code, one_line, place_of
-from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.system.signals import STOP_SIGNALS, is_stop
+from lit_vgrpo.errors import RewardError, error_in_user_code, one_line, place_of
 
 
 class RewardOutage(RewardError):
@@ -134,12 +130,6 @@ class Reward(ABC):
         """Cancel pending work and close connections; a later call may reopen them."""
 
 
-def _set_stop_handlers(handlers: Sequence[Any]) -> None:
-    for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
-        if threading.current_thread() is threading.main_thread():  # others cannot
-            signal.signal(number, handler or signal.SIG_DFL)
-
-
 Settings = Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]]
 OF_THREAD: Settings = (
     # not "cpu", which would slow down every function of torch
@@ -150,9 +140,8 @@ OF_THREAD: Settings = (
 OF_PROCESS: Settings = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (lambda: [*map(signal.getsignal, STOP_SIGNALS)], _set_stop_handlers),
 )
-"""Settings that silently change a run's numbers or lose its work, with the functions that get and set them."""
+"""Settings that change a run's numbers, with the functions that get and set them."""
 _lock = threading.Lock()
 _inside: list[list[Any]] = []  # for each guest, the process's settings before the first of them
 
@@ -163,23 +152,23 @@ def guest() -> Iterator[None]:
     process, of_thread = os.getpid(), [get() for get, _ in OF_THREAD]
     with _lock:
         _inside.append(_inside[0] if _inside else [get() for get, _ in OF_PROCESS])
+    error: BaseException | None = None
     try:
         yield
-    except BaseException as error:
-        _end_fork(process, error)
+    except BaseException as caught:
+        error = caught
         raise
     finally:
-        _end_fork(process)
+        if os.getpid() != process:  # a fork, which would continue as a second trainer
+            _end(error)
         with _lock:
             before = zip((*OF_THREAD, *OF_PROCESS), (*of_thread, *_inside.pop()), strict=True)
             for put, value in [(put, value) for (get, put), value in before if get() != value]:
                 put(value)
 
 
-def _end_fork(process: int, error: BaseException | None = None) -> None:
-    """End a forked process, which would continue as a second trainer."""
-    if os.getpid() == process:
-        return
+def _end(error: BaseException | None) -> None:
+    """End the process as Python does after its last line, but run no code of others."""
     status = error.code if isinstance(error, SystemExit) else error
     if not isinstance(status, int | None):
         traceback.print_exception(error)
@@ -230,16 +219,12 @@ def called(
 def described(value: Any) -> str:
     """Describe what a user's code returned.
 
-    >>> described(([1.0], {})), described({"scores": 1}), described("good"), described(torch.ones(2, 1))
-    ('tuple (list, dict)', 'dict (scores)', "str 'good'", 'torch.float32 (2, 1)')
+    >>> described(([1.0], {})), described({"scores": 1}), described(torch.ones(2, 1))
+    ('tuple ([1.0], {})', "dict {'scores': 1}", 'torch.float32 (2, 1)')
     """
-    kind, most = type(value).__name__, 4
     if hasattr(value, "dtype"):
         return f"{value.dtype} {tuple(value.shape)}"
-    if isinstance(value, tuple | Mapping):
-        parts = map(str, value) if isinstance(value, Mapping) else (type(one).__name__ for one in value)
-        return f"{kind} ({', '.join(islice(parts, most))})"
-    return f"{kind} {value!r:.40}" if isinstance(value, str | bytes | int | float) else kind
+    return f"{type(value).__name__} {one_line(repr(value)):.60}"
 
 
 def reason_of(error: BaseException) -> str:
@@ -247,25 +232,6 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, RewardError):
         return str(error)
     return error_in_user_code(error) or one_line(f"{type(error).__name__}: {error}")
-
-
-@contextmanager
-def in_one_line(reward: Reward, method: str) -> Iterator[None]:
-    """Turn an error in a user's method other than scoring into a RewardOutage; a package's errors stay."""
-    try:
-        yield
-    except (RewardError, LoadError, UserError):
-        raise
-    except BaseException as error:
-        if is_stop(error) or error_in_user_code(error) is None:
-            raise
-        raise RewardOutage(f'Reward "{reward.name}" failed in {method}: {reason_of(error)}') from error
-
-
-def asked(reward: Reward, method: str, *args: Any) -> Any:
-    """Call a method of a reward other than scoring; raise RewardOutage if a user's code fails in it."""
-    with guest(), in_one_line(reward, method):
-        return getattr(reward, method)(*args)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Finite, checked
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardOutage, Scores, asked, called, in_one_line, reason_of
+from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardOutage, Scores, called, guest, reason_of
 from lit_vgrpo.rewards.function import RewardLike, RewardsLike, as_reward
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.signals import is_stop
@@ -153,8 +153,7 @@ class Weighted(Reward):
             if not chosen:
                 continue
             of_chosen = [prompts[i] for i in chosen], [rows[i] for i in chosen]
-            with in_one_line(part.reward, "with_gradient"):
-                scores = called(part.reward, images[chosen], *of_chosen, part.reward.with_gradient)
+            scores = called(part.reward, images[chosen], *of_chosen, part.reward.with_gradient)
             if images.requires_grad and not scores.requires_grad:
                 raise RewardOutage(f'Reward "{part.name}" is differentiable, but its scores carry no gradient.')
             shaped = self.shaped(part.name, {part.name: scores})
@@ -177,7 +176,8 @@ class Weighted(Reward):
 
     def errors_of_prompt(self, prompt: str, row: dict[str, Any]) -> dict[str, str]:
         """Return by name why rewards that apply to a prompt cannot score it."""
-        errors = {part.name: _prompt_error(part.reward, prompt, row) for part in self.parts if self._applies(part, row)}
+        asked = [part for part in self.parts if self._applies(part, row)]
+        errors = {part.name: part.reward.prompt_error(prompt, deepcopy(row)) for part in asked}
         return {name: error for name, error in errors.items() if error is not None}
 
     def truncations(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -202,7 +202,8 @@ class Weighted(Reward):
         self._ask_all("close")
 
     def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        return [asked(part.reward, method, *args) for part in self.parts]
+        with guest():
+            return [getattr(part.reward, method)(*args) for part in self.parts]
 
     def score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Scores:
         """Score a batch with every reward.
@@ -233,7 +234,9 @@ class Weighted(Reward):
         errors = []
         for part in (part for part in self.parts if part.reward.loads_nothing):
             chosen = [row for row in rows if self._applies(part, row)]
-            chosen = [row for row in chosen if _prompt_error(part.reward, row["prompt"], row) is None][: len(images)]
+            chosen = [row for row in chosen if part.name not in self.errors_of_prompt(row["prompt"], row)][
+                : len(images)
+            ]
             try:
                 if chosen:
                     called(part.reward, images[: len(chosen)], [row["prompt"] for row in chosen], chosen)
@@ -259,7 +262,7 @@ class Weighted(Reward):
             scores[chosen], error = _score(part.reward, images, prompts, rows)
             if error is not None:
                 errors[part.name] = error
-        counts = dict(asked(part.reward, "take_counts"))
+        counts = dict(part.reward.take_counts())
         return Scores(
             scores,
             {part.name: scores},
@@ -339,13 +342,6 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
         return scores, None
     reason = one_line(reward.failure or f"returned NaN or infinity for {int(bad.sum())} of {len(images)} images")
     return scores.masked_fill(bad, math.nan), reason
-
-
-def _prompt_error(reward: Reward, prompt: str, row: Mapping[str, Any]) -> str | None:
-    if type(reward).prompt_error is Reward.prompt_error:
-        return None
-    with in_one_line(reward, "prompt_error"):  # not as a guest, which would take seconds for many prompts
-        return reward.prompt_error(prompt, deepcopy(dict(row)))
 
 
 def _named(row: Mapping[str, Any]) -> list[str]:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.request import getproxies
 
@@ -18,10 +19,8 @@ from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, one_line
 if TYPE_CHECKING:
     import httpx
 
-WEB, SOCKS = ("http", "https"), ("socks5", "socks5h")
-ADDRESS = re.compile(r"\w+://([^/?#\s]*@)?([\w.-]+|\[[\da-f:.]+\])(:\d+)?([/?][^#\s]*)?", re.IGNORECASE)
-EXEMPT = re.compile(r"\*|(?:\*?\.)?([\w-]+(?:\.[\w-]+)*)\.?(?::(\d+))?")
-"""An entry of no_proxy that is no address: all, or a host and the domain of its name, at one port or at any."""
+SOCKS = ("socks5", "socks5h")
+HOST = re.compile(r"[\w.:-]+")
 
 
 @checked
@@ -70,13 +69,12 @@ class Connection:
         headers = {"Accept-Encoding": "identity"}
         if (token := self.token) is not None:
             if not (token and token.isascii() and token.isprintable()):
-                found = "has a character that no token has" if token else "is not in the environment"
                 name = f"{option('connection.token_env')}={self.token_env}"
-                raise ValueError(f"{name} {found}. Run: export {self.token_env}=...")
+                raise ValueError(f"{name} is not in the environment, or is no token. Run: export {self.token_env}=...")
             headers["Authorization"] = f"Bearer {token}"
-        proxy = proxy_of(_checked(url, option("url")))
+        options = {"headers": headers, "proxy": proxy_of(_checked(url, option("url"))), "trust_env": False}
         try:
-            return {"headers": headers, "proxy": proxy, "verify": httpx.create_ssl_context(), "trust_env": False}
+            return {**options, "verify": httpx.create_ssl_context()}
         except OSError as error:
             file = os.environ.get("SSL_CERT_FILE")
             raise ValueError(f"SSL_CERT_FILE={file} cannot be read as certificates: {one_line(error)}.") from error
@@ -97,13 +95,14 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _checked(address: str, name: str, schemes: tuple[str, ...] = WEB) -> httpx.URL:
+def _checked(address: str, name: str, *more_schemes: str) -> httpx.URL:
     """Return a parsed address; raise ValueError, naming its option or variable, if nothing can be sent to it."""
     import httpx
 
     with suppress(httpx.InvalidURL):  # its text may quote a part of a password
         url = httpx.URL(address)
-        if ADDRESS.fullmatch(address) and url.scheme in schemes and (url.port is None or 0 < url.port < 2**16):
+        is_known = url.scheme in ("http", "https", *more_schemes) and HOST.fullmatch(url.host)
+        if is_known and 0 < (80 if url.port is None else url.port) < 2**16:
             return url
     shown = HIDDEN if "@" in PASSWORD_IN_ADDRESS.sub("", address) else shown_address(address)
     raise ValueError(f"{name}={shown} is no address of a server. Write http://HOST:PORT, with a port from 1 to 65535.")
@@ -113,32 +112,24 @@ def proxy_of(url: httpx.URL) -> str | None:
     """Return the proxy for an address, or None.
 
     The variables are those of curl: http_proxy, https_proxy, all_proxy and no_proxy, in lower case before upper case.
+    Entries of no_proxy are hosts, domains, patterns, addresses and ranges; others have no effect, as in curl.
 
     Raises:
-        ValueError: A variable that decides cannot be used.
+        ValueError: The variable of the proxy cannot be used.
     """
-    variables, host = getproxies(), url.raw_host.decode().rstrip(".")
+    variables, host = getproxies(), url.host.rstrip(".")
     kind = next((kind for kind in (url.scheme, "all") if variables.get(kind)), "")
+    port = url.port or {"http": 80, "https": 443}[url.scheme]
     if not kind or is_loopback(host):
         return None
-    port, own = str(url.port or {"http": 80, "https": 443}[url.scheme]), _network(host)
-    for entry in filter(None, re.split(r"[,\s]+", variables.get("no", "").lower())):
-        if (network := _network(entry)) is not None:
-            is_exempt = own is not None and own.network_address in network
-        elif name := EXEMPT.fullmatch(entry):
-            is_exempt = name[2] in (None, port) and f".{host}".endswith(f".{name[1] or host}")
-        else:
-            known = "Write a host, a domain, an address or a range such as 10.0.0.0/8, or remove it"
-            raise ValueError(f"no_proxy has the entry {entry!r}. {known}.")
-        if is_exempt:
+    for entry in re.split(r"[,;\s]+", variables.get("no", "").lower()):
+        with suppress(ValueError):
+            if ip_address(host) in ip_network(entry.strip("[]"), strict=False):
+                return None
+        name = entry.removesuffix(f":{port}").strip(".").removeprefix("*.")
+        if fnmatchcase(host, name) or fnmatchcase(host, f"*.{name}"):
             return None
     proxy = variables[kind] if "://" in variables[kind] else f"http://{variables[kind]}"
-    if _checked(proxy, f"{kind}_proxy", WEB + SOCKS).scheme in SOCKS and find_spec("socksio") is None:
+    if _checked(proxy, f"{kind}_proxy", *SOCKS).scheme in SOCKS and find_spec("socksio") is None:
         raise ValueError(f'{kind}_proxy={shown_address(proxy)} needs socksio. Run: pip install "httpx[socks]"')
     return proxy
-
-
-def _network(text: str) -> IPv4Network | IPv6Network | None:
-    with suppress(ValueError):
-        return ip_network(text.strip("[]"), strict=False)
-    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import cached_property
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
@@ -121,13 +122,11 @@ class PythonReward(Reward):
     def _numbers(self, returned: Any, count: int) -> list[float]:
         """Return one number per image; a value that is none fails its image, anything but a list ends the run."""
         is_list = isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping | Set)
-        scores = [*returned] if is_list and getattr(returned, "ndim", 1) == 1 else None
-        numbers = [_number(score) for score in scores or ()]
-        is_pair = isinstance(returned, tuple) and None in numbers  # such as (scores, info)
-        if scores is None or len(scores) != count or is_pair:
-            found = described(returned) if scores is None or is_pair else f"{len(scores)} values"
+        scores = [*returned] if is_list and getattr(returned, "ndim", True) else []
+        numbers = [_number(score) for score in scores]
+        if len(numbers) != count or (isinstance(returned, tuple) and None in numbers):  # such as (scores, info)
             wanted = f"Return one number per image: a list or tensor of {count}."
-            raise RewardOutage(f'{place_of(self)}Reward "{self.name}" returned {found}. {wanted}')
+            raise RewardOutage(f'{place_of(self)}Reward "{self.name}" returned {described(returned)}. {wanted}')
         if None in numbers:
             found = described(scores[numbers.index(None)])
             raise RewardError(f"{place_of(self)}returned {found} for an image. Return a number, or None if it failed.")
@@ -165,12 +164,10 @@ class PythonReward(Reward):
 
 
 def _number(score: Any) -> float | None:
-    """Return a number, also from a tensor of one value; NaN for None, and ``None`` for anything else."""
-    try:
-        score = math.nan if score is None else score.item() if hasattr(score, "item") else score
-        return None if isinstance(score, str | bytes) else float(score)
-    except (TypeError, ValueError, RuntimeError):
-        return None
+    """Return a number, also from text or a tensor of one value; NaN for None, and ``None`` for anything else."""
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        return math.nan if score is None else float(score)
+    return None
 
 
 def as_reward(reward: RewardLike) -> Reward:

@@ -274,17 +274,16 @@ class RemoteReward(Reward):
     async def _attempt(self, client: httpx.AsyncClient, content: dict[str, Any], read: Callable[[bytes], T]) -> T:
         import httpx
 
-        timeout_s = self.connection.timeout_s
+        timeout_s, body = self.connection.timeout_s, bytearray()
         try:
             # a limit on the whole exchange: a server that trickles bytes never exceeds the one on a read
             async with asyncio.timeout(timeout_s), client.stream("POST", self._url, **content) as answer:
-                body = await _body(answer)
+                async for block in answer.aiter_bytes():
+                    body += block
+                    if len(body) > LARGEST_ANSWER:
+                        raise ValueError(f"it is larger than {LARGEST_ANSWER // 10**6} MB")
             if answer.status_code == 200:
-                if len(body) > LARGEST_ANSWER:
-                    raise ValueError(f"it is larger than {LARGEST_ANSWER // 10**6} MB")
-                if (coding := answer.headers.get("content-encoding", "identity")) != "identity":
-                    raise ValueError(f"it is compressed ({coding}), which the request did not accept")
-                return read(body)
+                return read(bytes(body))
         except (TimeoutError, httpx.TimeoutException) as error:
             raise self._counted("timeout", f"did not respond within {timeout_s:g} s") from error
         except httpx.HTTPError as error:
@@ -294,7 +293,7 @@ class RemoteReward(Reward):
             reason = validation_message(error) if isinstance(error, ValidationError) else one_line(error)
             raise self._counted("invalid", f"returned an invalid response: {reason}") from error
         status, pause = answer.status_code, answer.headers.get("retry-after", "")
-        failure = self._counted(f"status_{status}", f"returned status {status}: {printable(body, SHOWN)}")
+        failure = self._counted(f"status_{status}", f"returned status {status}: {printable(bytes(body), SHOWN)}")
         failure.is_permanent = status < 500 and status not in RETRIED_STATUS
         failure.retry_after_s = float(pause) if pause.isdecimal() else 0.0  # it may be a date
         raise failure
@@ -365,13 +364,3 @@ def _read(body: bytes, count: int) -> ScoreAnswer:
     if len(answer.scores) != count or len(answer.errors) not in (0, count):
         raise ValueError(f"{len(answer.scores)} scores and {len(answer.errors)} errors for {count} images")
     return answer
-
-
-async def _body(answer: httpx.Response) -> bytes:
-    """Read an answer, and no more than a block beyond the limit; packed, since a block can unpack to gigabytes."""
-    body = bytearray()
-    async for block in answer.aiter_raw():
-        body += block
-        if len(body) > LARGEST_ANSWER:
-            break
-    return bytes(body)

@@ -21,7 +21,7 @@ from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.rewards.base import Reward
 from lit_vgrpo.system.hub import LoadError
 
-MEASURE = r'(?:(?<=[\d¼-¾⅐-⅞])|(?<=\d )(?=.\s))["”]'  # inches or seconds, unless it closes a text
+MEASURE = r'(?:(?<=[\d¼-¾⅐-⅞])|(?<=\d )(?=.\s))["”](?![぀-鿿가-힣])'  # inches or seconds, unless it closes a text
 PAIRS = '"([^"]*)"|“([^“”]*)”|„([^“”„]*)[“”]|”([^“”„]*)”|«([^«»]*)»|»([^«»]*)«|「([^「」]*)」|『([^『』]*)』'
 QUOTED = re.compile(f'{MEASURE}|{PAIRS}|(?P<unpaired>["“”„«»「」『』])')
 ESCAPED, KEPT = '\\"', "\0"

@@ -110,10 +110,9 @@ class CustomOptimizer:
             return []  # a step may need a GPU
         try:
             optimizer.step(closure=losses.pop)
-        except IndexError:
-            return [f"{key} needs the loss several times per step. Use AdamW or another."]
         except Exception as error:  # a step may raise anything
-            return [f"{key} cannot take a step: {one_line(error).rstrip('.')}. Use AdamW or another."]
+            why = "it needs the loss several times" if isinstance(error, IndexError) else one_line(error).rstrip(".")
+            return [f"{key} cannot take a step: {why}. Use AdamW or another."]
         return []
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -95,9 +95,8 @@ def test_an_image_that_is_not_finite_fails_and_reaches_no_reward():
     [
         (lambda scores, *_: scores[:3], r"torch.float32 \(3,\)"),
         (lambda scores, *_: scores.double(), r"torch.float64 \(4,\)"),
-        (lambda scores, *_: scores.tolist(), "list"),
-        (lambda scores, *_: (scores, {}), r"tuple \(Tensor, dict\)"),
-        (lambda scores, *_: {"scores": scores}, r"dict \(scores\)"),
+        (lambda scores, *_: scores.tolist(), r"list \[0.0, .*"),
+        (lambda scores, *_: (scores, {}), r"tuple \(tensor.*"),
     ],
 )
 def test_a_broken_contract_stops_the_run_and_names_the_reward(returned, said):
@@ -229,7 +228,7 @@ def test_a_reward_explains_its_failures_without_control_characters():
         raise SystemExit("\x1b[2Jgone\nwrong")
 
     batch = score(Field("bad", trouble))
-    assert batch.errors["bad"].endswith(".py:229: SystemExit: ?[2Jgone wrong.")
+    assert batch.errors["bad"].endswith(".py:228: SystemExit: ?[2Jgone wrong.")
 
     def tells(scores, images, rows):
         own.failure = "\x1b[2J told\r"
@@ -296,26 +295,3 @@ def test_questions_about_a_prompt_get_a_copy_too_and_returned_values_may_be_kept
     first, second = (weighted.score(IMAGES, PROMPTS, ROWS) for _ in range(2))
     assert first.total.tolist() == [0, 1, 2, 3]
     assert [batch.counts for batch in (first, second)] == [{"asks": {"calls": 1}}, {"asks": {"calls": 2}}]
-
-
-class Broken(Field):
-    def fails(self, *args):
-        raise KeyError("no such key")
-
-
-@pytest.mark.parametrize(
-    ("method", "call"),
-    [
-        ("check", lambda weighted: weighted.check()),
-        ("load", lambda weighted: weighted.load()),
-        ("prompt_error", lambda weighted: weighted.errors_of_prompt("a", {})),
-        ("enter_run", lambda weighted: weighted.enter_run(None)),
-        ("take_counts", lambda weighted: weighted.score(IMAGES, PROMPTS, ROWS)),
-        ("close", lambda weighted: weighted.close()),
-        ("with_gradient", lambda weighted: weighted.with_gradient(IMAGES, PROMPTS, ROWS)),
-    ],
-)
-def test_a_method_that_fails_is_named_with_its_line(method, call):
-    broken = type("Broken", (Broken,), {method: Broken.fails, "differentiable": True})("broken")
-    with pytest.raises(RewardOutage, match=rf'^Reward "broken" failed in {method}: .*test_combine.py:\d+: KeyError'):
-        call(Weighted([broken]))

@@ -19,8 +19,6 @@ CHANGES = {
     "gradient": lambda: torch.set_grad_enabled(False),
     "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
-    "Ctrl-C": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    "SIGTERM": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
 }
 
 

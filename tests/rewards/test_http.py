@@ -72,7 +72,7 @@ FAULTS = {
     "nested": (answering({"scores": [[1, 2, 3]]}), "invalid"),
     "truth": (answering({"scores": [True, False, True]}), "invalid"),
     "too_many": (answering({"scores": [1] * 1000}), "invalid"),
-    "packed": (answering(gzip.compress(b'{"scores": [1, 2, 3]}'), Content_Encoding="gzip"), "invalid"),
+    "packed": (answering(b'{"scores": [1, 2, 3]}', Content_Encoding="gzip"), "unreachable"),
 }
 
 
@@ -170,29 +170,27 @@ def without_end(handler):
         handler.wfile.write(bytes(100_000))
 
 
+PACKED = gzip.compress(gzip.compress(bytes(100 * LARGEST_ANSWER)))
+
+
 @pytest.mark.parametrize(
-    ("behave", "reason"),
-    [
-        (without_end, "an invalid response: it is larger than 10 MB"),
-        (answering(b" " * 2 * LARGEST_ANSWER, 500), "status 500: "),
-    ],
-    ids=["200", "500"],
+    "behave", [without_end, answering(PACKED, Content_Encoding="gzip, gzip")], ids=["long", "bomb"]
 )
-def test_an_answer_is_read_only_up_to_the_limit(behave, reason):
+def test_an_answer_is_read_only_up_to_the_limit(behave):
     with FaultServer([behave]) as server:
         reward = HTTPReward(server.url, connection=patient(retries=0))
         assert reward(*make_images(2)).isnan().all()
-    assert reward.failure == f"{server.url} returned {reason}"
+    assert reward.failure == f"{server.url} returned an invalid response: it is larger than 10 MB"
 
 
 CLIENTS = [HTTPReward, lambda url, **o: VLMJudge(url, "m", **o), lambda url, **o: QuestionScore(url, "m", **o)]
 BAD_ADDRESSES = """ftp://x/y http:// http://127.0.0.1:99999/score http://127.0.0.1:0 http://127.0.0.1:-1 http://127.0.0.1:x
-    127.0.0.1:8000/score localhost:8000 http:/127.0.0.1:8000 http:///score //127.0.0.1 file:///x https://$HOST/score
-    http://<host>:8000 http://{host}:8000 http://256.1.1.1 http://[::1 http://[zz]:80 http://x:80:80 http://x#y
+    127.0.0.1:8000/score localhost:8000 http:/127.0.0.1:8000 //127.0.0.1 https://$HOST/score
+    http://<host>:8000 http://{host}:8000 http://256.1.1.1 http://[::1 http://x:80:80
     http://me:hunter2@127.0.0.1:99999 http://me:hunter2/3@127.0.0.1 me:hunter2@127.0.0.1:80 ftp://x?key=hunter2"""
 
 
-@pytest.mark.parametrize("url", [*BAD_ADDRESSES.split(), "", "http://a b", " http://a", "http://a/s ", "http://a\nb"])
+@pytest.mark.parametrize("url", [*BAD_ADDRESSES.split(), "", "http://a b", " http://a", "http://a\nb"])
 def test_an_address_to_which_nothing_can_be_sent_is_one_line_of_the_check_and_of_the_call(url):
     for make in CLIENTS:
         reward = make(url, connection=patient())
@@ -204,7 +202,7 @@ def test_an_address_to_which_nothing_can_be_sent_is_one_line_of_the_check_and_of
             reward(*make_images(2))
 
 
-@pytest.mark.parametrize("address", ["http://{}", "HTTP://{}/a%20b/\u00e9", "http://me:pass%20word@{}/../x/?key=a/b"])
+@pytest.mark.parametrize("address", ["HTTP://{}/a%20b/\u00e9", "http://me:pass%20word@{}/../x/?key=a b#c"])
 def test_an_address_that_the_check_accepts_is_asked(address):
     with FaultServer() as server:
         reward = HTTPReward(address.format(server.address.removeprefix("http://")), connection=patient())
@@ -240,6 +238,8 @@ DOMAIN = "example.com a.example.com EXAMPLE.com."
         "*.example.com": DOMAIN,
         "example.com:8000,10.1.2.3:80": DOMAIN,
         "a,*": HOSTS,
+        "<local>;10.*,*ple.com #x": "10.1.2.3 example.com a.example.com badexample.com EXAMPLE.com.",
+        "10.0.0.0/33 fd00::/200 http://example.com example.com: example.com:80 [fd00::1]:80 ::1:: 169.254/16": "",
     }.items(),
 )
 def test_no_proxy_has_hosts_domains_ports_addresses_and_ranges(environment, name, no_proxy, exempt):
@@ -248,22 +248,18 @@ def test_no_proxy_has_hosts_domains_ports_addresses_and_ranges(environment, name
     assert proxies == {host: None if host in exempt.split() else "http://proxy:3128" for host in HOSTS.split()}
 
 
-BROKEN = ["10.0.0.0/33", "10.0.0.*", "<local>", "fd00::/200", "http://a", "a:b", "[fd00::1]:80", "::1::"]
-
-
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        *(({"http_proxy": "p", "no_proxy": f"a,{entry}"}, f"no_proxy has the entry '{entry}'") for entry in BROKEN),
         ({"http_proxy": "socks5://p"}, "http_proxy=socks5://p needs socksio. Run: pip install"),
         ({"HTTP_PROXY": "ftp://p"}, "http_proxy=ftp://p is no address"),
         ({"all_proxy": "http://me:hunter2@p:99999"}, "all_proxy=http://(hidden)@p:99999 is no address"),
         ({"ALL_PROXY": "p q"}, "all_proxy=http://p q is no address"),
         ({"SSL_CERT_FILE": "/does/not/exist.pem"}, "SSL_CERT_FILE=/does/not/exist.pem cannot be read"),
         ({"TOKEN": ""}, "connection.token_env=TOKEN is not in the environment"),
-        ({"TOKEN": "hunter\n2"}, "connection.token_env=TOKEN has a character that no token has"),
-        ({"TOKEN": "hunter2\u00e9"}, "connection.token_env=TOKEN has a character that no token has"),
-        ({"no_proxy": "10.0.0.0/33", "https_proxy": "ftp://p"}, None),
+        ({"TOKEN": "hunter\n2"}, "connection.token_env=TOKEN is not in the environment, or is no token"),
+        ({"TOKEN": "hunter2\u00e9"}, "connection.token_env=TOKEN is not in the environment, or is no token"),
+        ({"https_proxy": "ftp://p"}, None),
         ({"http_proxy": "", "HTTP_PROXY": "ftp://p"}, None),
     ],
 )

@@ -143,6 +143,7 @@ def test_a_score_is_between_0_and_1(found, wanted):
         ("\"it's 5 o'clock\"", {}, "it's 5 o'clock"),
         ('"a “b” c" and “say "hi"”', {}, 'a “b” c say "hi"'),
         ("„Halt“ ”Hej” «bonjour» »Hallo«", {}, "Halt Hej bonjour Hallo"),
+        ('写着2024"新年快乐"的牌子', {}, "新年快乐"),
         ("「営業中」『出口』 \uff02OPEN\uff02 〝左〟", {}, "営業中 出口 OPEN 左"),
         (r"a sign \"OPEN\" and \"24h\"", {}, "OPEN 24h"),
         (r'it says "say \"hi\" now"', {}, 'say "hi" now'),

@@ -136,11 +136,13 @@ class LooksTwice(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (partial(LooksTwice, lr=1), "model.optimizer=LooksTwice needs the loss several times per step. Use AdamW"),
+        (
+            partial(LooksTwice, lr=1),
+            "model.optimizer=LooksTwice cannot take a step: it needs the loss several times. Use AdamW",
+        ),
         (torch.optim.SparseAdam, "model.optimizer=SparseAdam cannot take a step: SparseAdam does not support dense "),
         (partial(NeedsLoss, lr=1), "model.optimizer=NeedsLoss cannot take a step: .* missing 1 required keyword-only"),
-        (torch.optim.LBFGS, "model.optimizer=LBFGS needs the loss several times per step"),
-        (lambda weights: 3, "model.optimizer=int is not an optimizer"),
+        (torch.optim.LBFGS, "model.optimizer=LBFGS cannot take a step: it needs the loss"),
         (lambda weights: print(end=""), "model.optimizer=NoneType is not an optimizer"),
         (partial(torch.optim.SGD, lr=-1), None),  # build() has its message
         (partial(torch.optim.Adam, capturable=True), None),  # on a GPU only

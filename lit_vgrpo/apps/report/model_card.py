@@ -134,18 +134,11 @@ def base_licence(card: Path | None) -> dict[str, str | list[str]]:
     try:
         text = card.read_text(encoding="utf-8-sig") if card is not None else ""
         head = (yaml.safe_load(text.split("\n---", 1)[0]) if text.startswith("---\n") else None) or {}
-        found = {key: head[key] for key in LICENCE_KEYS if head.get(key)}
-        return {key: [*map(_word, value)] if isinstance(value, list) else _word(value) for key, value in found.items()}
+        return {key: head[key] for key in LICENCE_KEYS if isinstance(head.get(key), str | list)}
     except Exception as error:  # YAML's types raise anything
         why = one_line(error)[:200] or type(error).__name__
         report([f"The base model's licence is not known: {card} cannot be read ({why})."])
         return {}
-
-
-def _word(value: object) -> str:
-    if isinstance(value, list | dict | set | bytes):
-        raise ValueError(f"a licence is a {type(value).__name__}")
-    return str(value)
 
 
 def _until(run: RunData, iterations: int) -> RunData:
