@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from lit_vgrpo.policies.export import fused_modules
 from lit_vgrpo.policies.loading import bare_network
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.trained import is_target, name_in_block
-from lit_vgrpo.system.hub import LoadError, loading, quiet_libraries
+from lit_vgrpo.system.hub import LoadError, loading, quiet_libraries, read_weights
 
 KEY = "model.policy.start_from"
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
@@ -131,15 +129,13 @@ def _scale_of(config: Mapping[str, Any], layer: str, rank: int) -> float:
 def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a file's tensors in float32, and the adapter's options in its header or in peft's file next to it."""
     what, prefix = f"{KEY}={policy.start_from}", f"{policy.network_name}."
+    found, header = read_weights(file), {}
+    if not (found and all(isinstance(value, Tensor) for value in found.values())):
+        raise ValueError("contains no tensors, or something else")
+    tensors = {name: tensor.float() for name, tensor in found.items()}
     if file.suffix == SUFFIXES[0]:
         with safe_open(file, framework="pt") as content:
-            found = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  not a mapping
             header = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    else:
-        found, header = _unpickled(file), {}
-    tensors = {name: tensor.float() for name, tensor in found.items()}
-    if not tensors:
-        raise ValueError("contains no tensors")
     if file.stem == PEFT_STEM:
         header = json.loads((file.parent / PEFT_CONFIG).read_text(encoding="utf-8"))
     config = {name.removeprefix(prefix): value for name, value in header.items()}
@@ -151,15 +147,6 @@ def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[s
         )
     _fold_alphas(tensors)
     return {name: tensor.requires_grad_() for name, tensor in tensors.items()}, config
-
-
-def _unpickled(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file that ``torch.save`` wrote, without running code from it."""
-    with suppress(UnpicklingError):
-        content = torch.load(file, map_location="cpu", weights_only=True)
-        if isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values()):
-            return content
-    raise ValueError("is damaged, or has more in it than named tensors, which could run code")
 
 
 def _variant(config: Mapping[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -22,6 +23,7 @@ from torch import Tensor
 from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.pixels import strips, to_uint8
 from lit_vgrpo.errors import RewardError, error_in_user_code, one_line, place_of
+from lit_vgrpo.system.signals import STOP_SIGNALS
 
 
 class RewardOutage(RewardError):
@@ -130,6 +132,12 @@ class Reward(ABC):
         """Cancel pending work and close connections; a later call may reopen them."""
 
 
+def _set_stop_handlers(handlers: Sequence[Any]) -> None:
+    if threading.current_thread() is threading.main_thread():  # others cannot
+        for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
 Settings = Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]]
 OF_THREAD: Settings = (
     # not "cpu", which would slow down every function of torch
@@ -140,8 +148,9 @@ OF_THREAD: Settings = (
 OF_PROCESS: Settings = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (lambda: [*map(signal.getsignal, STOP_SIGNALS)], _set_stop_handlers),
 )
-"""Settings that change a run's numbers, with the functions that get and set them."""
+"""Settings that silently change a run's numbers or lose its work, with the functions that get and set them."""
 _lock = threading.Lock()
 _inside: list[list[Any]] = []  # for each guest, the process's settings before the first of them
 

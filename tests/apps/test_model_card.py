@@ -114,10 +114,11 @@ BOMB = "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in
         ("license: *nowhere", None),
     ],
 )
-@pytest.mark.parametrize("ends", ["\n", "\r\n"])
-def test_a_licence_that_cannot_be_read_is_unknown_and_said(tmp_path, capsys, head, licence, ends):
+def test_a_licence_that_cannot_be_read_is_unknown_and_said(tmp_path, capsys, head, licence):
     base = tmp_path / "README.md"
-    base.write_text(f"\ufeff---\n{head}\n---\n# Base\n{'text ' * 99}".replace("\n", ends), encoding="utf-8", newline="")
+    base.write_text(
+        f"\ufeff---\n{head}\n---\n# Base\n{'text ' * 99}".replace("\n", "\r\n"), encoding="utf-8", newline=""
+    )
     assert base_licence(base) == (licence or {})
     err = capsys.readouterr().err
     assert (err == "") == (licence is not None)

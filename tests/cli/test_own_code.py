@@ -33,6 +33,10 @@ class TrainsOnly(Reward):
     def __call__(self, images, prompts, rows):
         held_out = prompts[0] == "a blue square"
         return torch.full((len(images),), float("nan")) if held_out else images.mean(dim=(1, 2, 3))
+
+class Unready(Leaves):
+    def check(self):
+        raise MemoryError("none left")
 """,
     "guests.py": """
 images_seen = 0
@@ -102,6 +106,7 @@ def recipe(tiny_recipe):
         (["model.reward=raises.X"], "raises.py:3: RuntimeError: out of luck."),
         (["model.reward=leaves.X"], "leaves.py:1: SystemExit: bye."),
         (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py:14: KeyError: 'no such key'."),
+        (["model.reward=rewards_of_mine.Unready"], "rewards_of_mine.py:26: MemoryError: none left."),
         (
             ["model.reward={python: 'leaves:reward'}"],
             "leaves:reward cannot be imported (leaves.py:1: SystemExit: bye).",

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 import sys
 
 import pytest
@@ -139,15 +138,11 @@ def test_a_wrong_parquet_file_is_refused(write, datasets_cache):
 @pytest.mark.parametrize(
     ("kind", "values", "expected"),
     [
-        *((kind, [b"a cat", "ein Bär".encode()], ["a cat", "ein Bär"]) for kind in ("binary", "large_binary")),
-        *((kind, ["a cat", "ein Bär"], ["a cat", "ein Bär"]) for kind in ("large_string", "string_view")),
-        *((kind, ["a", "b", "a"], ["a", "b", "a"]) for kind in ("dictionary of string", "dictionary of binary")),
+        ("large_binary", [b"a cat", "ein Bär".encode()], ["a cat", "ein Bär"]),
+        ("dictionary of binary", ["a", "b", "a"], ["a", "b", "a"]),
         ("binary", [b"a cat", b"\xff\xfea"], 'row 2: "prompt" is "b\'\\\\xff\\\\xfea\'". A prompt must be text.'),
         ("binary", [b"a", None], "row 2: \"prompt\" is 'None'. A prompt must be text."),
-        ("string", ["a", ""], "row 2: \"prompt\" is ''. A prompt must be text."),
-        ("float64", [1.5, math.nan], "row 1: \"prompt\" is '1.5'. A prompt must be text."),
         ("list of string", [["a"], ["b"]], 'row 1: "prompt" is "[\'a\']". A prompt must be text.'),
-        ("null", [None], "row 1: \"prompt\" is 'None'. A prompt must be text."),
         ("struct", [{"bytes": b"a", "path": "b"}], 'row 1: "prompt" is "{'),
     ],
 )
@@ -216,7 +211,7 @@ def test_a_missing_package_is_named_with_the_command(write, monkeypatch):
     with pytest.raises(ModuleNotFoundError) as caught:
         read_prompts(path)
     assert str(caught.value).endswith('Run: pip install "lit-vgrpo[data]"')
-    assert PromptDataModule(str(path), 2, 2).check() == [str(caught.value)]
+    assert PromptDataModule(path, 2, 2).check() == [str(caught.value)]
 
 
 @pytest.mark.parametrize(

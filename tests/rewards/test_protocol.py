@@ -118,19 +118,13 @@ PNG, WIDE, LARGE = (base64.b64encode(encode_png(pixels(3, *size))).decode() for 
         ({"images": [PNG] * 2, "prompts": ["a"] * 2, "pictures": [PNG, WIDE]}, "differ in size", 422),
         *(
             ({"images": [PNG], "prompts": ["a"], "rows": [{"rewards": named}]}, "rows.0.rewards: send the names", 422)
-            for named in (5, 1.5, True, {"a": 1}, [5], ["a", ["b"]])
+            for named in (5, {"a": 1}, ["a", ["b"]])
         ),
-        *(
-            ({"images": [PNG], "prompts": ["a"], "rows": rows}, "rows", 422)
-            for rows in (5, None, "a", {}, [5], [None], [[]], [{}, {}])
-        ),
-        *(({"images": [PNG], "prompts": prompts}, "prompts", 422) for prompts in (5, None, "a", {}, [5], [None], [])),
-        *(({"images": images, "prompts": ["a"]}, "image", 422) for images in (5, None, PNG, {}, [None], [""], ["%"])),
-        *(
-            ({"images": [PNG], "prompts": ["a"], "pictures": of}, "picture", 422)
-            for of in (5, None, PNG, [5], [PNG] * 2)
-        ),
-        *((body, "", 422) for body in (b"", b"5", b"[]", b'"x"', b"\xff\xfe", b'{"images":' + b"9" * 5_000 + b"}")),
+        *(({"images": [PNG], "prompts": ["a"], "rows": rows}, "rows", 422) for rows in (5, [None], [{}, {}])),
+        *(({"images": [PNG], "prompts": prompts}, "prompts", 422) for prompts in ("a", [None], [])),
+        *(({"images": images, "prompts": ["a"]}, "image", 422) for images in (PNG, [None], [""], ["%"])),
+        *(({"images": [PNG], "prompts": ["a"], "pictures": of}, "picture", 422) for of in (PNG, [5], [PNG] * 2)),
+        *((body, "", 422) for body in (b"", b"5", b"\xff\xfe", b'{"images":' + b"9" * 5_000 + b"}")),
         (b'{"images": ["a"], "prompts": ["\\ud800"]}', "", 422),
         (b'{"a":' + b"[" * 7_000, "", 400),  # 422 where Python's parser goes that deep
         (bytes(10_001), "", 413),

@@ -76,12 +76,8 @@ def test_a_failed_question_fails_its_image_only():
         b"[" * 100_000,
         b'{"choices": "x"}',
         *(
-            b'{"choices": [{"logprobs": {"content": [{"top_logprobs": [%b]}]}}]}' % token
-            for token in (b"5", b"null", b'{"token": "yes"}', b'{"token": "yes", "logprob": NaN}')
-        ),
-        *(
             b'{"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "yes", "logprob": %b}]}]}}]}' % number
-            for number in (b"1000", b"Infinity", b'"x"', b"[]", b"9" * 400)
+            for number in (b"NaN", b"1000", b"[]", b"9" * 400)
         ),
     ],
 )

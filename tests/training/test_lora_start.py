@@ -237,12 +237,12 @@ def test_each_naming_gives_the_picture_of_the_merged_weights(loras, name, naming
 SPELT = [(name, *way) for name in OF_AUTHORS for way in SPELLINGS if (name, way[0]) != ("krea2", "lora_unet_")]
 
 
-@pytest.mark.parametrize("has_alphas", [True, False])
 @pytest.mark.parametrize(
     ("name", "prefix", "endings"),
     repeating(SPELT, slow=[one for one in SPELT if one[0] in ("flux", "z_image", "lumina2")]),
 )
-def test_the_names_of_a_models_authors_are_read_with_their_alphas(loras, tmp_path, name, prefix, endings, has_alphas):
+def test_the_names_of_a_models_authors_are_read_with_their_alphas(loras, tmp_path, name, prefix, endings):
+    has_alphas = prefix != "base_model.model."  # of which none has any
     family, draw, tensors, expected = loras.family(name), torch.Generator().manual_seed(2), {}, {}
     policy = family.policy_class(str(family.folder), start_from=str(tmp_path / "a.safetensors"))
     network = bare_network(policy)
@@ -271,24 +271,13 @@ def test_the_names_of_a_models_authors_are_read_with_their_alphas(loras, tmp_pat
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("wan", "diffusion_model.blocks.0.self_attn.q.dora_scale", "1 of its 7 tensors do not fit, such as {}."),
         ("wan", "diffusion_model.blocks.0.self_attn.q.diff_b", "1 of its 7 tensors do not fit, such as "),
         (
             "wan",
             "diffusion_model.blocks.0.self_attn.k.lokr_w1",
             "such as {}. (diffusers: ValueError: `state_dict` shou",
         ),
-        (
-            "flux2",
-            "diffusion_model.double_blocks.0.img_attn.proj.hada_w1_a",
-            "such as {}. (diffusers: ValueError: `ori",
-        ),
         ("flux2", "diffusion_model.single_blocks.0.linear1.alpha", "such as {}. Use a plain"),
-        (
-            "krea2",
-            "diffusion_model.blocks.0.attn.wv.oft_blocks",
-            "such as {}. (diffusers: ValueError: `state_dict` sho",
-        ),
         ("krea2", "flux2", "is not a LoRA of Krea2Transformer2DModel alone: 6 of its 6 tensors do not fit, such as "),
         ("flux2", "wan", "is not a LoRA of Flux2Transformer2DModel alone: 6 of its 6 tensors do not fit, such as "),
     ],
@@ -321,9 +310,9 @@ def test_a_file_of_torch_is_read_without_running_code(loras, tmp_path, suffix):
     assert start_hashes(start).keys() == {"weights"}
     ran = tmp_path / "ran"
     for content, words in (
-        (Trap(ran), "could run code"),
-        ({"r": 4}, "has more in it than named tensors"),
-        ({}, "no ten"),
+        (Trap(ran), "Weights only load failed"),
+        ({"r": 4}, "contains no tensors, or something else"),
+        ({}, "contains no tensors, or something else"),
     ):
         torch.save(content, file)
         (error,) = policy_errors(start)
