@@ -75,10 +75,11 @@ def _answer(args: list[str], debug: bool) -> int:
             report([f"Cannot write{where}: {error.strerror}. {advice}"])  # on any rank: each may have a separate disk
             return 1
         is_usage = hasattr(error, "format_message")
-        place = None if is_usage or isinstance(error, UserError) else error_in_user_code(error)
-        if place is None and not is_usage and not isinstance(error, EXPECTED_ERRORS):
-            raise
-        errors, status = [place] if place else _lines(error), 2
+        if not is_usage and not isinstance(error, EXPECTED_ERRORS):
+            if (place := error_in_user_code(error)) is None:
+                raise
+            error = UserError(place)
+        errors, status = _lines(error), 2
     if is_first_process():
         report(errors)
     return status

@@ -108,7 +108,7 @@ BOMB = "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in
         ("", {}),
         ("license: mit\ndate: 2024-02-30", None),
         ("license: !!python/object:os.system x", None),
-        (f"a: &a [mit]\n{BOMB}license: *i", None),
+        (f"a: &a [mit]\n{BOMB}license: *i", {}),
         ("[" * 400 + "]" * 400, None),
         ("- a", None),
         ("license: *nowhere", None),
