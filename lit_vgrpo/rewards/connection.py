@@ -102,7 +102,7 @@ def _checked(address: str, name: str, *more_schemes: str) -> httpx.URL:
     with suppress(httpx.InvalidURL):  # its text may quote a part of a password
         url = httpx.URL(address)
         is_known = url.scheme in ("http", "https", *more_schemes) and HOST.fullmatch(url.host)
-        if is_known and 0 < (80 if url.port is None else url.port) < 2**16:
+        if is_known and len(address.split()) == 1 and 0 < (80 if url.port is None else url.port) < 2**16:
             return url
     shown = HIDDEN if "@" in PASSWORD_IN_ADDRESS.sub("", address) else shown_address(address)
     raise ValueError(f"{name}={shown} is no address of a server. Write http://HOST:PORT, with a port from 1 to 65535.")
