@@ -71,10 +71,15 @@ def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:
     return None if picture_files(row) else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
 
 
+def named_pictures(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the files that a row names as the pictures that its prompt edits; they may not exist."""
+    named = row.get(PICTURE) or ()
+    return tuple(map(str, named)) if isinstance(named, list | tuple) else (str(named),)
+
+
 def picture_files(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the files of the pictures that a row's prompt edits; a field that names no file is not about pictures."""
-    named = row.get(PICTURE) or ()
-    files = tuple(map(str, named)) if isinstance(named, list | tuple) else (str(named),)
+    files = named_pictures(row)
     return files if any(map(os.path.isfile, files)) else ()
 
 

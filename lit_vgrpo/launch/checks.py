@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lit_vgrpo.callbacks import FID
-from lit_vgrpo.core.pictures import PICTURE, picture_files, picture_size
+from lit_vgrpo.core.pictures import PICTURE, named_pictures, picture_files, picture_size
 from lit_vgrpo.errors import counted, suggestion
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.prompt_encoder import size_error
@@ -53,7 +53,7 @@ def picture_errors(
     name = type(policy).__name__
     for number, row in enumerate(rows, start=1):
         where = f'row {number} of the {what}, "{row["prompt"]}"'
-        files = picture_files(row)
+        files = named_pictures(row) if policy.edits else picture_files(row)
         if policy.edits and not files:
             return [f"{name} edits pictures, but {where}, has none. {fix}, or use a policy that draws from prompts."]
         if files and not policy.edits:

@@ -172,9 +172,9 @@ def is_stop_requested() -> bool:
 
 def is_stop(error: BaseException) -> bool:
     """Return True if an exception was raised to stop the command, not by the code that it interrupted."""
-    if _listening is None:
-        return isinstance(error, KeyboardInterrupt)
-    return _listening.is_urgent and isinstance(error, KeyboardInterrupt | SystemExit)
+    if isinstance(error, KeyboardInterrupt):  # a reward that waits raises it too, once the run was asked to stop
+        return _listening is None or bool(_listening.signals)
+    return isinstance(error, SystemExit) and _listening is not None and _listening.is_urgent
 
 
 def _stop_listening_in_a_fork() -> None:

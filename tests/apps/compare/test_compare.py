@@ -59,8 +59,8 @@ def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, 
     assert compare([*words, f"bad.yaml,vgrpo,{other}"]) == 1
     race = tmp_path / "race"
     out, err = capsys.readouterr()
-    assert "bad-published-seed0: no luck today" in err
-    assert "- bad published, seed 0: no luck today" in out
+    assert "bad-published-seed0: breaks.py:6: RuntimeError: no luck today." in err
+    assert "- bad published, seed 0: breaks.py:6: RuntimeError: no luck today" in out
     assert "1 of 3 runs failed. Run the same command to retry them." in err
     assert out.count("| vgrpo ") == out.count("| other ") == 2
     assert "vgrpo-published-seed0: finished" in err
