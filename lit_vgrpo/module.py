@@ -193,14 +193,11 @@ class VGRPOModule(L.LightningModule):
         if not self.trainer.sanity_checking:  # a part of the images
             self.evaluator.add(batch)
 
-    on_test_start, test_step = on_validation_start, validation_step
-
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:
             self.log_dict(self.evaluator.finish(self))
 
-    def on_test_epoch_end(self) -> None:
-        self.log_dict(self.evaluator.finish(self))
+    on_test_start, test_step, on_test_epoch_end = on_validation_start, validation_step, on_validation_epoch_end
 
     def predict_step(self, batch: PromptBatch | Sequence[str], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return images of a batch of prompts, ``(B, 3, H, W)`` in [0, 1], on the CPU.

@@ -172,6 +172,14 @@ class RecipeCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        asked = self.config_init.trainer.accelerator
+        if asked in ("gpu", "cuda") and not (torch.cuda.is_available() or MPSAccelerator.is_available()):
+            if not self.elsewhere:
+                raise UserError(
+                    f"trainer.accelerator={asked}: torch {torch.__version__} finds no GPU here. Set "
+                    "trainer.accelerator=auto to use the CPU. lightning check works without a GPU."
+                )
+            kwargs["accelerator"] = AbsentGPU()
         base = self._asked_folder
         self.make_folder = self.make_folder and is_first_process()
         self.folder = self.resumption.folder if self.resumption is not None else base
@@ -181,25 +189,15 @@ class RecipeCLI(LightningCLI):
             for name in ("", CHECKPOINTS, "samples", "report", "benchmarks"):
                 remove_drafts(self.folder / name)
         try:
-            return self._trainer_in(self.folder)
-        except (UserError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
+            return self._trainer_in(self.folder, **kwargs)
+        except (MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
             self.give_back()
-            if isinstance(error, UserError):
-                raise
             raise UserError(recipe_error(error, {"trainer": self.recipe.values.get("trainer")})) from error
 
-    def _trainer_in(self, folder: Path) -> Trainer:
+    def _trainer_in(self, folder: Path, **kwargs: Any) -> Trainer:
         settings = self.config_init.trainer
-        options, has_gpu = {}, torch.cuda.is_available() or MPSAccelerator.is_available()
-        if settings.accelerator in ("gpu", "cuda") and not has_gpu:
-            if not self.elsewhere:
-                raise UserError(
-                    f"trainer.accelerator={settings.accelerator}: torch {torch.__version__} finds no GPU here. Set "
-                    "trainer.accelerator=auto to use the CPU. lightning check works without a GPU."
-                )
-            options["accelerator"] = AbsentGPU()
         return super().instantiate_trainer(
-            **options,
+            **kwargs,
             default_root_dir=str(folder),
             logger=run_loggers(settings.logger, folder, self.resumption),
             callbacks=self._callbacks(as_list(settings.callbacks, Callback)),

@@ -213,8 +213,17 @@ class Optimization:
             return f"model.lr_scheduler fails at step {step} of {steps}: {one_line(error)}" if step else None
         return None
 
-    def check(self) -> list[str]:
-        """Return why the optimizer cannot train, or is incompatible with the schedule: at most one line."""
+    def check(self, weights: Iterable[nn.Parameter] = ()) -> list[str]:
+        """Return why the optimizer cannot train, or is incompatible with the schedule: at most one line.
+
+        Args:
+            weights: Those to train, on the meta device.
+        """
+        try:
+            if weights:
+                self.build(weights)
+        except (ValueError, ModuleNotFoundError) as error:
+            return [] if "meta" in str(error) else [str(error)]  # a constructor may read weights
         if isinstance(self.optimizer, CustomOptimizer):
             return self.optimizer.check()
         if self.make_schedule is None or not self.optimizer.warmup_steps:
@@ -240,7 +249,10 @@ class Optimization:
         self._asked = {name: copy(value) for name, value in vars(scheduler).items() if name in options}
         config: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
         if isinstance(scheduler, ReduceLROnPlateau):
-            config |= {"interval": "epoch", "monitor": getattr(scheduler, "monitor", None)}
+            if (metric := getattr(scheduler, "monitor", None)) is None:
+                named = "class_path: lightning.pytorch.cli.ReduceLROnPlateau, init_args: {monitor: heldout/reward}"
+                raise ValueError(f"model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {{{named}}}.")
+            config |= {"interval": "epoch", "monitor": metric}
         return {"optimizer": optimizer, "lr_scheduler": config}
 
     def resume(self, scheduler: Any) -> None:

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
@@ -64,10 +65,13 @@ def set_up(module: Any) -> None:
 
 def module_errors(module: Any, sizes: Sizes) -> list[str]:
     """Return one line for each error in a module's settings that does not depend on the trainer."""
+    spec = module.objective.rollout_spec(0)
+    specs = [spec, module.evaluator.spec, *([] if spec.scouts is None else [spec.of_scouts])]
+    errors, draft = policy_errors(module.policy, specs), module.policy.draft
     return [
-        *policy_errors(module.policy, [module.objective.rollout_spec(0), module.evaluator.spec]),
+        *errors,
         *dict.fromkeys((*module.reward.check(), *module.evaluator.observed.check())),
-        *module.optimization.check(),
+        *module.optimization.check(trainable_parameters(draft).values() if isinstance(draft, Policy) else ()),
         *module.objective.policy_errors(type(module.policy)),
         *module.objective.check(sizes),
         *_evaluation_errors(module),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
@@ -31,31 +32,16 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 """Precisions of the trainer that do not cast weights."""
 
 
-class AbsentGPU(CUDAAccelerator):
+class AbsentGPU(CPUAccelerator, CUDAAccelerator):
     """GPUs of another machine, with the CPU in their place: a Trainer is built for them to be checked, not to run."""
 
     @staticmethod
     @override
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    @override
-    def auto_device_count() -> int:
-        return 1
-
-    @staticmethod
-    @override
-    def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Return the devices' numbers; those of ``-1``, all devices of an unknown machine, are ``[0]``."""
+    def parse_devices(devices: int | str | list[Any]) -> int:
+        """Return the number of devices; all devices of an unknown machine are one."""
         if isinstance(devices, str):
-            devices = [int(number) for number in devices.split(",") if number] if "," in devices else int(devices)
-        return devices if isinstance(devices, list) else list(range(devices if devices > 0 else 1))
-
-    @staticmethod
-    @override
-    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        return [torch.device("cpu")] * len(devices)
+            devices = devices.strip(",").split(",") if "," in devices else int(devices)
+        return max(1, devices) if isinstance(devices, int) else len(devices)
 
 
 def strategy_errors(

@@ -12,7 +12,6 @@ import torch
 from lit_vgrpo.apps.memory.shares import bytes_of, restored_at_once, shares, tensors_of
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import image_ranks
-from lit_vgrpo.core.sampling import schedule_of
 from lit_vgrpo.objectives.score_gradient import window
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.meta import AutocastOnMeta, policy_on_meta
@@ -97,11 +96,6 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     spec, evaluated = module.objective.rollout_spec(0), module.evaluator.spec
     for error in context_errors(policy, degree, module.evaluator.sides):
         raise LoadError(error)
-    try:
-        for stage in (spec, evaluated, *([] if spec.scouts is None else [spec.of_scouts])):
-            schedule_of(policy, stage)
-    except ValueError as error:
-        raise LoadError(str(error)) from None
     asked = demand(module.objective, policy, plan)
     share = shares(policy, module.optimization.optimizer, trainer.strategy, trainer.world_size, on_gpu)
     averages = sum(type(callback).__name__ == "EMA" for callback in trainer.callbacks)  # type: ignore[attr-defined]
