@@ -51,12 +51,10 @@ def train(cli: RecipeCLI) -> int:
             _report_failure(cli)
             return FAILED
         except Exception as error:
-            if not checkpoints.training:
-                message = _refusal(cli, error)
-                if message is None:
-                    raise
-                raise message from error
-            return _fail(cli, watch, error)
+            if checkpoints.training:
+                return _fail(cli, watch, error)
+            _refuse(cli, error)
+            raise
         else:
             leave_together()
             if not cli.trainer.fit_loop.done:
@@ -69,10 +67,8 @@ def rehearse(cli: RecipeCLI) -> None:
     try:
         rehearse_setup(cli.trainer, cli.model, cli.datamodule)
     except Exception as error:
-        message = _refusal(cli, error)
-        if message is None:
-            raise
-        raise message from error
+        _refuse(cli, error)
+        raise
 
 
 def _fail(cli: RecipeCLI, watch: Watch, error: BaseException) -> int:
@@ -116,19 +112,18 @@ def _report_failure(cli: RecipeCLI) -> None:
         say(f"Training failed. {last_words(cli.folder)}", error=True)
 
 
-def _refusal(cli: RecipeCLI, error: Exception) -> UserError | None:
-    """Return an error that stops a run before training as a UserError; ``None`` for other kinds of errors."""
+def _refuse(cli: RecipeCLI, error: Exception) -> None:
+    """Raise UserError for an error that stops a run before training; return for other kinds of errors."""
     if isinstance(error, MisconfigurationException | LoadError):
-        return UserError(str(error))
+        raise UserError(str(error)) from error
     if (place := error_in_user_code(error)) is not None:
-        return UserError(place)
+        raise UserError(place) from error
     if isinstance(error, AttributeError | TypeError):  # a callback may need another kind of module
-        return UserError(f"{type(error).__name__}: {one_line(error)} (--debug shows the traceback)")
-    if not isinstance(error, RuntimeError | ValueError | KeyError):
-        return None
-    if cli.ckpt_path is not None:
-        return UserError(f"Cannot continue from ckpt_path={cli.ckpt_path}: {one_line(error)}")
-    return None if isinstance(error, KeyError) else UserError(str(error))
+        raise UserError(f"{type(error).__name__}: {one_line(error)} (--debug shows the traceback)") from error
+    if cli.ckpt_path is not None and isinstance(error, RuntimeError | ValueError | KeyError):
+        raise UserError(f"Cannot continue from ckpt_path={cli.ckpt_path}: {one_line(error)}") from error
+    if isinstance(error, RuntimeError | ValueError):
+        raise UserError(str(error)) from error
 
 
 def _report_outcome(cli: RecipeCLI) -> int:

@@ -35,14 +35,6 @@ def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
     trainer.accumulate_grad_batches = sizes.plan(image_ranks(trainer)[1]).micro_batches_per_update
 
 
-def accumulation_error(trainer: pl.Trainer, sizes: Sizes) -> str | None:
-    """Return an error if the recipe sets ``accumulate_grad_batches`` to another number than :func:`accumulate`."""
-    needed, asked = sizes.plan(image_ranks(trainer)[1]).micro_batches_per_update, trainer.accumulate_grad_batches
-    if asked in (1, needed):
-        return None
-    return f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use data.micro_batch_size."
-
-
 def settle(module: Any) -> None:
     """Choose the micro-batch size if it is ``"auto"``, the same on all ranks, and report it.
 

@@ -16,7 +16,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.training.micro_batch import accumulate, accumulation_error
+from lit_vgrpo.training.micro_batch import accumulate
 from lit_vgrpo.training.saved_weights import policy_errors
 from lit_vgrpo.training.strategies import launcher_error, strategy_errors
 from lit_vgrpo.training.teachers import teacher_errors
@@ -92,7 +92,6 @@ def errors_under(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> 
         *_comparison_errors(module, sizes, ranks, has_heldout),
         *teacher_errors(module.objective, module.policy),
         *filter(None, [limit_error(module, trainer, sizes, has_heldout)] if fits else []),
-        *filter(None, [accumulation_error(trainer, sizes)] if fits else []),
     ]
 
 
@@ -244,10 +243,14 @@ def limit_error(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> s
     fewer = "Leave it out; use data.prompts_per_iteration for less work, or trainer.fast_dev_run=true for a trial run."
     if trainer.overfit_batches:
         return f"trainer.overfit_batches={trainer.overfit_batches} would drop images already made. {fewer}"
-    limit = trainer.limit_train_batches
-    is_whole = (
-        limit >= sizes.plan(image_ranks(trainer)[1]).steps_per_iteration if isinstance(limit, int) else limit == 1.0
+    plan, limit, asked = (
+        sizes.plan(image_ranks(trainer)[1]),
+        trainer.limit_train_batches,
+        trainer.accumulate_grad_batches,
     )
+    if asked not in (1, plan.micro_batches_per_update):
+        return f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use data.micro_batch_size."
+    is_whole = limit >= plan.steps_per_iteration if isinstance(limit, int) else limit == 1.0
     if not is_whole and not trainer.fast_dev_run:
         return f"trainer.limit_train_batches={limit} would drop images already made. {fewer}"
     updates, steps = sizes.updates_per_iteration, trainer.max_steps

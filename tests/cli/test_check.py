@@ -1,5 +1,6 @@
 """``lightning check``: every error, no training, nothing written."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import check, run
+from safetensors.torch import load_file, save_file
 
 from lit_vgrpo.cli.check import checkpoint_bytes, disk_errors, other_command
 from lit_vgrpo.launch.build import build
@@ -37,7 +39,24 @@ def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
 
 
 SNR = "trainer.callbacks=[{class_path: SurrogateDiagnostics, init_args: {snr_every_n_iterations: 1}}]"
+HTTP = "model.reward={class_path: HTTPReward, init_args: {url: '%s'}}"
+OPTIMIZER = "model.optimizer={class_path: torch.optim.%s}"
+PLATEAU = "model.lr_scheduler={class_path: torch.optim.lr_scheduler.ReduceLROnPlateau}"
+ROLLOUT, FOLDER = "model.objective.rollout", "model.policy.checkpoint=faulty"
 MISTAKES = [
+    ([HTTP % "ftp://x/y"], "model.reward.url=ftp://x/y is no address of a server. Write http://HOST:PORT, with a port"),
+    ([HTTP % "http://x:99999"], "model.reward.url=http://x:99999 is no address of a server."),
+    ([OPTIMIZER % "SparseAdam"], "model.optimizer=SparseAdam cannot take a step: SparseAdam does not support dense gr"),
+    ([OPTIMIZER % "LBFGS"], "model.optimizer=LBFGS needs the loss several times per step. Use AdamW or another."),
+    ([OPTIMIZER % "Muon"], "model.optimizer cannot be built: Muon only supports 2D parameters whereas we found a para"),
+    (["model.optimizer=1e-4"], "model.optimizer=0.0001: expected import path or a subclass spec, but got 0.0001"),
+    ([PLATEAU], "model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {cl"),
+    ([f"{ROLLOUT}.noise_level=0.7"], f"{ROLLOUT}.noise_level=0.7 has no effect with solver=euler. Set noise_level="),
+    ([FOLDER, "tensor"], "Cannot load HERE/faulty/transformer: 1 weight missing, such as context_embedder.bias."),
+    ([FOLDER, "tokenizer.json"], f"{FOLDER} has a tokenizer that has 2 tokens, but its encoder 566. Save or "),
+    ([FOLDER, "vae"], f"{FOLDER} has no vae, but SD3Policy needs it. In its model_index.json, it is null or absent."),
+    ([f"{FOLDER}/vae/config.json"], f"{FOLDER}/vae/config.json is a file, not a pipeline folder. Use a folder with"),
+    ([FOLDER, "model.policy.variant=fp16"], f"{FOLDER} has no weights of model.policy.variant=fp16. Leave it out."),
     (["trainer.accumulate_grad_batches=8"], "trainer.accumulate_grad_batches=8 is set by the sizes. Leave it out;"),
     (["trainer.limit_train_batches=1"], "trainer.limit_train_batches=1 would drop images already made."),
     (["trainer.limit_val_batches=0.01"], "You requested to check 0.01 of the `val_dataloader`"),
@@ -59,14 +78,31 @@ class Refuses(L.Callback):
 """
 
 
+def take_away(what):
+    """Remove a part of the pipeline folder ``faulty``."""
+    weights = "faulty/transformer/diffusion_pytorch_model.safetensors"
+    if what == "tensor":
+        save_file(dict(sorted(load_file(weights).items())[1:]), weights, metadata={"format": "pt"})
+    elif what == "vae":
+        index = Path("faulty/model_index.json")
+        index.write_text(json.dumps({**json.loads(index.read_text()), what: [None, None]}))
+    else:
+        Path("faulty/tokenizer", what).unlink()
+
+
 @pytest.mark.parametrize(("words", "line"), MISTAKES)
-def test_check_refuses_what_run_refuses(tiny_recipe, capsys, monkeypatch, words, line):
+def test_check_refuses_what_run_refuses(tiny_recipe, tiny_sd3, capsys, monkeypatch, words, line):
+    if words[0].startswith(FOLDER):
+        shutil.copytree(tiny_sd3, "faulty")
+    words, taken = [word for word in words if "=" in word], [word for word in words if "=" not in word]
+    for what in taken:
+        take_away(what)
     monkeypatch.setattr("lit_vgrpo.training.evaluation.Evaluator.generate", None)  # before the first image
     (tiny_recipe.parent / "mine.py").write_text(REFUSES)
     for command in (check, run):
         assert command([str(tiny_recipe), *words]) == 2
         out, err = capsys.readouterr()
-        assert err.splitlines()[0].startswith(line)
+        assert err.splitlines()[0].replace(str(tiny_recipe.parent), "HERE").startswith(line)
         assert out == "" or command == run
     assert not [*tiny_recipe.parent.glob("runs/*/checkpoints")]
 

@@ -122,10 +122,6 @@ def recipe(tiny_recipe):
         ),
         (["model.reward=[]"], "model.reward.rewards=[] is empty. Name at least one reward, such as PickScore."),
         (["model.heldout_reward=[]"], "model.heldout_reward.rewards=[] is empty. Name at least one reward, "),
-        (
-            ["model.optimizer={class_path: torch.optim.SparseAdam}"],
-            "model.optimizer=SparseAdam cannot take a step: SparseAdam does not support dense gradients",
-        ),
         (["data.train=numbers.jsonl"], 'numbers.jsonl line 1: "rewards" is 3. Write the names of rewards, such '),
         (["ckpt_path=."], "ckpt_path=. is not a file. Give a checkpoint file."),
     ],
