@@ -32,12 +32,12 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 """Precisions of the trainer that do not cast weights."""
 
 
-class AbsentGPU(CPUAccelerator, CUDAAccelerator):
+class AbsentGPU(CPUAccelerator, CUDAAccelerator):  # type: ignore[misc]
     """GPUs of another machine, with the CPU in their place: a Trainer is built for them to be checked, not to run."""
 
     @staticmethod
     @override
-    def parse_devices(devices: int | str | list[Any]) -> int:
+    def parse_devices(devices: int | str | list[Any]) -> int:  # type: ignore[override]
         """Return the number of devices; all devices of an unknown machine are one."""
         if isinstance(devices, str):
             devices = devices.strip(",").split(",") if "," in devices else int(devices)

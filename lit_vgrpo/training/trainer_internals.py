@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _call_setup_hook
@@ -75,9 +76,9 @@ def read_limits(trainer: Trainer) -> None:
 def rehearse_setup(trainer: Trainer, module: LightningModule, data: LightningDataModule) -> None:
     """Call what ``fit`` calls before it loads weights, in this process only: the hooks ``setup``, and the loaders.
 
-    Loggers are removed, since they would write. Raises what ``fit`` would.
+    Loggers are replaced, since they would write. Raises what ``fit`` would.
     """
-    trainer.loggers = []
+    trainer.loggers = [DummyLogger()]  # some callbacks need one
     trainer.state.fn = TrainerFn.FITTING
     trainer.training = True
     trainer._data_connector.attach_data(module, datamodule=data)

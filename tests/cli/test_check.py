@@ -19,7 +19,8 @@ def lines(capsys):
 
 
 def test_a_good_recipe(tiny_recipe, capsys):
-    assert check([str(tiny_recipe)]) == 0
+    needs_logger = "trainer.callbacks=[lightning.pytorch.callbacks.DeviceStatsMonitor]"
+    assert check([str(tiny_recipe), needs_logger]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert "images" in out
