@@ -172,36 +172,32 @@ class RecipeCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        asked = self.config_init.trainer.accelerator
-        if asked in ("gpu", "cuda") and not (torch.cuda.is_available() or MPSAccelerator.is_available()):
+        settings = self.config_init.trainer
+        has_gpu = torch.cuda.is_available() or MPSAccelerator.is_available()
+        if settings.accelerator in ("gpu", "cuda") and not has_gpu:
             if not self.elsewhere:
                 raise UserError(
-                    f"trainer.accelerator={asked}: torch {torch.__version__} finds no GPU here. Set "
+                    f"trainer.accelerator={settings.accelerator}: torch {torch.__version__} finds no GPU here. Set "
                     "trainer.accelerator=auto to use the CPU. lightning check works without a GPU."
                 )
             kwargs["accelerator"] = AbsentGPU()
-        base = self._asked_folder
         self.make_folder = self.make_folder and is_first_process()
-        self.folder = self.resumption.folder if self.resumption is not None else base
+        self.folder = self._asked_folder if self.resumption is None else self.resumption.folder
         if self.make_folder:
             self.folder = reserve(self.folder, self.resumption is not None)
             self.lock.take(self.folder)
             for name in ("", CHECKPOINTS, "samples", "report", "benchmarks"):
                 remove_drafts(self.folder / name)
         try:
-            return self._trainer_in(self.folder, **kwargs)
+            return super().instantiate_trainer(
+                **kwargs,
+                default_root_dir=str(self.folder),
+                logger=run_loggers(settings.logger, self.folder, self.resumption),
+                callbacks=self._callbacks(as_list(settings.callbacks, Callback)),
+            )
         except (MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
             self.give_back()
             raise UserError(recipe_error(error, {"trainer": self.recipe.values.get("trainer")})) from error
-
-    def _trainer_in(self, folder: Path, **kwargs: Any) -> Trainer:
-        settings = self.config_init.trainer
-        return super().instantiate_trainer(
-            **kwargs,
-            default_root_dir=str(folder),
-            logger=run_loggers(settings.logger, folder, self.resumption),
-            callbacks=self._callbacks(as_list(settings.callbacks, Callback)),
-        )
 
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
         wanted: dict[type[Callback], type[Callback]] = {our_callbacks.RunSummary: our_callbacks.RunSummary}
