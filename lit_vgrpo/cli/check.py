@@ -72,7 +72,7 @@ def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
 
 def _check_recipe(command: Command, gpu_memory: int | None) -> Policy:
     """Check a recipe and return its policy without loading it."""
-    recipe = read_recipe(command)
+    recipe, evidence = read_recipe(command), _evidence(command)  # before a reward's code changes the current folder
     try:
         cli = build_recipe(recipe, make_folder=False, elsewhere=True)
     except UserError as error:
@@ -89,7 +89,7 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> Policy:
     if errors:
         raise UserError(*errors)
     say(f"{cli.plan()}\n{memory}")
-    say("\n".join([*cli.about_prompts(), *_evidence(command), *other_command()]))
+    say("\n".join([*cli.about_prompts(), *evidence, *other_command()]))
     say(f"{command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return cli.model.policy
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator
 from torch import Tensor, nn
 
 from lit_vgrpo.core.gather import rank_and_world_size
@@ -230,7 +232,7 @@ class Evaluation:
 
     Attributes:
         iteration: Iterations done; 0 is the start.
-        reward: Mean held-out reward.
+        reward: Mean held-out reward; NaN, null in ``summary.json``, if no image could be scored.
         images: Images rolled out for training.
         passes: Network passes of training, in images; a backward is not counted.
         forward_equivalents: The same with each backward counted as two passes.
@@ -242,7 +244,7 @@ class Evaluation:
     """
 
     iteration: int
-    reward: float
+    reward: Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
     images: int
     passes: int
     train_seconds: float

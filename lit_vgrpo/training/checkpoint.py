@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_vgrpo.core.ranges import NonNegativeInt, checked
+from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.errors import counted, one_line, say, suggestion
 from lit_vgrpo.system.paths import draft_of
 from lit_vgrpo.system.process import say_from_handler
@@ -45,6 +46,7 @@ class BestEvaluation:
         name: The metric of ``value``; ``None`` before the first evaluation.
         value: The best value.
         iteration: Iterations done at that evaluation.
+        fingerprint: That of the evaluation, if it was read from ``best.ckpt``; 0 if unknown.
 
     Raises:
         ValueError: The metric is better when lower.
@@ -54,6 +56,7 @@ class BestEvaluation:
     name: str | None = None
     value: float = -math.inf
     iteration: int = 0
+    fingerprint: int = 0
 
     def __post_init__(self) -> None:
         if self.metric.startswith(DISTANCES):
@@ -247,7 +250,9 @@ class RunCheckpoint(Checkpoint):
         if self.best is None or self.best.name is None:
             return self.best
         try:
-            return replace(self.best, **read(folder / CHECKPOINTS / BEST)["callbacks"][self.state_key]["best"])
+            saved = read(folder / CHECKPOINTS / BEST)
+            mark = saved["lit_vgrpo"]["evaluator"]["history"][-1].get(FINGERPRINT, 0)
+            return replace(self.best, **saved["callbacks"][self.state_key]["best"], fingerprint=mark)
         except (CheckpointDamage, KeyError):  # in another folder, deleted or damaged
             return BestEvaluation(self.best.metric)
 
@@ -264,12 +269,12 @@ class RunCheckpoint(Checkpoint):
             advice = suggestion(self.best.metric, heldout)
             rank_zero_warn(f"No evaluation measured best={self.best.metric}, so no {BEST} is kept. {advice}")
         kept: Any = self.kept_best(Path(trainer.default_root_dir))
-        alike = [x for x in evaluator.comparable if x.iteration == kept.iteration and kept.value in x.metrics.values()]
-        known = kept if alike else BestEvaluation(self.best.metric)
+        is_comparable = kept.fingerprint == self._seen.fingerprint
+        known = kept if is_comparable else BestEvaluation(self.best.metric)
         better = trainer.strategy.broadcast(known.improved_by(heldout, self._seen.iteration))
         if better is None:
             return
-        self._aside = f"best-{kept.iteration}.ckpt" if kept.name and not alike else None
+        self._aside = f"best-{kept.iteration}.ckpt" if kept.name and not is_comparable else None
         before, unsaved = self.best, self.unsaved
         self.best = better
         if self._save(trainer, BEST) is not None:

@@ -23,11 +23,13 @@ from lit_vgrpo.core.records import FINGERPRINT, Evaluation, PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.errors import RewardError
 from lit_vgrpo.metrics.looks import DISTANCE, LOOKS, distances, diversities, reduced, saturation, sharpness
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import ScoreQueue, as_weighted
 from lit_vgrpo.rewards.function import RewardsLike
+from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED
 from lit_vgrpo.training.resume_guard import hashed, row_hash
 from lit_vgrpo.training.saved_weights import evaluated_weights
 
@@ -252,7 +254,7 @@ class Evaluator:
         """
         return self._of_images.get(name)
 
-    def means(self, module: Any = None) -> dict[str, float]:
+    def means(self, module: Any = None, is_first: bool = False) -> dict[str, float]:
         """Return the means over all ranks' images that were scored, the same on every rank, and start over.
 
         ``heldout/reward`` is the trained reward, ``heldout/source/<name>`` that of each source of prompts,
@@ -261,11 +263,15 @@ class Evaluator:
 
         Args:
             module: Passed to the observers.
+            is_first: It is the evaluation before training.
+
+        Raises:
+            RewardError: No image could be scored before training; on every rank.
         """
         scores = self._queue.take()
         values = {"heldout/reward": scores.total}
         if self.untrained is not None:
-            values["heldout/untrained_reward"] = self.untrained.total(scores.parts, scores.applies)
+            values[UNTRAINED] = self.untrained.total(scores.parts, scores.applies)
         values |= {f"heldout/{name}": part for name, part in scores.parts.items()}
         failed = [part.isnan() & scores.applies_to(name) for name, part in scores.parts.items()]
         values["heldout/failed"] = torch.stack(failed).any(dim=0)
@@ -280,6 +286,9 @@ class Evaluator:
         num_failed = int(self._of_images.pop("heldout/failed").sum())
         if num_failed:
             reasons = {name: why for errors in objects_of_all_ranks(scores.errors) for name, why in errors.items()}
+            if is_first and any(math.isnan(means.get(name, 0.0)) for name in (TRAINED, UNTRAINED)):
+                name, why = next(iter(reasons.items()), ("", "no message"))
+                raise RewardError(f'No held-out image could be scored before training. Reward "{name}": {why}')
             for name, why in reasons.items():
                 rank_zero_warn(f'Reward "{name}" failed for some of the {len(table)} held-out images: {why}')
         means["heldout/failed"] = float(num_failed)
@@ -314,7 +323,7 @@ class Evaluator:
         trainer = module.trainer
         contents = self._read_contents(trainer)
         fingerprint = int(hashed(sorted(contents.items()))[:6], 16)  # 24 bits: a float32 holds them
-        means = self.means(module)
+        means = self.means(module, is_first=trainer.state.fn == "fit" and trainer.global_step == 0)
         newest, start = self.looks.newest, self._starts.get(fingerprint, self.looks.newest)
         means[f"heldout/{DISTANCE}"] = float(distances(newest.float(), start.float()).nanmean())
         if trainer.testing:

@@ -26,8 +26,6 @@ from lit_vgrpo.errors import UserError, one_line
 from lit_vgrpo.system.paths import new_file, read_regular
 from lit_vgrpo.training.resume import Progress
 
-csv.field_size_limit(sys.maxsize)  # no damaged cell makes a table unreadable
-
 
 class MetricsTable(Logger):
     """Writes ``FOLDER/metrics.csv``, every row at once; rows wait in memory while the disk is full.
@@ -93,19 +91,20 @@ class MetricsTable(Logger):
         self._columns, self._num_written, self._has_failed = columns, len(self._rows), False
 
 
-def _report_of_thread(args: threading.ExceptHookArgs, report: Callable[..., Any] = threading.excepthook) -> None:
-    """Report a thread's error, unless it keeps it to be raised in the main thread, as TensorBoard's writer does."""
-    if getattr(args.thread, "exception", None) is not args.exc_value:
-        report(args)
-
-
-threading.excepthook = _report_of_thread
-
-
 class TensorBoard(TensorBoardLogger):
     """Lightning's logger, which stops with a warning when its files cannot be written, instead of ending the run."""
 
     _has_failed = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        report = threading.excepthook
+
+        def report_others(args: threading.ExceptHookArgs) -> None:
+            if getattr(args.thread, "exception", None) is not args.exc_value:  # which the writer raises in this thread
+                report(args)
+
+        threading.excepthook = report_others
 
     @override
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -208,6 +207,7 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     lines = text.splitlines(keepends=True)
     if len(lines) > 1 and not lines[-1].endswith("\n"):
         lines.pop()
+    csv.field_size_limit(sys.maxsize)  # no damaged cell makes a table unreadable
     reader: csv.DictReader[str] = csv.DictReader(lines)
     rows = [row for row in reader if _is_whole(row)]
     return list(reader.fieldnames or []), rows

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from lit_vgrpo.config.recipe import FOUND_IN
 from lit_vgrpo.core.ranges import Range
+from lit_vgrpo.core.records import Evaluation
 from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.system.paths import read_regular
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, read_sound
@@ -25,19 +26,6 @@ Whole = Annotated[int, Range(0, 2**53)]
 Number = Annotated[float, Range(-1e30, 1e30)]
 
 
-@with_config(extra="allow")
-class Evaluated(TypedDict):
-    """One of a summary's evaluations; the reward is null if no image could be scored."""
-
-    iteration: Whole
-    reward: Number | None
-    images: Whole
-    passes: Whole
-    train_seconds: Number
-    cpu_seconds: Number
-    forward_equivalents: Whole
-
-
 OF_SUMMARY: dict[str, Any] = {
     **dict.fromkeys(("outcome", "weights", "device", "date"), str),
     **dict.fromkeys(("iterations", "images", "peak_memory_bytes", "world_size"), Whole),
@@ -45,7 +33,7 @@ OF_SUMMARY: dict[str, Any] = {
     **dict.fromkeys(("reward_parts_end", "heldout_metrics_start", "heldout_metrics_end"), dict[str, Number | None]),
     "heldout_reward_end": Number | None,
     "peak_memory_bytes_by_phase": dict[str, Whole],
-    "evaluations": list[Evaluated],
+    "evaluations": list[Evaluation],
     "versions": dict[str, str],
     "alarms": list[str],
 }

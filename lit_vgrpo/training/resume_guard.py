@@ -268,9 +268,15 @@ def row_hash(row: Mapping[str, Any]) -> str:
 
 
 def _content_of(value: Any) -> Any:
-    """Return what determines the scores of a reward: its options, its code, and the content of its files."""
+    """Return what determines the scores of a reward: its options, its code, and the content of its files.
+
+    Its options are the attributes with the names of the constructor's arguments. Others may be state, or differ in
+    every process. They count only if the constructor renames an argument.
+    """
     if isinstance(value, Part):
         return [value.weight, value.clip, value.reward]
+    if isinstance(value, set | frozenset):  # in any order
+        return sorted(map(str, value))
     if not isinstance(value, Reward):  # such as a function or a pattern, without its address in memory
         return re.sub(r" at 0x\w+", "", str(value))
     code: Any = value.function if isinstance(value, PythonReward) else type(value)
@@ -278,8 +284,21 @@ def _content_of(value: Any) -> Any:
     with suppress(Exception, SystemExit):  # reported where it is called
         file = _source_of(value)
         source = file_sha256(file) if file else code.__module__ == "__main__" and inspect.getsource(code)
-    known = inspect.signature(type(value)).parameters  # private attributes may be state
-    kept = {n: x for n, x in vars(value).items() if n.strip("_") not in NO_OPTIONS and (n[0] != "_" or n[1:] in known)}
-    sizes = {n: os.path.getsize(x) for n, x in kept.items() if isinstance(x, str) and os.path.isfile(x)}
-    files = {n: file_sha256(Path(kept[n])) if size < 2**28 else size for n, size in sizes.items()}
-    return [type(value).__qualname__, value.name, source, kept | files]
+    state, known = vars(value), inspect.signature(type(value)).parameters
+    options = {name: state[key] for name in known for key in (f"_{name}", name) if key in state}
+    if len(options) < len(known):
+        options |= {name: x for name, x in state.items() if not name.startswith("_")}
+    kept = {name: _content_at(x) for name, x in options.items() if name not in NO_OPTIONS}
+    return [type(value).__qualname__, value.name, source, kept]
+
+
+def _content_at(value: Any) -> Any:
+    """Return the content of a file or model folder, by names and sizes if large, that a value names, or the value."""
+    if not value or not isinstance(value, str | Path):
+        return value
+    if os.path.isfile(value):
+        size = os.path.getsize(value)
+        return file_sha256(Path(value)) if size < 2**28 else size
+    if os.path.isfile(os.path.join(value, "config.json")):
+        return sorted((entry.name, entry.stat().st_size) for entry in os.scandir(value) if entry.is_file())
+    return value

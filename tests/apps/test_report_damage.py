@@ -91,7 +91,14 @@ BAD = ("x", [[1, [2]]], {"a": {"b": []}}, 10**400, -5)
 OF_SUMMARY = [(key, bad) for key in SUMMARY for bad in BAD if key not in ("outcome", "weights", "device", "date")]
 OF_SUMMARY = [(key, bad) for key, bad in OF_SUMMARY if not (key.endswith(("seconds", "end")) and bad == -5)]
 OF_SUMMARY += [(key, 5) for key in ("outcome", "weights", "device", "date")]
-OF_SUMMARY += [("evaluations", [entry]) for entry in (1, None, {"iteration": 0}, {**EVALUATED, "iteration": "x"})]
+NO_EVALUATIONS = (
+    1,
+    None,
+    {"iteration": 0},
+    {**EVALUATED, "iteration": "x"},
+    {**SUMMARY["evaluations"][0], "metrics": 5},
+)
+OF_SUMMARY += [("evaluations", [entry]) for entry in NO_EVALUATIONS]
 
 
 def test_a_summary_of_any_other_type_is_left_out(run, capsys):

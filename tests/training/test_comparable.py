@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from secrets import token_hex
 
 import lightning as L
 import numpy as np
@@ -19,7 +20,17 @@ from lit_vgrpo.apps.report.run_data import read_run, read_scores
 from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.callbacks import EMA, CollapseStop, Report, RewardHackAlarm, RunSummary
 from lit_vgrpo.data import read_prompts
-from lit_vgrpo.rewards import Frames, HTTPReward, JPEGCompressibility, PickScore, PythonReward, VLMJudge, Weighted
+from lit_vgrpo.errors import RewardError
+from lit_vgrpo.rewards import (
+    Frames,
+    HPSv2,
+    HTTPReward,
+    JPEGCompressibility,
+    PickScore,
+    PythonReward,
+    VLMJudge,
+    Weighted,
+)
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.loggers import MetricsTable
 from lit_vgrpo.training.resume_guard import hashed, row_hash
@@ -83,8 +94,20 @@ def score(images, prompts):
 
 
 class Partner(Brightness):
-    def __init__(self, factor=1.0):
-        self.factor, self.partner = factor, self
+    def __init__(self, twin=None):
+        self.partner = self
+
+
+class Stateful(Brightness):
+    """With attributes that are no options, and differ in every process."""
+
+    def __init__(self, words=()):
+        self._words, self.started, self.folder = set(words), object(), Path.cwd() / token_hex(8)
+
+
+def loaded(reward):
+    reward._model = torch.nn.Linear(1, 1)
+    return reward
 
 
 @pytest.mark.parametrize(
@@ -101,6 +124,9 @@ class Partner(Brightness):
         (PythonReward(score), PythonReward(score, options={(0, 1): 2, "a": {3}}), False),
         (Weighted([PickScore("a")]), Weighted([PickScore("a")], overlap=False), True),
         (Partner(), Partner(), True),
+        (Stateful([0, 8]), Stateful([8, 0]), True),  # sets in different orders
+        (Stateful([0, 8]), Stateful([0, 9]), False),
+        (HPSv2(), loaded(HPSv2()), True),
     ],
 )
 def test_a_reward_counts_with_what_changes_its_scores(one, other, is_same):
@@ -117,6 +143,14 @@ def test_files_count_with_their_content(tmp_path, monkeypatch):
         sys.modules.pop("own_heldout", None)
         return hashed(PythonReward("own_heldout:own")), hashed(PickScore(str(tmp_path / weights)))
 
+    for name, text in (("a/clip", "one"), ("b/moved", "one"), ("c/clip", "other")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(text)
+    folder, moved, other = (hashed(PickScore(str(tmp_path / name))) for name in ("a/clip", "b/moved", "c/clip"))
+    assert moved == folder != other
+    monkeypatch.chdir(tmp_path / "a")
+    assert hashed(PickScore("clip")) == folder
+
     first, renamed, edited = hashes(code, "a.pt"), hashes(code, "b.pt"), hashes(code.replace("mean", "std"), "a.pt")
     assert renamed == first
     assert [one == two for one, two in zip(edited, first, strict=True)] == [False, True]
@@ -130,6 +164,10 @@ def test_files_count_with_their_content(tmp_path, monkeypatch):
         assert row_hash({"image": str(picture), "prompt": "a"}) == row_hash({"prompt": "a", "image": str(pictures[0])})
     pictures[1].write_bytes(b"blue")
     assert len({row_hash({"prompt": "a", "image": str(picture)}) for picture in pictures}) == 2
+
+
+def broken(images, prompts):
+    raise OSError("gone")
 
 
 class ByPrompt(Brightness):
@@ -321,6 +359,25 @@ def test_a_best_checkpoint_belongs_to_its_folder(tiny_sd3, copied, tmp_path):
         fit(tiny_sd3, folder, 3, tmp_path / "last.ckpt")
         ends[folder] = best_of(folder)
     assert all(step == best["iteration"] == 3 for step, best in ends.values())
+
+
+def test_a_run_that_repeats_iterations_keeps_the_best_of_those(tiny_sd3, copied):
+    """Killed after a checkpoint and a better evaluation; the checkpoint does not know that evaluation."""
+    path = copied / "checkpoints/best.ckpt"
+    saved = torch.load(path, weights_only=True)
+    next(state["best"] for state in saved["callbacks"].values() if "best" in state).update(value=1e6, iteration=5)
+    torch.save(saved, path)
+    fit(tiny_sd3, copied, 3, copied / "checkpoints/last.ckpt")
+    assert best_of(copied)[1]["value"] == 1e6
+    assert not [*path.parent.glob("best-*")]
+
+
+@pytest.mark.parametrize("options", [{"reward": broken}, {"heldout_reward": broken}], ids=str)
+def test_a_reward_that_fails_on_every_image_ends_the_run_at_its_start(tiny_sd3, tmp_path, options):
+    told = 'No held-out image could be scored before training. Reward "broken": .*test_comparable.py:.* OSError: gone.$'
+    with pytest.raises(RewardError, match=told):
+        fit(tiny_sd3, tmp_path, **options)
+    assert json.loads((tmp_path / "summary.json").read_text())["images"] == 0
 
 
 def test_a_checkpoint_of_an_older_version_starts_a_baseline(tiny_sd3, copied):

@@ -12,7 +12,7 @@ from typing import Any
 from lit_vgrpo.config.recipe import Command, read_recipe, refuse_overrides
 from lit_vgrpo.config.tree import Place, set_value
 from lit_vgrpo.errors import UserError, suggestion
-from lit_vgrpo.system.paths import read_regular, shipped_root
+from lit_vgrpo.system.paths import read_regular
 
 SETTINGS = ("published", "tuned")
 DEFAULT_METHODS = ("vgrpo", "flowgrpo", "mixgrpo", "nft", "dgpo")
@@ -133,9 +133,8 @@ class CompareOptions:
 
     @property
     def task(self) -> list[str]:
-        """The recipe, its overlays and its overrides, in a form that does not depend on the current folder."""
-        files = [self.command.recipe, *self.command.overlays]
-        names = [file.stem if shipped_root() in file.parents else str(file.resolve()) for file in files]
+        """The names of the recipe and its overlays, and the overrides."""
+        names = [file.stem for file in (self.command.recipe, *self.command.overlays)]
         return [*names, *sorted(f"{key}={text}" for key, text in self.command.overrides)]
 
     @property

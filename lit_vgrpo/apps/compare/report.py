@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,7 +73,7 @@ class Curve:
     def of(cls, run: Run, error: str) -> Curve:
         """Read the evaluations from a run's summary."""
         summary = {} if error else read_summary(run.folder) or {}
-        scored = [found for found in summary.get("evaluations", []) if found["reward"] is not None]
+        scored = [one.as_dict() for one in summary.get("evaluations", []) if not math.isnan(one.reward)]
         return cls(run.method, run.settings, run.seed, scored, error)
 
     @property

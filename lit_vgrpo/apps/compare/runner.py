@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +15,10 @@ from lit_vgrpo.apps.compare.plan import Run
 from lit_vgrpo.errors import one_line, say
 from lit_vgrpo.system.paths import start_folder
 from lit_vgrpo.system.signals import handle_stop_signals, how_it_ended
-from lit_vgrpo.training.folder import CONFIG_NAME, WRITTEN, FolderLock, candidates
+from lit_vgrpo.training.folder import FolderLock, candidates
 from lit_vgrpo.training.resume import ENDED, read_summary
 
 POLL_S = 0.2
-OF_A_RUN = {CONFIG_NAME, *WRITTEN, "report", "tensorboard"}
-"""Names in a run's folder; one with others is kept."""
 GRACE_S = 5.0
 """Time that a process has to end after SIGTERM."""
 
@@ -93,13 +90,8 @@ def _start(run: Run) -> subprocess.Popen[bytes]:
 
 
 def prepare_run_folder(run: Run) -> None:
-    """Remove an unfinished run's folder; rename anything else in its place."""
-    if not run.folder.exists():
-        return
-    is_ours = run.fingerprint_file.exists() and {path.name for path in run.folder.iterdir()} <= OF_A_RUN
-    if is_ours and not is_complete(run):
-        shutil.rmtree(run.folder)
-    else:
+    """Rename what is in a run's place, which may hold files of the user."""
+    if run.folder.exists():
         free = (path for path in candidates(run.folder.with_name(f"{run.name}.old")) if not path.exists())
         run.folder.rename(next(free))
 

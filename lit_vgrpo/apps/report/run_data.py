@@ -177,11 +177,11 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
     summary = ({} if is_running else read_summary(folder, left_out.append)) or {}
     if summary.get("iterations", 0) < max(iterations, default=0):
         summary = {}
-    for entry in summary.get("evaluations", []):  # the last one may not be in the table
-        keys = {"iterations": "iteration", "images": "images", "seconds": "train_seconds", "passes": "passes"}
-        point = evaluations.setdefault(entry["iteration"], Point({}, {}))
-        point.costs.update(_numbers({cost: entry.get(key) for cost, key in keys.items()}))
-        point.metrics.update(_numbers({**entry.get("metrics", {}), "reward": entry.get("reward")}))
+    for one in summary.get("evaluations", []):  # the last one may not be in the table
+        costs = one.iteration, one.images, one.train_seconds, one.passes
+        point = evaluations.setdefault(one.iteration, Point({}, {}))
+        point.costs.update(_numbers(dict(zip(AXES, costs, strict=True))))
+        point.metrics.update(_numbers({**one.metrics, "reward": one.reward}))
     start = _numbers(summary.get("heldout_metrics_start", {}))
     if 0 in evaluations and evaluations[0].metrics.get(FINGERPRINT) == start.get(FINGERPRINT):
         evaluations[0].metrics.update(start)  # older versions kept no other metrics
@@ -234,7 +234,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     for name, value in values.items():
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             continue
         if math.isfinite(number):
             found[name] = number

@@ -128,23 +128,16 @@ def test_what_counts_as_finished(tiny_recipe):
 
 
 @pytest.mark.slow
-def test_only_an_unfinished_run_is_thrown_away(tiny_recipe):
-    words = ["--methods", "vgrpo", "--settings", "published", "--seeds", "4", "--iterations", "3", "--out", "x"]
-    unfinished, finished, foreign, noted = planned(tiny_recipe, *words)
-    make_finished(unfinished, outcome="interrupted")
-    make_finished(noted, outcome="interrupted")
-    (noted.folder / "notes.txt").write_text("mine")
-    make_finished(finished)
-    foreign.folder.mkdir()
-    (foreign.folder / "thesis.txt").write_text("mine")
-    for run in (unfinished, finished, foreign, noted):
-        prepare_run_folder(run)
-        assert not run.folder.exists()
-    runs = finished.folder.parent
-    assert sorted(path.name for path in runs.glob("*.old")) == sorted(
-        f"{run.name}.old" for run in (finished, foreign, noted)
-    )
-    assert (runs / f"{finished.name}.old" / "summary.json").is_file()
+def test_nothing_in_the_place_of_a_run_is_thrown_away(tiny_recipe):
+    words = ["--methods", "vgrpo", "--settings", "published", "--seeds", "1", "--iterations", "3", "--out", "x"]
+    (unfinished,) = planned(tiny_recipe, *words)
+    for name in ("old", "old-2"):
+        make_finished(unfinished, outcome="interrupted")
+        (unfinished.folder / "samples").mkdir()
+        (unfinished.folder / "samples/notes.txt").write_text("mine")
+        prepare_run_folder(unfinished)
+        assert not unfinished.folder.exists()
+        assert (unfinished.folder.parent / f"{unfinished.name}.{name}/samples/notes.txt").is_file()
 
 
 @pytest.mark.slow
