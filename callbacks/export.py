@@ -11,7 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.system.paths import write_error, write_folder_atomically
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.system.paths import write_new_folder
 from lit_vgrpo.training.saved_weights import evaluated_weights
 from lit_vgrpo.training.trainer_internals import run_folder
 
@@ -48,14 +49,12 @@ class Export(L.Callback):
             weights = {name: full(p, local(p)) for name, p in written.items()} if sharded else None
             if trainer.is_global_zero:
                 folder = root / self.folder
+                advice = f"Free some space and run: lightning export {root} --to {folder}"
                 try:
-                    with write_folder_atomically(folder, replace=True) as draft:
+                    with write_new_folder(folder, advice, replace=True) as draft:
                         policy.save(draft, weights)
                 except Exception as error:  # the checkpoint must still be saved
-                    rank_zero_warn(
-                        f"No export: cannot write {folder}: {write_error(error)}. "
-                        f"Free some space and run: lightning export {root} --to {folder}"
-                    )
+                    rank_zero_warn(f"No export. {one_line(error)}")
         trainer.strategy.barrier("export")
 
     def finish(self, trainer: L.Trainer, module: VGRPOModule, completed: bool) -> None:

@@ -68,7 +68,7 @@ def evaluate(options: EvaluateOptions) -> int:
         0; 1 if no image could be scored; 2 for an error in the command line; 130 after Ctrl-C.
     """
     saved, variant = options.read_weights()
-    cli = build([str(options.run / CONFIG_NAME), *options.words, *OVERRIDES], make_folder=False)
+    cli = build([f"{options.run / CONFIG_NAME}", *options.words, *OVERRIDES], make_folder=False)
     if not options.reference:
         cli.model.policy.ignore_start()
     rows, data = heldout_rows(cli), cli.datamodule
@@ -89,7 +89,7 @@ def evaluate(options: EvaluateOptions) -> int:
     if not cli.trainer.is_global_zero:
         return 0
     report = {
-        "run": str(options.run),
+        "run": f"{options.run}",
         "checkpoint": {
             "file": f"{saved.path}",
             "iteration": saved.progress.iterations,

@@ -72,7 +72,8 @@ def export(options: ExportOptions) -> int:
     written = folder if options.format == DIFFUSERS else options.named_file
     loaded_from = (written if options.format == KOHYA else folder) if repository is None else Path(repository)
     iterations = saved.progress.iterations
-    with write_new_folder(folder, "--to") as draft:
+    advice = "Choose another folder: --to DIR."
+    with write_new_folder(folder, advice) as draft:
         if options.merge:
             save_merged(policy, draft, options.dtype)
         elif options.format == KOHYA:
@@ -80,9 +81,9 @@ def export(options: ExportOptions) -> int:
         else:
             policy.save(draft, dtype=options.dtype)
     if options.format == COMFYUI:  # diffusers cannot read ComfyUI's file
-        with write_new_folder(folder, "--to", replace=True) as draft:
+        with write_new_folder(folder, advice, replace=True) as draft:
             save_comfyui(policy, draft / options.named_file.name, options.dtype)
-    run, whole = typed_path(options.run), saved.is_whole
+    run, whole = options.run, saved.is_whole
     what, lines = add_card(folder, run, policy, loaded_from, variant, iterations, options.dtype, options.merge, whole)
     say(f"Written: {written} ({what}): {saved.origin(variant)}")
     if repository is not None and not upload(folder, repository, options):

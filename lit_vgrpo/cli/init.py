@@ -30,7 +30,7 @@ def write_starter(text: str, source: str | None = None) -> int:
         raise UserError(f"{name!r} cannot name a run. Use letters, digits, '_', '-' and '.': lightning init {NAME}")
     folder = vacant_folder(text)
     files = _starter(name) if source is None else _copy_of(source, name)
-    with write_new_folder(folder, "lightning init") as draft:
+    with write_new_folder(folder, "Choose another folder.") as draft:
         for file, content in files.items():
             (draft / file).write_text(content, encoding="utf-8")
     say(f"Wrote {', '.join(files)} to {folder}.")

@@ -13,7 +13,7 @@ from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.system.paths import import_from_here, typed_path
+from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.system.process import report_on_first
 from lit_vgrpo.training.folder import CONFIG_NAME, find_checkpoint, find_run
 from lit_vgrpo.training.resume import last_good
@@ -48,7 +48,7 @@ class RunOptions:
         Raises:
             UserError: There is no valid checkpoint.
         """
-        saved = SavedWeights.read(typed_path(self.checkpoint or last_good(typed_path(self.run), report_on_first)))
+        saved = SavedWeights.read(self.checkpoint or last_good(self.run, report_on_first))
         return saved, AVERAGE if AVERAGE in saved.tensors and not self.no_ema else TRAINED
 
 
@@ -62,7 +62,7 @@ def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], what: str) -
         if not f"{word.partition('=')[0]}.".startswith(tuple(f"{part}." for part in used)):
             raise UserError(f"{word} has no effect on {what}, which uses only settings of {', '.join(used)}.")
     import_from_here()
-    return read_recipe(Command.parse([str(run / CONFIG_NAME), *words])).values
+    return read_recipe(Command.parse([f"{run / CONFIG_NAME}", *words])).values
 
 
 def build_policy(recipe: dict[str, Any]) -> Policy:

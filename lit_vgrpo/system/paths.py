@@ -25,8 +25,6 @@ CONFIG_NAME = "config.yaml"
 DRAFT_PREFIX = ".lit_vgrpo-draft-"
 """Prefix of a file or folder that is being written, and name of a file in such a folder."""
 _started_in: Path | None = None
-WRITE_ERRORS = (OSError, SafetensorError)
-"""Exceptions raised by a full or read-only disk."""
 
 
 class TypedPath(PosixPath):
@@ -179,38 +177,26 @@ def vacant_folder(text: str) -> Path:
 
 
 @contextmanager
-def write_new_folder(folder: Path, option: str, replace: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it at the end of the block; see :func:`write_folder_atomically`.
-
-    Raises:
-        UserError: The disk is full or not writable.
-    """
-    try:
-        with write_folder_atomically(folder, replace) as draft:
-            yield draft
-    except WRITE_ERRORS as error:
-        raise UserError(f"Cannot write {folder}: {write_error(error)}. Choose another folder: {option} DIR.") from error
-
-
-@contextmanager
-def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Path]:
+def write_new_folder(folder: Path, advice: str, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder next to the destination, and rename it at the end of the block.
 
     If the block raises, the temporary folder is removed.
 
     Args:
+        advice: The end of the message if the folder cannot be written.
         replace: If the destination exists, replace its files of the same name and keep the others.
 
     Raises:
-        OSError, SafetensorError: The folder cannot be written.
+        UserError: The disk is full or not writable.
     """
     target = typed_path(folder).resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_drafts(target.parent)
     draft = draft_of(target)
-    draft.mkdir()
-    handle = os.open(draft, os.O_RDONLY)
+    handle = None
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_drafts(target.parent)
+        draft.mkdir()
+        handle = os.open(draft, os.O_RDONLY)
         hold(handle)
         (draft / DRAFT_PREFIX).touch()
         yield draft
@@ -228,9 +214,12 @@ def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Pat
             elif not there.is_dir() or there.is_symlink():
                 there.unlink(missing_ok=True)
                 there.mkdir()
+    except (OSError, SafetensorError) as error:  # of a full or read-only disk
+        raise UserError(f"Cannot write {folder}: {write_error(error)}. {advice}") from error
     finally:
-        os.close(handle)
-        shutil.rmtree(draft, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_error(error: Exception) -> str:

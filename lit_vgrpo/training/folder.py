@@ -141,14 +141,14 @@ class RunFolder(Callback):
         file = folder / CONFIG_NAME
         if not self._recipe or file.exists():
             return True
+        what = "is written again."
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(file, self._recipe)
         except (OSError, UserError) as error:
-            report([f"{file} was deleted, and the run cannot be continued without it. {error}"])
-            return False
-        report([f"{file} was deleted, and is written again."])
-        return True
+            what = f"the run cannot be continued without it. {error}"
+        report([f"{file} was deleted, and {what}"])
+        return file.exists()
 
 
 def find_run(text: str) -> tuple[Path, Path | None]:
@@ -160,20 +160,19 @@ def find_run(text: str) -> tuple[Path, Path | None]:
     Raises:
         UserError: The path is none of these.
     """
-    path = Path(text).expanduser()
-    is_file = typed_path(path).is_file()
-    if typed_path(path / CONFIG_NAME).is_file():
+    path = typed_path(text)
+    if (path / CONFIG_NAME).is_file():
         return path, None
-    if is_file and path.name == CONFIG_NAME:
+    if path.is_file() and path.name == CONFIG_NAME:
         return path.parent, None
-    if is_file and path.suffix == ".ckpt":
+    if path.is_file() and path.suffix == ".ckpt":
         for folder in path.parents:
-            if typed_path(folder / CONFIG_NAME).is_file():
+            if (folder / CONFIG_NAME).is_file():
                 return folder, path
-    places = (typed_path(path.parent), typed_path("runs"))
+    places = (path.parent, typed_path("runs"))
     known = [f"{file.parent}" for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
-    advice = suggestion(str(path), known) if known else "Train one first: lightning run tiny_shapes"
-    error = f"is not a run folder: it has no {CONFIG_NAME}" if typed_path(path).is_dir() else "is not a run"
+    advice = suggestion(f"{path}", known) if known else "Train one first: lightning run tiny_shapes"
+    error = f"is not a run folder: it has no {CONFIG_NAME}" if path.is_dir() else "is not a run"
     raise UserError(f"{text} {error}. {advice}")
 
 
@@ -184,7 +183,7 @@ def find_checkpoint(text: str, run: Path) -> Path:
         UserError: There is none.
     """
     named = Path(text).expanduser()
-    for path in (named, run / named, run / CHECKPOINTS / named):
+    for path in (typed_path(text), run / named, run / CHECKPOINTS / named):
         if path.is_file():
             return path
     known = sorted(path.name for path in (run / CHECKPOINTS).glob("*.ckpt"))

@@ -7,8 +7,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -197,25 +198,23 @@ def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
         module: The module; its weights need not be loaded.
         data: The data module with the training prompts.
     """
+    readers: dict[str, Callable[[], dict[str, str]]] = {
+        "data.train": lambda: {} if data is None else {"prompts": data.fingerprint()},
+        "model.policy.checkpoint": lambda: _configs_of(module.policy),
+        "model.policy.start_from": lambda: start_hashes(module.policy),
+        "model.objective.teachers": lambda: teacher_hashes(module.objective, module.policy),
+        **{f"model.reward {part.name}": partial(_code_of, part) for part in module.reward.parts},
+    }
     found: Inputs = {}
-    unreadable = suppress(OSError, ValueError, RuntimeError, ImportError)
-    if data is not None:
-        with unreadable:
-            found["data.train"] = {"prompts": data.fingerprint()}
-    with unreadable:
-        found["model.policy.checkpoint"] = _configs_of(module.policy)
-    with unreadable:
-        found["model.policy.start_from"] = start_hashes(module.policy)
-    with unreadable:
-        if hashes := teacher_hashes(module.objective, module.policy):
-            found["model.objective.teachers"] = hashes
-    for part in module.reward.parts:
-        with unreadable:
-            leaves = part.reward.leaves() if part.weight else ()  # weight 0: not trained on
-            sources = filter(None, map(_source_of, leaves))
-            if hashes := {source.name: file_sha256(source) for source in sources}:
-                found[f"model.reward {part.name}"] = hashes
-    return found
+    for key, read in readers.items():
+        with suppress(OSError, ValueError, RuntimeError, ImportError):
+            found[key] = read()
+    return {key: hashes for key, hashes in found.items() if hashes}
+
+
+def _code_of(part: Part) -> dict[str, str]:
+    sources = map(_source_of, part.reward.leaves() if part.weight else ())  # weight 0: not trained on
+    return {source.name: file_sha256(source) for source in sources if source is not None}
 
 
 def _configs_of(policy: Policy) -> dict[str, str]:
@@ -294,7 +293,7 @@ def _content_of(value: Any) -> Any:
 
 def _content_at(value: Any) -> Any:
     """Return the content of a file or model folder, by names and sizes if large, that a value names, or the value."""
-    if not value or not isinstance(value, str | Path):
+    if not isinstance(value, str | Path) or not value:
         return value
     if os.path.isfile(value):
         size = os.path.getsize(value)

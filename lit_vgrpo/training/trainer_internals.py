@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import chdir
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,11 +135,8 @@ class _HandingOver(_SubprocessScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         os.environ.update(self.environment)
-        here = os.open(".", os.O_RDONLY)
-        os.chdir(start_folder())  # which a reward's constructor may have left
-        super()._call_children_scripts()
-        os.fchdir(here)
-        os.close(here)
+        with chdir(start_folder()):  # which a reward's constructor may have left
+            super()._call_children_scripts()
         self.children, self.procs = self.procs, []  # an observer of no processes ends at once
         self.take(self.children)
 

@@ -186,6 +186,6 @@ def test_export_is_the_average_and_replaces_the_last_one_alone(tiny_sd3, tmp_pat
 @pytest.mark.slow
 def test_an_export_that_cannot_be_written_costs_no_checkpoint(tiny_sd3, tmp_path):
     (tmp_path / "taken").write_text("a file")
-    with pytest.warns(UserWarning, match=r"No export: cannot write .*taken/out: .*lightning export"):
+    with pytest.warns(UserWarning, match=r"No export\. Cannot write .*taken/out: .*lightning export"):
         train(tiny_sd3, tmp_path, [Export("taken/out"), RunCheckpoint()], trainer={"enable_checkpointing": True})
     assert (tmp_path / "checkpoints/last.ckpt").is_file()

@@ -16,7 +16,7 @@ from lit_vgrpo.system.paths import (
     resolve_path,
     started_here,
     write_atomically,
-    write_folder_atomically,
+    write_new_folder,
 )
 
 
@@ -43,7 +43,7 @@ def test_a_folder_replaces_entries_that_are_links(victim, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a").symlink_to(victim)
     (tmp_path / "folder" / "b").symlink_to(tmp_path)
-    with write_folder_atomically(tmp_path / "folder", replace=True) as draft:
+    with write_new_folder(tmp_path / "folder", "", replace=True) as draft:
         (draft / "a").write_text("new")
         (draft / "b").mkdir()
     assert (victim.read_text(), (tmp_path / "folder" / "a").read_text()) == ("mine", "new")
@@ -64,11 +64,11 @@ def test_drafts_of_a_killed_process_are_removed_and_a_failure_leaves_none(tmp_pa
     folder.mkdir()
     for name in (DRAFT_PREFIX, "half"):
         (folder / name).write_text("")
-    with write_folder_atomically(tmp_path / "folder") as draft:
+    with write_new_folder(tmp_path / "folder", "") as draft:
         (draft / "whole").write_text("")
     with pytest.raises(TypeError), new_file(tmp_path / "a") as file:
         file.write("text")
-    with pytest.raises(TypeError), write_folder_atomically(tmp_path / "b") as draft:
+    with pytest.raises(TypeError), write_new_folder(tmp_path / "b", "") as draft:
         raise TypeError
     assert names(tmp_path) == ["folder", "folder/whole"]
 
@@ -83,15 +83,15 @@ def test_nothing_of_a_user_is_removed(tmp_path, name):
     before = names(tmp_path)
     remove_drafts(tmp_path)
     write_atomically(tmp_path / "a", "new")
-    with write_folder_atomically(tmp_path / "folder") as draft:
+    with write_new_folder(tmp_path / "folder", "") as draft:
         (draft / "b").write_text("new")
     assert names(tmp_path) == sorted([*before, "a", "folder", "folder/b"])
 
 
 def test_two_at_once_do_not_break_each_other(tmp_path):
-    with new_file(tmp_path / "a", "x") as first, write_folder_atomically(tmp_path / "b", replace=True) as draft:
+    with new_file(tmp_path / "a", "x") as first, write_new_folder(tmp_path / "b", "", replace=True) as draft:
         (draft / "c").write_text("first")
-        with write_folder_atomically(tmp_path / "b", replace=True) as other:
+        with write_new_folder(tmp_path / "b", "", replace=True) as other:
             (other / "d").write_text("second")
         remove_drafts(tmp_path)
         write_atomically(tmp_path / "a", "second")
@@ -104,11 +104,14 @@ def test_a_folder_is_merged_file_by_file(tmp_path):
     (tmp_path / "out" / "vae").mkdir(parents=True)
     for name in ("notes.txt", "vae/notes.txt", "vae/config.json"):
         (tmp_path / "out" / name).write_text("mine")
-    with write_folder_atomically(tmp_path / "out", replace=True) as draft:
+    with write_new_folder(tmp_path / "out", "", replace=True) as draft:
         (draft / "vae").mkdir()
         (draft / "vae" / "config.json").write_text("new")
     assert [(tmp_path / "out" / name).read_text() for name in ("vae/notes.txt", "vae/config.json")] == ["mine", "new"]
-    with pytest.raises(IsADirectoryError), write_folder_atomically(tmp_path / "out", replace=True) as draft:
+    with (
+        pytest.raises(UserError, match="Cannot write .*out: Is a directory"),
+        write_new_folder(tmp_path / "out", "", replace=True) as draft,
+    ):
         (draft / "vae").write_text("a file")
     assert names(tmp_path) == ["out", "out/notes.txt", "out/vae", "out/vae/config.json", "out/vae/notes.txt"]
 

@@ -143,12 +143,12 @@ def test_files_count_with_their_content(tmp_path, monkeypatch):
         sys.modules.pop("own_heldout", None)
         return hashed(PythonReward("own_heldout:own")), hashed(PickScore(str(tmp_path / weights)))
 
-    for name, text in (("a/clip", "one"), ("b/moved", "one"), ("c/clip", "other")):
+    for name, text in (("m/clip", "one"), ("n/moved", "one"), ("o/clip", "other")):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(text)
-    folder, moved, other = (hashed(PickScore(str(tmp_path / name))) for name in ("a/clip", "b/moved", "c/clip"))
+    folder, moved, other = (hashed(PickScore(str(tmp_path / name))) for name in ("m/clip", "n/moved", "o/clip"))
     assert moved == folder != other
-    monkeypatch.chdir(tmp_path / "a")
+    monkeypatch.chdir(tmp_path / "m")
     assert hashed(PickScore("clip")) == folder
 
     first, renamed, edited = hashes(code, "a.pt"), hashes(code, "b.pt"), hashes(code.replace("mean", "std"), "a.pt")
