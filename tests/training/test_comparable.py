@@ -58,10 +58,8 @@ SAME = {
     "spelling": lambda folder: {"evaluation": EvaluationSpec(steps=2, height=32, width=32)},
 }
 OTHER = {
-    "prompts": lambda folder: {"data": {"heldout": prompt_file("shapes_train.jsonl")}},
     "a word": lambda folder: held_out_file(folder / "edited.jsonl", prompt="a red circle"),
     "a field": lambda folder: held_out_file(folder / "edited.jsonl", difficulty=2),
-    "number of prompts": lambda folder: {"data": {"heldout_limit": 3}},
     "images per prompt": lambda folder: {"data": {"heldout_images_per_prompt": 2}},
     "part of the batches": lambda folder: {"trainer": {"limit_val_batches": 1}},
     "share of the batches": lambda folder: {"trainer": {"limit_val_batches": 0.5}, "data": {"heldout_limit": 12}},
@@ -294,7 +292,7 @@ def copied(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (not name.endswith("prompts"))) for name in RESUMED]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "other prompts")) for name in RESUMED]
 )
 def test_a_resumed_run_compares_only_evaluations_of_the_same(tiny_sd3, copied, name):
     """Other prompts have another mean, which would be the best of all or a collapse."""
