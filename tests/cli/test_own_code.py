@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import check, evaluate, run, score
+from processes import run_command
 
 FILES = {
     "no_colon.py": "def reward(images, prompts, rows)\n    return images.mean()\n",
@@ -195,11 +196,14 @@ def test_commands_on_a_run_write_where_they_were_started(recipe, tmp_path, monke
         (evaluate, ["runs/tiny"], "runs/tiny/eval.json"),
         (score, ["wanders.Wanders", "runs/tiny/report", "--out", "scores.csv"], "scores.csv"),
         (run, ["runs/tiny/config.yaml", "--resume", "trainer.max_epochs=2"], "runs/tiny/checkpoints/previous.ckpt"),
-        (run, [recipe, "model.reward=wanders.Wanders", "trainer.devices=2", "name=two"], "runs/two/summary.json"),
     ):
         monkeypatch.chdir(tmp_path)
         assert command(words) == 0
         assert (tmp_path / made).is_file()
+    words = ["model.reward=wanders.Wanders", "trainer.devices=2", "name=two"]
+    done = run_command("run", recipe, *words, cwd=tmp_path)  # a process, since its ranks start the same command
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/two/summary.json").is_file()
 
 
 def test_a_held_out_reward_of_nan_is_no_success(recipe, capsys):
