@@ -27,17 +27,20 @@ LOGGED = (
 FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a table are not read)"
 
 
-def callback_errors(callbacks: Sequence[Callback]) -> list[str]:
+def callback_errors(callbacks: Sequence[Callback], has_heldout: bool) -> list[str]:
     """Return all errors of the recipe's callbacks, given in its order."""
     errors = unfit_callbacks(callbacks)
+    logged = LOGGED if has_heldout else LOGGED[1:]
     for number, callback in enumerate(callbacks):
         found = callback.check() if isinstance(callback, FID) else []
         errors += [f"trainer.callbacks[{number}].{error}" if "=" in error.split()[0] else error for error in found]
         metric = getattr(callback, "monitor", None)
         # Lightning reports it only after the first evaluation or checkpoint.
-        if type(callback).__module__.startswith("lightning.") and metric and not metric.startswith(LOGGED):
+        if type(callback).__module__.startswith("lightning.") and metric and not metric.startswith(logged):
+            what = "runs" if has_heldout else "runs without held-out prompts"
             name = f"trainer.callbacks[{number}].monitor={metric}"
-            errors.append(f"{name}: runs log no metric with this name. {suggestion(metric, OFTEN_WANTED)}")
+            wanted = [one for one in OFTEN_WANTED if one.startswith(logged)]
+            errors.append(f"{name}: {what} log no metric with this name. {suggestion(metric, wanted)}")
     return errors
 
 

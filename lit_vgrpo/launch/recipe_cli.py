@@ -228,7 +228,7 @@ class RecipeCLI(LightningCLI):
             self.unscorable = self.find_unscorable()
             errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
             errors += [*filter(None, map(model.objective.row_error, map(copy.deepcopy, data.training_rows())))][:1]
-        errors += [*of_data, *callback_errors(chosen)]
+        errors += [*of_data, *callback_errors(chosen, data.has_heldout)]
         return [with_full_key(error, self.recipe.values) for error in errors]
 
     def find_unscorable(self) -> list[UnscorablePrompts]:
