@@ -146,5 +146,5 @@ def checkpoint_bytes(cli: RecipeCLI) -> int:
     networks = [resolve_path(policy.checkpoint) / name for name in policy.network_names]
     if policy.lora_rank is not None or not networks[0].is_dir():
         return SMALLEST_NEED
-    size = sum(file.stat().st_size for network in networks for file in weight_files(network, policy.variant))
+    size = sum(file.stat().st_size for network in networks for file in weight_files(network).get(policy.variant, []))
     return max(SMALLEST_NEED, COPIES_OF_WEIGHTS * size)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lit_vgrpo.core.sharding import is_sharded
+from lit_vgrpo.errors import one_line, suggestion
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
@@ -58,18 +59,35 @@ def repeated_blocks(network: Any) -> list[nn.Module]:
     return [module for module in network.modules() if type(module).__name__ in (names or ())]
 
 
-def set_attention_backend(network: Any, name: str) -> None:
-    """Use one of diffusers' backends in all attention layers of this network only.
+def attention_error(name: str | None, is_elsewhere: bool = False) -> str | None:
+    """Return why networks cannot be trained with one of diffusers' attention backends, or ``None``.
 
-    Raises:
-        LoadError: The backend has no backward pass.
-        ImportError: Its package is not installed.
-        ValueError: There is no such backend.
+    Args:
+        name: The backend; ``None`` for diffusers' choice.
+        is_elsewhere: They are trained on another machine, which may have the backend's package.
     """
+    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+
+    if name is None:
+        return None
+    option, known = f"model.policy.attention_backend={name}", [backend.value for backend in AttentionBackendName]
+    if name.startswith(("sage", "_sage")):
+        return f"{option} has no backward pass. Use flash, or leave it out."
+    if name.lower() not in known:
+        return f"{option} does not exist. {suggestion(name, known)}"
+    try:
+        with attention_backend(name.lower()):
+            return None
+    except RuntimeError as error:
+        return None if is_elsewhere else f"{option}: {one_line(error)}"
+
+
+def set_attention_backend(network: Any, name: str) -> None:
+    """Use one of diffusers' backends in all attention layers of this network only; LoadError if it cannot be used."""
     from diffusers.models.attention_dispatch import attention_backend
 
-    if name.startswith(("sage", "_sage")):
-        raise LoadError(f"model.policy.attention_backend={name} has no backward pass. Use flash, or leave it out.")
+    if (error := attention_error(name)) is not None:
+        raise LoadError(error)
     # diffusers makes it the default of every network in the process; the context restores that.
     with quiet_libraries(), attention_backend():
         network.set_attention_backend(name)

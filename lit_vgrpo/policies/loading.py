@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 from contextlib import suppress
 from importlib import import_module
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 
 from lit_vgrpo.policies.pipeline import INDEX, PipelinePolicy
-from lit_vgrpo.system.hub import WEIGHTS as WEIGHTS
 from lit_vgrpo.system.hub import (
     LoadError,
     cached_file,
@@ -64,15 +62,17 @@ def find_folder(policy: PipelinePolicy) -> Path | None:
     parts = _parts(policy, folder)
     if (error := _lacking(policy, parts)) is not None:
         raise LoadError(f"{name} {error} In its {INDEX}, it is null or absent.")
-    for part, kind in parts.items() if path is not None else ():
+    if path is None:
+        return folder
+    files = {part: weight_files(folder / part) for part in parts}
+    for part, kind in parts.items():
         file = f"{part}/tokenizer_config.json" if part.startswith("tokenizer") else part
         if not (folder / file).exists():
             raise LoadError(f"{name} lacks {file}, which its {INDEX} names. Save or download the pipeline again.")
-        if _is_network(kind) and not (weight_files(folder / part, variant) or weight_files(folder / part, None)):
-            others = {match[1] or match[2] for match in map(WEIGHTS.fullmatch, os.listdir(folder / part)) if match}
-            advice = f"Set model.policy.variant={min(others)}." if others else "Save or download the pipeline again."
+        if issubclass(kind, nn.Module) and not files[part].keys() & {variant, None}:
+            advice = f"Set model.policy.variant={next(iter(files[part]))}." if files[part] else REMEDY
             raise LoadError(f"{name} has no weights in {part}/. {advice}")
-    if path is not None and variant and not any(weight_files(folder / part, variant) for part in parts):
+    if variant and not any(variant in of_part for of_part in files.values()):
         raise LoadError(f"{name} has no weights of model.policy.variant={variant}. Leave it out.")
     return folder
 
@@ -92,16 +92,13 @@ def _parts(policy: PipelinePolicy, folder: Path) -> dict[str, Any]:
     """
     nulls, parts = policy.null_components(folder), dict[str, Any]()
     for name, entry in json.loads((folder / INDEX).read_text()).items():
-        if isinstance(entry, list) and isinstance(entry[-1], str) and name not in nulls:
-            parts[name] = getattr(import_module(entry[0]), entry[-1], None) if entry[0] in LIBRARIES else None
-            if parts[name] is None:
-                known = " or ".join(LIBRARIES)
-                raise LoadError(f"{folder / INDEX}: {name} is {'.'.join(entry)}, not a class of {known}.")
+        match entry:
+            case [str() as library, str() as kind] if name not in nulls:
+                parts[name] = getattr(import_module(library), kind, None) if library in LIBRARIES else None
+                if not inspect.isclass(parts[name]):
+                    known = " or ".join(LIBRARIES)
+                    raise LoadError(f"{folder / INDEX}: {name} is {library}.{kind}, not a class of {known}.")
     return parts
-
-
-def _is_network(kind: Any) -> bool:
-    return inspect.isclass(kind) and issubclass(kind, nn.Module)
 
 
 def _lacking(policy: PipelinePolicy, present: dict[str, Any]) -> str | None:
@@ -200,18 +197,16 @@ def _assembled(policy: PipelinePolicy, folder: Path) -> Any:
     # Trained weights and the VAE must not be rounded when loaded.
     network_dtype = torch.float32 if policy.lora_rank is None else policy.dtype
     dtypes = {**dict.fromkeys(policy.network_names, network_dtype), "vae": torch.float32}
-    networks = {}
+    networks: dict[str, Any] = {}
     with quiet_libraries():
         for name, kind in _parts(policy, folder).items():
-            if _is_network(kind):
-                options: dict[str, Any] = {
-                    "torch_dtype" if hasattr(kind, "load_config") else "dtype": dtypes.get(name, policy.dtype)
-                }
-                options["variant"] = policy.variant if weight_files(folder / name, policy.variant) else None
-                suffixes = {file.suffix for file in weight_files(folder / name, options["variant"])}
-                networks[name] = load_network(
-                    kind, str(folder / name), REMEDY, use_safetensors=suffixes == {".safetensors"}, **options
-                )
+            if issubclass(kind, nn.Module):
+                files = weight_files(folder / name)
+                variant = policy.variant if policy.variant in files else None
+                is_safe = all(file.suffix == ".safetensors" for file in files.get(variant, ()))
+                dtype = {"torch_dtype" if hasattr(kind, "load_config") else "dtype": dtypes.get(name, policy.dtype)}
+                options = {"variant": variant, "use_safetensors": is_safe, **dtype}
+                networks[name] = load_network(kind, str(folder / name), REMEDY, **options)
         with loading(policy.checkpoint, REMEDY):
             nulls = policy.null_components(folder)
             return _family(policy).from_pretrained(folder, local_files_only=True, **nulls, **networks)

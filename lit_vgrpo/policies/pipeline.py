@@ -153,9 +153,7 @@ class PipelinePolicy(nn.Module):
         self.fold_lora = fold_lora
         self.init_seed = init_seed
         self.pipeline: Any = None
-        self.draft: Any = (
-            None  # the pipeline without weights that a check made, or the policy that tried it; until used
-        )
+        self.draft: Any = None  # the pipeline without weights that a check built, or the policy that used it
         self._is_checked = False
         self._views: dict[Any, Any] = {}  # of the network for sampling, created on first use
         self._cached: Any = None  # the view with a block cache, in and after a sampling with one

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_vgrpo.core.pixels import centre_cropped
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.model import ModelReward, ScoreHead, longer_than, weights_file
-from lit_vgrpo.system.hub import LoadError, loading, read_weights, source_of, tokenizer_error
+from lit_vgrpo.system.hub import loading, read_weights, source_of, tokenizer_error
 
 HUB_CHECKPOINT = "THUDM/ImageReward"
 FILENAME = "ImageReward.pt"
@@ -68,14 +68,9 @@ class ImageReward(ModelReward):
     def _tokenizer(self) -> Any:
         from transformers import BertTokenizer
 
-        with loading(self.tokenizer, self._remedy):
-            tokenizer: Any = BertTokenizer.from_pretrained(source_of(self.tokenizer))
+        tokenizer: Any = BertTokenizer.from_pretrained(source_of(self.tokenizer))
         tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
         return tokenizer
-
-    @property
-    def _remedy(self) -> str:
-        return f"Set {self.option('tokenizer')} to a folder with BERT's tokenizer."
 
     def truncated(self, prompts: list[str]) -> tuple[list[bool], int]:
         return longer_than(MAX_LENGTH, self._tokenizer, prompts), MAX_LENGTH
@@ -85,8 +80,9 @@ class ImageReward(ModelReward):
             weights = renamed(read_weights(weights_file(self.checkpoint, FILENAME)))
             model = blip_modules(weights)
             model.load_state_dict(weights)
-        if error := tokenizer_error(self._tokenizer, len(weights["text.embeddings.word_embeddings.weight"])):
-            raise LoadError(f"Cannot load {self.tokenizer}: its tokenizer {error}. {self._remedy}")
+        with loading(self.tokenizer, f"Set {self.option('tokenizer')} to a folder with BERT's tokenizer."):
+            if error := tokenizer_error(self._tokenizer, len(weights["text.embeddings.word_embeddings.weight"])):
+                raise ValueError(f"its tokenizer {error}")
         for part in ("vision", "text"):
             model[part].to(getattr(torch, self.dtype))
         return model

@@ -79,19 +79,22 @@ class ModelReward(Reward):
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError as error:
             return [f"{self.option('device')}={self.device}: {error}"]
-        found = {name: (getattr(self, name), file) for name, file in self.weight_files}
-        absent = {name: place for name, place in found.items() if not _is_file(place[0])}
-        errors = [explain_unloadable(*place, self.option(name)) for name, place in absent.items()]
+        places = [(getattr(self, name), file, self.option(name)) for name, file in self.weight_files]
+        errors = [explain_unloadable(*place) for place in places if not _is_file(place[0])]
         is_ours = type(self)._build.__module__.startswith("lit_vgrpo.")  # which reads weights with our functions alone
-        if any(errors) or self._is_checked or not (is_ours and all(file_at_hand(*place) for place in absent.values())):
-            return [error for error in errors if error]
-        try:
-            with headers_only(), torch.device("meta"):
-                self._build()
-        except LoadError as error:
-            return [str(error)]
-        self._is_checked = True
-        return []
+        if not any(errors) and not self._is_checked and is_ours and self._is_at_hand():
+            try:
+                with headers_only(), torch.device("meta"):
+                    self._build()
+                self._is_checked = True
+            except LoadError as error:
+                return [str(error)]
+        return [error for error in errors if error]
+
+    def _is_at_hand(self) -> bool:
+        """Return whether the model's files are on this machine."""
+        places = ((getattr(self, name), file) for name, file in self.weight_files)
+        return all(_is_file(checkpoint) or file_at_hand(checkpoint, file) for checkpoint, file in places)
 
     def load(self) -> None:
         """Load the model; a second call does nothing.
@@ -135,8 +138,7 @@ class ModelReward(Reward):
 
     def truncation(self, prompts: list[str]) -> str | None:
         """Return a line on the prompts that are truncated, once; None if the files are not on this machine."""
-        at_hand = all(_is_file(of := getattr(self, name)) or file_at_hand(of, file) for name, file in self.weight_files)
-        if self._has_told or not at_hand or not prompts:
+        if self._has_told or not prompts or not self._is_at_hand():
             return None
         is_long, most = [False], 0
         with quiet_libraries(), suppress(Exception):  # loading reports what is wrong with the files

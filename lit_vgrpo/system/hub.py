@@ -19,11 +19,13 @@ from lit_vgrpo.errors import counted, one_line
 from lit_vgrpo.system.paths import SHIPPED_PREFIX, resolve_path
 
 HUB_TIMEOUT_S = 4.0
+BATCHES_SEEN = "num_batches_tracked"  # of a batch norm; no output depends on it
+PACKED = "quantization_config"  # in the configuration of a network whose weights are quantised
 LONGEST_REASON = 300  # characters of a library's message
 NOT_OF_THE_MODEL = (
     "_name_or_path", "_commit_hash", "transformers_version", "_diffusers_version", "dtype", "torch_dtype"
 )  # fmt: skip
-OUT_OF_MEMORY = re.compile(r"out of memory|allocate memory|bad_alloc|\(os error 12\)", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile(r"out of memory|allocate memory|bad_alloc|\(os error 12\)|start new thread", re.IGNORECASE)
 OF_MEMORY = "Free memory, raise its limit (ulimit -v, or the job's), or load less: another dtype, or a smaller model."
 WEIGHTS = re.compile(
     # a network's weights, with or without a variant, which is before or (formerly) after the number of a shard
@@ -190,15 +192,16 @@ def load_network(kind: Any, checkpoint: str, remedy: str, **options: Any) -> Any
     Raises:
         LoadError: A file is missing or damaged, or a tensor of the network or of its files has no counterpart.
     """
-    source = source_of(checkpoint)
+    source, is_local = source_of(checkpoint), local_folder(checkpoint) is not None
     with loading(checkpoint, remedy):
-        if local_folder(checkpoint) is not None and not (Path(source) / "config.json").is_file():
+        if is_local and not (Path(source) / "config.json").is_file():
             raise FileNotFoundError("it has no config.json")  # without it, transformers uses the class's defaults
         if _headers_only.get():
             network, found = _from_headers(kind, checkpoint, options.get("variant"))
+            found |= {} if is_local else {"missing_keys": ()}  # other files may be downloaded later
         else:
             # in diffusers, this option refuses packed weights
-            is_packed = hasattr(kind, "load_config") and "quantization_config" in kind.load_config(source)
+            is_packed = hasattr(kind, "load_config") and PACKED in kind.load_config(source)
             options |= {"output_loading_info": True, "ignore_mismatched_sizes": not is_packed}
             network, found = kind.from_pretrained(source, **options)
             # diffusers takes the names in shards from their index
@@ -211,54 +214,49 @@ def _refuse_differences(network: Any, found: Mapping[str, Any], source: str) -> 
     """Raise ValueError if a network's tensors differ from those of its files, except where no output depends on it."""
     shapes = {name: f"{name} ({' x '.join(map(str, shape))})" for name, shape, *_ in found.get("mismatched_keys", ())}
     missing = {name: name for name in found.get("missing_keys", ()) if name not in shapes}
-    unread = {name: name for name in found.get("unexpected_keys", ()) if not name.endswith("num_batches_tracked")}
-    for name, _ in network.named_buffers() if unread else ():  # which are not stored any more
-        unread.pop(name, None)
+    unstored = {name for name, _ in network.named_buffers()}  # any more
+    unread = {n: n for n in found.get("unexpected_keys", ()) if not (n in unstored or n.endswith(BATCHES_SEEN))}
     if unread and not hasattr(network, "load_config"):
         from transformers import PretrainedConfig
 
-        writers = PretrainedConfig.get_config_dict(source)[0].get("architectures") or [type(network).__name__]
-        if type(network).__name__ not in writers:  # a larger model wrote the files; its other parts are left out
-            children = dict(network.named_children())
-            unread = {name: name for name in unread if name.partition(".")[0] in children}
+        writers = PretrainedConfig.get_config_dict(source)[0].get("architectures")
+        if type(network).__name__ not in (writers or ()):  # a larger model wrote the files
+            parts = {name for name, _ in network.named_children()}
+            unread = {name: name for name in unread if name.partition(".")[0] in parts}
     problems = (("missing", missing), ("not read", unread), ("of another shape", shapes))
-    if parts := [f"{counted(len(n), 'weight')} {problem}, such as {n[min(n)]}" for problem, n in problems if n]:
-        raise ValueError("; ".join(parts))
+    if texts := [f"{counted(len(n), 'weight')} {problem}, such as {n[min(n)]}" for problem, n in problems if n]:
+        raise ValueError("; ".join(texts))
 
 
 def _from_headers(kind: Any, checkpoint: str, variant: str | None) -> tuple[Any, dict[str, Any]]:
     """Return a network on the meta device, and how its tensors differ from those in the headers of its files."""
-    config_file = file_at_hand(checkpoint, "config.json")
-    assert config_file is not None  # headers are read where a check has found it
-    folder, files = config_file.parent, weight_files(config_file.parent, variant)
-    tensors = {name: tensor for file in files for name, tensor in read_weights(file).items()}
-    if hasattr(kind, "load_config"):  # of diffusers
-        config = kind.load_config(folder, local_files_only=True)
-        with torch.device("meta"):
-            network = kind.from_config(config)
-        if not tensors or "quantization_config" in config:
-            return network, {}
-        if len(files) == 1:
-            network._fix_state_dict_keys_on_load(tensors)  # as in from_pretrained
-        own, ignored = network.state_dict(), "|".join(kind._keys_to_ignore_on_load_unexpected or ["^$"])
-        missing, unread = (
-            own.keys() - tensors.keys(),
-            {n for n in tensors.keys() - own.keys() if not re.search(ignored, n)},
-        )
-        shapes = {(n, t.shape) for n, t in tensors.items() if n in own and t.shape != own[n].shape}
-        return network, {"missing_keys": missing, "unexpected_keys": unread, "mismatched_keys": shapes}
     from transformers import AutoConfig
 
-    config = getattr(kind, "config_class", AutoConfig).from_pretrained(folder, local_files_only=True)
+    config_file = file_at_hand(checkpoint, "config.json")
+    assert config_file is not None  # headers are read where a check has found it
+    folder, of_diffusers = config_file.parent, hasattr(kind, "load_config")
+    read = kind.load_config if of_diffusers else getattr(kind, "config_class", AutoConfig).from_pretrained
+    config = read(folder, local_files_only=True)
     with torch.device("meta"):
         network = kind(config) if hasattr(kind, "config_class") else kind.from_config(config)
-    if not tensors or getattr(config, "quantization_config", None) is not None:
+    files = weight_files(folder).get(variant, [])
+    tensors = {name: tensor for file in files for name, tensor in read_weights(file).items()}
+    if not tensors or PACKED in (config if of_diffusers else config.to_dict()):
         return network, {}
-    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": torch.float32}
-    with torch.device("cpu"):  # transformers refuses to load inside torch.device("meta")
-        return type(network).from_pretrained(
-            None, config=config, state_dict=tensors, device_map={"": "meta"}, **options
-        )
+    if not of_diffusers:
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": torch.float32}
+        options |= {"config": config, "state_dict": tensors, "device_map": {"": "meta"}}
+        with torch.device("cpu"):  # transformers refuses to load inside torch.device("meta")
+            loaded: tuple[Any, dict[str, Any]] = type(network).from_pretrained(None, **options)
+            return loaded
+    if len(files) == 1:
+        network._fix_state_dict_keys_on_load(tensors)  # as in from_pretrained
+    own, ignored = network.state_dict(), "|".join(kind._keys_to_ignore_on_load_unexpected or ["^$"])
+    return network, {
+        "missing_keys": own.keys() - tensors.keys(),
+        "unexpected_keys": {name for name in tensors.keys() - own.keys() if not re.search(ignored, name)},
+        "mismatched_keys": {(n, t.shape) for n, t in tensors.items() if n in own and t.shape != own[n].shape},
+    }
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -276,22 +274,24 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         return {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in file.keys()}  # noqa: SIM118
 
 
-def weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """Return the weight files of one variant of a network, preferring safetensors."""
-    matches = [(path, WEIGHTS.fullmatch(path.name)) for path in folder.iterdir()] if folder.is_dir() else []
-    files = [path for path, match in matches if match is not None and (match[1] or match[2]) == variant]
-    return [path for path in files if path.suffix == ".safetensors"] or files
+def weight_files(folder: Path) -> dict[str | None, list[Path]]:
+    """Return a network's weight files by variant, preferring safetensors; shards count only with their index."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    has_index, found = any(".index." in name for name in names), dict[str | None, list[Path]]()
+    for name in names:
+        if (match := WEIGHTS.fullmatch(name)) is not None and (has_index or "-of-" not in name):
+            found.setdefault(match[1] or match[2], []).append(folder / name)
+    return {which: [f for f in files if f.suffix == ".safetensors"] or files for which, files in found.items()}
 
 
 def tokenizer_error(tokenizer: Any, embeddings: int) -> str | None:
     """Return why a tokenizer is not that of an encoder with a number of token embeddings, as a phrase, or ``None``."""
-    size = len(tokenizer)
-    if not LEAST_KNOWN * embeddings <= size <= embeddings:
+    size, words = len(tokenizer), 0
+    if size < LEAST_KNOWN * embeddings or tokenizer.vocab_size > embeddings:  # an added token may have none
         return f"has {counted(size, 'token')}, but its encoder {embeddings}"
-    numbers, words = range(0, size, max(1, size // PROBES)), 0
-    for number, token in zip(numbers, tokenizer.convert_ids_to_tokens(list(numbers)), strict=True):
-        text = tokenizer.decode([number]) if sum(map(str.isalpha, token)) >= LEAST_LETTERS else ""
-        if text.strip().isalpha() and len(text.strip()) >= LEAST_LETTERS:
+    for number in range(0, size, max(1, size // PROBES)):
+        text = tokenizer.decode([number]).strip()
+        if text.isalpha() and len(text) >= LEAST_LETTERS:
             if number in tokenizer(text, truncation=True)["input_ids"]:
                 return None
             words += 1

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.policies.acceleration import attention_error
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
 from lit_vgrpo.training.context_parallel import context_errors
@@ -60,6 +61,7 @@ def strategy_errors(
         quantisation_error(strategy, policy),
         scaling_error(strategy, policy),
         micro_batch_error(strategy, sizes),
+        attention_error(policy.attention_backend, isinstance(strategy.accelerator, AbsentGPU)),
     )
     of_fsdp2 = (
         [*strategy.mesh_errors(), *context_errors(policy, strategy.context_parallel)]

@@ -58,6 +58,7 @@ MISTAKES = [
     ([FOLDER, "vae"], f"{FOLDER} has no vae, but SD3Policy needs it. In its model_index.json, it is null or absent."),
     ([f"{FOLDER}/vae/config.json"], f"{FOLDER}/vae/config.json is a file, not a pipeline folder. Use a folder with"),
     ([FOLDER, "model.policy.variant=fp16"], f"{FOLDER} has no weights of model.policy.variant=fp16. Leave it out."),
+    (["model.policy.attention_backend=nope"], "model.policy.attention_backend=nope does not exist. Use one of: "),
     (["trainer.accumulate_grad_batches=8"], "trainer.accumulate_grad_batches=8 is set by the sizes. Leave it out;"),
     (["trainer.limit_train_batches=1"], "trainer.limit_train_batches=1 would drop images already made."),
     (["trainer.limit_val_batches=0.01"], "You requested to check 0.01 of the `val_dataloader`"),

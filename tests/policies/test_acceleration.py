@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from policies.contract import adapted
 from rollouts import sample_chain
 from torch import nn
@@ -16,6 +17,7 @@ from torch._inductor import config as inductor
 from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sampling import sample
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO
@@ -29,7 +31,8 @@ from lit_vgrpo.policies.acceleration import (
     set_attention_backend,
 )
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.training.strategies import FSDP2, ZeRO, whole_weights_error
+from lit_vgrpo.training.optimizer import OptimizerConfig
+from lit_vgrpo.training.strategies import FSDP2, AbsentGPU, ZeRO, strategy_errors, whole_weights_error
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 CONVOLUTIONS = ["to_q", "to_out.0", "conv1", "conv_shortcut", "downsamplers.0.conv", "proj_in"]
@@ -254,11 +257,23 @@ def test_every_layer_of_this_network_alone_takes_the_backend(flux):
     assert _AttentionBackendRegistry.get_active_backend() == default
 
 
-def test_backends_that_cannot_be_used(flux):
-    with pytest.raises(LoadError, match="attention_backend=sage has no backward pass"):
-        set_attention_backend(flux.network, "sage")
-    with pytest.raises(ValueError, match="cosmic"):
-        set_attention_backend(flux.network, "cosmic")
+UNUSABLE = {
+    "_sage_qk_int8_pv_fp16_cuda": "has no backward pass. Use flash",
+    "cosmic": "does not exist. Use one of: flash",
+    "Xformer": "does not exist. Did you mean xformers?",
+    "_native_npu": ": .*missing package",
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_backends_that_cannot_be_used_are_found_before_loading(name, tiny_sd3):
+    with pytest.raises(LoadError, match=rf"attention_backend={name}.*{UNUSABLE[name]}") as caught:
+        set_attention_backend(torch.nn.Linear(1, 1), name)
+    for strategy in (SingleDeviceStrategy("cpu"), SingleDeviceStrategy("cpu", accelerator=AbsentGPU())):
+        policy = SD3Policy(str(tiny_sd3), attention_backend=name)
+        found = strategy_errors(strategy, policy, OptimizerConfig(), Sizes(1, 2))
+        is_elsewhere = isinstance(strategy.accelerator, AbsentGPU) and name == "_native_npu"
+        assert found == ([] if is_elsewhere else [str(caught.value)])
 
 
 # --- one precision --------------------------------------------------------------------------------------------------
