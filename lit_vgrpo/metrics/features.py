@@ -188,7 +188,7 @@ class TransformersFeatures(FeatureNetwork):
                 with headers_only(), loading(self.source, REMEDY):
                     self._load()
             except LoadError as reason:
-                return [str(reason)]
+                error = str(reason)
         return [error] if error else []
 
     @property

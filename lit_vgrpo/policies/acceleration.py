@@ -59,17 +59,10 @@ def repeated_blocks(network: Any) -> list[nn.Module]:
     return [module for module in network.modules() if type(module).__name__ in (names or ())]
 
 
-def attention_error(name: str | None, is_elsewhere: bool = False) -> str | None:
-    """Return why networks cannot be trained with one of diffusers' attention backends, or ``None``.
-
-    Args:
-        name: The backend; ``None`` for diffusers' choice.
-        is_elsewhere: They are trained on another machine, which may have the backend's package.
-    """
+def attention_error(name: str, is_elsewhere: bool = False) -> str | None:
+    """Return why a network cannot be trained with an attention backend, perhaps on another machine, or ``None``."""
     from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 
-    if name is None:
-        return None
     option, known = f"model.policy.attention_backend={name}", [backend.value for backend in AttentionBackendName]
     if name.startswith(("sage", "_sage")):
         return f"{option} has no backward pass. Use flash, or leave it out."

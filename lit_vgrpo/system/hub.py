@@ -31,11 +31,8 @@ WEIGHTS = re.compile(
     # a network's weights, with or without a variant, which is before or (formerly) after the number of a shard
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))?(?:-\d{5}-of-\d{5})?(?:\.(\w+))?\.(?:safetensors|bin)"
 )
-LEAST_KNOWN = 0.9
-"""Least share of an encoder's token embeddings that its tokenizer knows. Published tokenizers know more than 0.99 of
-them: embeddings are padded to a round number."""
-PROBES, LEAST_WORDS, LEAST_LETTERS = 1024, 8, 3
-"""Tokens of a vocabulary that are looked at, words among them that a judgement needs, and letters of a word."""
+LEAST_KNOWN = 0.9  # share of the token embeddings that a tokenizer knows; more than 0.99 in published models
+PROBES, LEAST_WORDS, LEAST_LETTERS = 1024, 8, 3  # tokens to try, words among them for a judgement, letters of a word
 
 _headers_only = ContextVar("_headers_only", default=False)
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)

@@ -61,7 +61,7 @@ def strategy_errors(
         quantisation_error(strategy, policy),
         scaling_error(strategy, policy),
         micro_batch_error(strategy, sizes),
-        attention_error(policy.attention_backend, isinstance(strategy.accelerator, AbsentGPU)),
+        attention_error(policy.attention_backend or "native", isinstance(strategy.accelerator, AbsentGPU)),
     )
     of_fsdp2 = (
         [*strategy.mesh_errors(), *context_errors(policy, strategy.context_parallel)]

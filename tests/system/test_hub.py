@@ -1,8 +1,20 @@
+import shutil
+
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import CLIPModel
 
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, local_folder, tokenizer_error
+from lit_vgrpo.system.hub import (
+    LoadError,
+    explain_unloadable,
+    headers_only,
+    load_network,
+    loading,
+    local_folder,
+    tokenizer_error,
+)
 
 NAME = "nobody/nothing-of-this-name"
 
@@ -48,6 +60,23 @@ def test_what_is_cached_can_be_loaded(offline):
     assert explain_unloadable(NAME, "other.json", "key") is not None
 
 
+def test_weights_that_are_not_downloaded_yet_are_no_finding(offline, tiny_clip):
+    snapshot = offline / f"models--{NAME.replace('/', '--')}"
+    folder = snapshot / "snapshots" / ("0" * 40)
+    shutil.copytree(tiny_clip, folder)
+    (snapshot / "refs").mkdir()
+    (snapshot / "refs" / "main").write_text("0" * 40)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").touch()
+    weights = load_file(folder / "model-00001-of-00002.safetensors")
+    del weights["logit_scale"]
+    save_file(weights, folder / "model-00001-of-00002.safetensors")
+    with headers_only():
+        load_network(CLIPModel, NAME, "")
+        with pytest.raises(LoadError, match="1 weight missing, such as logit_scale"):
+            load_network(CLIPModel, str(folder), "")
+
+
 @pytest.mark.parametrize("size", [2**60, 2**62])
 def test_too_little_memory_is_not_called_damage(size):
     """As torch's allocator, numpy and the system say it, also as the cause of another error."""
@@ -60,6 +89,8 @@ def test_too_little_memory_is_not_called_damage(size):
     error.__cause__ = OSError(12, "Cannot allocate memory")
     with pytest.raises(LoadError, match="out of memory"), loading("x", "Download or save it again."):
         raise error
+    with pytest.raises(LoadError, match="Free memory"), loading("x", "Download or save it again."):
+        raise RuntimeError("can't start new thread")
     with pytest.raises(LoadError, match=r"^Cannot load x: no memory of it\. y$"), loading("x", "y"):
         raise ValueError("no memory of it")
 
@@ -82,6 +113,8 @@ def test_a_tokenizer_knows_its_encoders_words():
     assert [tokenizer_error(known, size) for size in (27, 28, 30)] == [None] * 3
     assert tokenizer_error(known, 26) == "has 27 tokens, but its encoder 26"
     assert tokenizer_error(known, 31) == "has 27 tokens, but its encoder 31"
+    known.add_tokens(["<new>"])
+    assert tokenizer_error(known, 27) is None
     known.model_max_length = 0
     assert tokenizer_error(known, 27) is not None
     unread = words(["<unk>", *(letter * 3 + "\u00a0" for letter in "abcdefghijklmnopqrstuvwxyz")])
