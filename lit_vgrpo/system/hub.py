@@ -287,8 +287,8 @@ def tokenizer_error(tokenizer: Any, embeddings: int) -> str | None:
     if size < LEAST_KNOWN * embeddings or tokenizer.vocab_size > embeddings:  # an added token may have none
         return f"has {counted(size, 'token')}, but its encoder {embeddings}"
     for number in range(0, size, max(1, size // PROBES)):
-        text = tokenizer.decode([number]).strip()
-        if text.isalpha() and len(text) >= LEAST_LETTERS:
+        text = tokenizer.decode([number])  # perhaps with a space in front, which some tokens have
+        if text.strip().isalpha() and len(text.strip()) >= LEAST_LETTERS:
             if number in tokenizer(text, truncation=True)["input_ids"]:
                 return None
             words += 1
