@@ -27,21 +27,32 @@ LOGGED = (
 FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a table are not read)"
 
 
-def callback_errors(callbacks: Sequence[Callback], has_heldout: bool) -> list[str]:
+def callback_errors(callbacks: Sequence[Callback]) -> list[str]:
     """Return all errors of the recipe's callbacks, given in its order."""
     errors = unfit_callbacks(callbacks)
-    logged = LOGGED if has_heldout else LOGGED[1:]
     for number, callback in enumerate(callbacks):
         found = callback.check() if isinstance(callback, FID) else []
         errors += [f"trainer.callbacks[{number}].{error}" if "=" in error.split()[0] else error for error in found]
-        metric = getattr(callback, "monitor", None)
-        # Lightning reports it only after the first evaluation or checkpoint.
-        if type(callback).__module__.startswith("lightning.") and metric and not metric.startswith(logged):
-            what = "runs" if has_heldout else "runs without held-out prompts"
-            name = f"trainer.callbacks[{number}].monitor={metric}"
-            wanted = [one for one in OFTEN_WANTED if one.startswith(logged)]
-            errors.append(f"{name}: {what} log no metric with this name. {suggestion(metric, wanted)}")
     return errors
+
+
+def metric_errors(callbacks: Sequence[Callback], schedule: Any, has_heldout: bool) -> list[str]:
+    """Return an error for each metric that is watched but never logged, which Lightning reports after an iteration.
+
+    Args:
+        schedule: The function that builds the schedule of the learning rate, or ``None``.
+    """
+    watched = {"model.lr_scheduler.monitor": getattr(schedule, "keywords", {}).get("monitor")}
+    for number, callback in enumerate(callbacks):
+        if type(callback).__module__.startswith("lightning."):
+            watched[f"trainer.callbacks[{number}].monitor"] = getattr(callback, "monitor", None)
+    what, logged = ("runs", LOGGED) if has_heldout else ("runs without held-out prompts", LOGGED[1:])
+    wanted = [metric for metric in OFTEN_WANTED if metric.startswith(logged)]
+    return [
+        f"{name}={metric}: {what} log no metric with this name. {suggestion(metric, wanted)}"
+        for name, metric in watched.items()
+        if metric and not metric.startswith(logged)
+    ]
 
 
 def picture_errors(

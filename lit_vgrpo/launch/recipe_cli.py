@@ -29,7 +29,7 @@ from lit_vgrpo.config.recipe import FOUND_IN, Recipe
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.launch.checks import UnscorablePrompts, callback_errors, picture_errors
+from lit_vgrpo.launch.checks import UnscorablePrompts, callback_errors, metric_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.memory import device_name, idle_gpu
 from lit_vgrpo.system.paths import remove_drafts, start_folder, typed_path
@@ -228,7 +228,8 @@ class RecipeCLI(LightningCLI):
             self.unscorable = self.find_unscorable()
             errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
             errors += [*filter(None, map(model.objective.row_error, map(copy.deepcopy, data.training_rows())))][:1]
-        errors += [*of_data, *callback_errors(chosen, data.has_heldout)]
+        errors += [*of_data, *callback_errors(chosen)]
+        errors += metric_errors(chosen, model.optimization.make_schedule, data.has_heldout)
         return [with_full_key(error, self.recipe.values) for error in errors]
 
     def find_unscorable(self) -> list[UnscorablePrompts]:

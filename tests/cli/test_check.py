@@ -43,14 +43,16 @@ SNR = "trainer.callbacks=[{class_path: SurrogateDiagnostics, init_args: {snr_eve
 HTTP = "model.reward={class_path: HTTPReward, init_args: {url: '%s'}}"
 OPTIMIZER = "model.optimizer={class_path: torch.optim.%s}"
 PLATEAU = "model.lr_scheduler={class_path: torch.optim.lr_scheduler.ReduceLROnPlateau}"
+WATCHED = "model.lr_scheduler={class_path: lightning.pytorch.cli.ReduceLROnPlateau, init_args: {monitor: foo}}"
 ROLLOUT, FOLDER = "model.objective.rollout", "model.policy.checkpoint=faulty"
 MISTAKES = [
     ([HTTP % "ftp://x/y"], "model.reward.url=ftp://x/y is no address of a server. Write http://HOST:PORT, with a port"),
     ([HTTP % "http://x:99999"], "model.reward.url=http://x:99999 is no address of a server."),
     ([OPTIMIZER % "SparseAdam"], "model.optimizer=SparseAdam cannot take a step: SparseAdam does not support dense gr"),
-    ([OPTIMIZER % "LBFGS"], "model.optimizer=LBFGS needs the loss several times per step. Use AdamW or another."),
+    ([OPTIMIZER % "LBFGS"], "model.optimizer=LBFGS cannot take a step: it needs the loss several times. Use Adam"),
     ([OPTIMIZER % "Muon"], "model.optimizer cannot be built: Muon only supports 2D parameters whereas we found a para"),
     (["model.optimizer=1e-4"], "model.optimizer=0.0001: expected import path or a subclass spec, but got 0.0001"),
+    ([WATCHED], "model.lr_scheduler.monitor=foo: runs log no metric with this name. Use one of: "),
     ([PLATEAU], "model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {cl"),
     ([f"{ROLLOUT}.noise_level=0.7"], f"{ROLLOUT}.noise_level=0.7 has no effect with solver=euler. Set noise_level="),
     ([FOLDER, "tensor"], "Cannot load HERE/faulty/transformer: 1 weight missing, such as context_embedder.bias."),

@@ -109,7 +109,7 @@ def recipe(tiny_recipe):
         (["model.reward=raises.X"], "raises.py:3: RuntimeError: out of luck."),
         (["model.reward=leaves.X"], "leaves.py:1: SystemExit: bye."),
         (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py:14: KeyError: 'no such key'."),
-        (["model.reward=rewards_of_mine.Unready"], "rewards_of_mine.py:26: MemoryError: none left."),
+        (["model.reward=rewards_of_mine.Unready"], "rewards_of_mine.py:27: MemoryError: none left."),
         (
             ["model.reward={python: 'leaves:reward'}"],
             "leaves:reward cannot be imported (leaves.py:1: SystemExit: bye).",

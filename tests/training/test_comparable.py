@@ -370,7 +370,7 @@ def test_a_run_that_repeats_iterations_keeps_the_best_of_those(tiny_sd3, copied)
     assert not [*path.parent.glob("best-*")]
 
 
-@pytest.mark.parametrize("options", [{"reward": broken}, {"heldout_reward": broken}], ids=str)
+@pytest.mark.parametrize("options", [{"reward": broken}, {"heldout_reward": broken}], ids=" ".join)
 def test_a_reward_that_fails_on_every_image_ends_the_run_at_its_start(tiny_sd3, tmp_path, options):
     told = 'No held-out image could be scored before training. Reward "broken": .*test_comparable.py:.* OSError: gone.$'
     with pytest.raises(RewardError, match=told):
