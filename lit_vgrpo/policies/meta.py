@@ -42,7 +42,7 @@ class AutocastOnMeta(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.raised = RAISED if device_type == "cuda" else frozenset()
-        self._weights: dict[int, Tensor] = {}
+        self._weights: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,10 +65,8 @@ class AutocastOnMeta(TorchFunctionMode):
                 return value
             if not (value.is_leaf and value.requires_grad):
                 return value.to(dtype)
-            # Autocast keeps the weights that it has cast until the forward pass ends.
-            if id(value) not in self._weights:
-                self._weights[id(value)] = value.to(dtype)
-            return self._weights[id(value)]
+            # Autocast keeps the weights that it has cast until the forward pass ends. The weight itself keeps its id.
+            return self._weights.setdefault(id(value), (value, value.to(dtype)))[1]
 
         return tree_map(cast, values)
 
