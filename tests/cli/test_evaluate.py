@@ -331,7 +331,7 @@ def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
 def test_a_checkpoint_names_its_run(inside):
     path = Path("runs/tiny/checkpoints/last.ckpt")
     options = evaluate_options([str(path), "strategy/zero2", "data.eval_batch_size=4", "--reference"])
-    assert (options.run, options.checkpoint) == (Path("runs/tiny"), path)
+    assert (f"{options.run}", f"{options.checkpoint}") == ("runs/tiny", str(path))
     assert (options.reference, options.no_ema) == (True, False)
     assert options.words == ["strategy/zero2", "data.eval_batch_size=4"]
     assert evaluate_options(["runs/tiny", "--checkpoint", "last.ckpt"]).checkpoint == path

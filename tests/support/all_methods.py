@@ -54,8 +54,8 @@ METHODS = {
     "Flow-DPPO": (lambda: FlowGRPO(RolloutSpec(**SDE), kl_mask=1e-5, kl_weight=0.0), 2, (S, 2 * (S - 1), 0)),
     "MixGRPO, old anew": (
         lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, clip=None, kl_mask=1e-5, recompute_old=True),
-        1,
-        (S, 4, 0),
+        2,
+        (S, 2 * 4, 0),
     ),
     "MixGRPO, Flash": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, flash=True), 1, (4 + 1, 4, 0)),
     "DanceGRPO": (lambda: DanceGRPO(RolloutSpec("dance_sde", S, shared_noise=True)), 1, (S, 3, 0)),

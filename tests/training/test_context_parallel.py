@@ -3,6 +3,7 @@
 import json
 import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,12 @@ def folder(tmp_path_factory, options):
         runs += [first] if world == 1 else [{**runs[0], "name": f"resumed-{world}", "start": "first"}]
         return {"folder": str(folder), "runs": runs}
 
-    runpy.run_path(str(WORKER))["main"](spec(1))
-    for world in (2, 4):
+    for world in (1, 2, 4):
         (folder / f"spec{world}.json").write_text(json.dumps(spec(world)))
+    with pytest.MonkeyPatch.context() as patch:  # also as a script, whose rewards have the same code
+        patch.setattr(sys, "argv", [str(WORKER), str(folder / "spec1.json")])
+        runpy.run_path(str(WORKER), run_name="__main__")
+    for world in (2, 4):
         run_ranks(WORKER, folder / f"spec{world}.json", world=world, logs=folder, timeout_s=600)
     return folder
 

@@ -92,7 +92,7 @@ def test_a_lower_rate_counts_after_a_resume_and_another_schedule_is_named(tiny_s
     ("options", "error"),
     [
         ({"optimizer": partial(torch.optim.SGD, lr=-1)}, "model.optimizer cannot be built: Invalid learning rate: -1"),
-        ({"optimizer": torch.optim.LBFGS}, "model.optimizer=LBFGS needs the loss several times"),
+        ({"optimizer": torch.optim.LBFGS}, "model.optimizer=LBFGS cannot take a step: it needs the loss several times"),
         ({"lr_scheduler": CosineAnnealingLR}, "model.lr_scheduler cannot be built: .*T_max"),
         ({"optimizer": OptimizerConfig(warmup_steps=5), "lr_scheduler": COSINE}, "warmup_steps=5 and model.lr_sch"),
     ],
