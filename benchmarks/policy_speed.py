@@ -281,7 +281,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         if compiled:
             compile_network(policy.network)
             policy.compile_network = True
-            policy._views.clear()  # the uncompiled view with the adapter merged
+            policy._folded = None  # the uncompiled view with the adapter merged
         for phase, folded in (("rollout", False), ("rollout", True), ("training", False)):
             if folded and args.dtype != "float32":
                 continue  # refused

@@ -45,9 +45,8 @@ class RewardLogger(L.Callback):
         self._passes = (0, 0)  # before the iteration, likewise
 
     def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
-        device, policy, spec = trainer.strategy.root_device, pl_module.policy, pl_module.objective.rollout_spec(0)
-        skips_blocks = spec.cache or (spec.scouts and spec.scouts.cache)
-        if stage != "fit" or device.type != "cuda" or policy.loaded or skips_blocks:
+        device, policy = trainer.strategy.root_device, pl_module.policy
+        if stage != "fit" or device.type != "cuda" or policy.loaded:
             return
         self._peak_flops = get_available_flops(device, policy.dtype) or 0
         try:
@@ -105,8 +104,6 @@ class RewardLogger(L.Callback):
         if found:  # one copy from the device for all of them
             device = next(iter(found.values())).device
             metrics = dict(zip(found, torch.stack([v.to(device) for v in found.values()]).tolist(), strict=True))
-        if record.blocks_run is not None:
-            metrics["cost/rollout_blocks_run"] = record.blocks_run
         metrics["cost/images_per_second"] = record.images / seconds
         metrics |= {f"time/{name}_s": value for name, value in record.seconds.items()}
         metrics["time/iteration_s"] = seconds

@@ -51,7 +51,7 @@ def rollout_batches(
 ) -> Generator[Rollout, None, None]:
     """Sample the images of a request, one forward batch at a time: noise, then the ODE or the SDE.
 
-    Close the iterator if you do not exhaust it: accelerators are active until then.
+    Close the iterator if you do not exhaust it: the adapter stays merged until then.
 
     Args:
         device: Device that stores the images and embeddings; ``None`` uses the network's device.
@@ -99,7 +99,6 @@ def rollout_batches(
                 group_size=request.group_size,
                 spec=spec,
                 trajectory=trajectory,
-                blocks_run=None if spec.is_sde else policy.blocks_run,
             )
 
 
@@ -141,10 +140,9 @@ def _ode_batches(
     record: Sequence[int] = (),
 ) -> Generator[Batch, None, None]:
     size = batch_size or len(noise)
-    with policy.sampling(spec):
+    with policy.sampling():
         for start in range(0, len(noise), size):
             part = slice(start, start + size)
-            policy.start_batch()
             cond = conditioning.select(filled(rows[part], size)).to(policy.device)
             z = filled(noise[part], size).to(policy.device).float()
             scheduler, schedule = schedule_of(policy, spec)

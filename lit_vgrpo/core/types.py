@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -77,28 +77,6 @@ def is_of_prompt(name: str) -> bool:
 
 
 @checked
-@dataclass(frozen=True)
-class BlockCache:
-    """One of diffusers' caches, which skips a transformer's blocks in some sampling steps.
-
-    Args:
-        kind: ``taylorseer`` skips all blocks in fixed steps and extrapolates the network's output from earlier steps
-            (arXiv 2503.06923), separately for each image. ``first_block`` runs the first block and adds what the others
-            last added while the first one's output has changed little; it decides for a whole batch.
-        interval: With ``taylorseer``, steps from one full pass to the next after the warm-up.
-        warm_up: With ``taylorseer``, full passes before the first skipped step.
-        order: With ``taylorseer``, order of the extrapolation, 0 to repeat the last output.
-        threshold: With ``first_block``, largest relative change of its output at which to skip the others, 0 for none.
-    """
-
-    kind: Literal["taylorseer", "first_block"]
-    interval: Annotated[int, Range(2, 1000), OnlyWith("kind", "taylorseer")] = 3
-    warm_up: Annotated[int, Range(1, 1000), OnlyWith("kind", "taylorseer")] = 3
-    order: Annotated[int, Range(0, 4), OnlyWith("kind", "taylorseer")] = 1
-    threshold: Annotated[float, Range(0, 100), OnlyWith("kind", "first_block")] = 0.1
-
-
-@checked
 @dataclass
 class ScoutSpec:
     """Settings of the scouts, with the published ones as defaults.
@@ -107,7 +85,6 @@ class ScoutSpec:
         factor: Scouts per image: a group of G images is chosen from ``factor * G`` scouts.
         steps: Sampling steps of a scout, fewer than the rollout's.
         solver: ODE solver of the scouts; null takes the rollout's.
-        cache: Skip blocks of the network in some of the scouts' steps; null runs all.
 
     Source:
         arXiv 2604.06916: 96 scouts with 6 of 10 steps for 24 images.
@@ -116,7 +93,6 @@ class ScoutSpec:
     factor: Annotated[int, Range(2, 1000)] = 4
     steps: Annotated[int, Range(1, 1000)] = 6
     solver: str | None = None
-    cache: BlockCache | None = None
 
 
 @checked
@@ -133,7 +109,6 @@ class RolloutSpec:
         shared_noise: Start all images of a group from the same noise; requires an SDE to make them differ.
         window: Steps ``[first, stop)`` with SDE noise, the others follow the ODE; null is all except the last.
         tail: Re-grid the steps after the window to this share of them, with DPM-Solver++; null for no re-gridding.
-        cache: Skip the network's blocks in some steps, approximately; requires an ODE and a transformer.
         scouts: Choose each group's images among more cheap ones, ``{factor: 4, steps: 6}``; requires an ODE.
     """
 
@@ -144,7 +119,6 @@ class RolloutSpec:
     shared_noise: bool = False
     window: Annotated[tuple[NonNegativeInt, NonNegativeInt], OnlyWith("solver", *ODE_OF)] | None = None
     tail: Annotated[float, Range(above=0, most=1), OnlyWith("solver", *ODE_OF)] | None = None
-    cache: BlockCache | None = None
     scouts: ScoutSpec | None = None
 
     def __post_init__(self) -> None:
@@ -175,24 +149,15 @@ class RolloutSpec:
         return stop + tail_steps(self.steps - stop, self.tail)
 
     def as_ode(self) -> RolloutSpec:
-        """Return the ODE with the same number of steps and every block, for held-out images."""
+        """Return the ODE with the same number of steps, for held-out images."""
         if not self.is_sde:
-            return replace(self, cache=None, scouts=None)
+            return replace(self, scouts=None)
         return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
-
-    def accelerator_errors(self, where: str) -> list[str]:
-        """Return at most one line on why the block cache cannot be used with an SDE; ``where`` is the spec's key."""
-        if not self.is_sde or self.cache is None:
-            return []
-        return [
-            f"{where}.cache={self.cache.kind} requires an ODE: the likelihoods of {self.solver}'s steps must be those "
-            "of the network that is trained. Leave it out."
-        ]
 
     def errors(self) -> list[str]:
         """Return incompatible settings, one line each."""
         where = "model.objective.rollout"
-        errors = self.accelerator_errors(where)
+        errors = []
         if self.is_sde and self.scouts is not None:
             errors.append(
                 f"{where}.scouts requires an ODE: with {self.solver}, a scout's noise would give a different image. "
@@ -209,7 +174,7 @@ class RolloutSpec:
         """Return the scouts' sampling settings; there must be scouts."""
         assert self.scouts is not None
         scouts = self.scouts
-        return replace(self, solver=scouts.solver or self.solver, steps=scouts.steps, cache=scouts.cache, scouts=None)
+        return replace(self, solver=scouts.solver or self.solver, steps=scouts.steps, scouts=None)
 
 
 @dataclass
@@ -296,7 +261,6 @@ class Rollout:
         group_size: Images of a whole group, some of which may be on other ranks.
         spec: Settings that the images were sampled with.
         trajectory: The SDE steps, for a method that trains on them.
-        blocks_run: Share of the network's blocks that ran; ``None`` without a cache.
     """
 
     latents: Tensor
@@ -310,7 +274,6 @@ class Rollout:
     group_size: int
     spec: RolloutSpec = field(default_factory=RolloutSpec)
     trajectory: Trajectory | None = None
-    blocks_run: float | None = None
 
     def __len__(self) -> int:
         return len(self.latents)

@@ -200,8 +200,6 @@ class Objective(ABC):
             if stage.solver not in solvers:
                 known = " or ".join((*policy.solvers, *policy.sde_solvers) if stage is spec else solvers)
                 return [f"{key}.solver={stage.solver} is not a solver of {policy.__name__}. Use {known}."]
-            if errors := policy.accelerator_errors(stage, key):
-                return errors
         return []
 
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:

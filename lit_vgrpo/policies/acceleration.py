@@ -1,6 +1,6 @@
-"""Faster passes: compilation, attention kernels, and views of the network that only rollouts use.
+"""Faster passes: compilation, attention kernels, and a view of the network that only rollouts use.
 
-A view shares the network's tensors, so the trained network gets no hook and no rounded weight.
+The view shares the network's tensors, so the trained network gets no rounded weight.
 """
 
 from __future__ import annotations
@@ -40,17 +40,12 @@ def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor"
     blocks = repeated_blocks(network)
     if not blocks:
         raise LoadError(f"model.policy.compile=true: {type(network).__name__} has no repeated blocks.")
-    for block in blocks:
-        block.compile(**compile_options(backend))
-
-
-def compile_options(backend: str | Callable[..., Any] = "inductor") -> dict[str, Any]:
-    """Return the arguments of ``torch.compile`` for a block, and raise its recompile limit; see `compile_network`."""
     from torch._dynamo import config  # torch.compile has an argument for the limit from 2.12 on
 
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
     options = {"emulate_precision_casts": True} if backend == "inductor" else None
-    return {"backend": backend, "options": options}
+    for block in blocks:
+        block.compile(backend=backend, options=options)
 
 
 def repeated_blocks(network: Any) -> list[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lit_vgrpo.core.noise import unit_noise
 from lit_vgrpo.core.pictures import picture_digest
 from lit_vgrpo.core.probability_paths import ProbabilityPath
-from lit_vgrpo.core.types import Conditioning, RolloutSpec, is_of_prompt
+from lit_vgrpo.core.types import Conditioning, is_of_prompt
 from lit_vgrpo.policies.acceleration import (
     FoldedNetwork,
     compile_network,
@@ -44,8 +44,6 @@ class Policy(PipelinePolicy):
     solvers: ClassVar[tuple[str, ...]]
     sde_solvers: ClassVar[tuple[str, ...]]
     path_kind: ClassVar[Literal["flow", "vp"]]
-    has_cache: ClassVar[bool] = False
-    """True if diffusers' block caches work on the network."""
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     """Arguments with which the pipeline's call samples what the policy samples."""
     pipeline_takes_one: ClassVar[bool] = False
@@ -322,51 +320,18 @@ class Policy(PipelinePolicy):
         return 1 if guidance == 1.0 or self.embeds_guidance else 2
 
     @contextmanager
-    def sampling(self, spec: RolloutSpec | None = None) -> Iterator[None]:
-        """Sample images by an ODE inside, with a view of the network: the adapter is merged if allowed.
+    def sampling(self) -> Iterator[None]:
+        """Sample images by an ODE inside; if allowed, with a view of the network into which the adapter is merged.
 
         Swap weights before entering, not inside.
-
-        Args:
-            spec: Sampling settings with the accelerators to use; ``None`` uses none.
         """
-        self._cached = None
-        with ExitStack() as stack:
-            if is_folded(self):
-                self._enter(stack, "folded", lambda: FoldedNetwork(self))
-            if spec is not None and (cache := spec.cache) is not None:
-                from lit_vgrpo.policies.cached_network import CachedNetwork
-
-                self._cached = self._enter(stack, cache, lambda: CachedNetwork(self, cache))
+        if not is_folded(self):
             yield
-
-    def _enter(self, stack: ExitStack, key: Any, make: Callable[[], Any]) -> Any:
-        """Replace the network by a view of it until the stack is closed."""
-        view = self._views.get(key)
-        if view is None or view.source is not self.network:
-            view = self._views[key] = make()
-        stack.enter_context(view.sampling())
-        stack.enter_context(self.using(view.network))
-        return view
-
-    def start_batch(self) -> None:
-        """Reset the block cache for a new batch."""
-        if self._cached is not None:
-            self._cached.start_batch()
-
-    @property
-    def blocks_run(self) -> float | None:
-        """Share of the network's blocks that ran in the last :meth:`sampling`; ``None`` without a cache."""
-        return None if self._cached is None else self._cached.blocks_run
-
-    @classmethod
-    def accelerator_errors(cls, spec: RolloutSpec, where: str) -> list[str]:
-        """Return why a spec's accelerators do not work on this family, at most one line; ``where`` is its key."""
-        if spec.cache is None or cls.has_cache:
-            return []
-        return [
-            f"{where}.cache={spec.cache.kind} does not work on {cls.__name__}, only on SD 3.5 and FLUX.1. Remove it."
-        ]
+            return
+        if self._folded is None or self._folded.source is not self.network:
+            self._folded = FoldedNetwork(self)
+        with self._folded.sampling(), self.using(self._folded.network):
+            yield
 
     def save(
         self, folder: str | Path, weights: Mapping[str, Tensor] | None = None, dtype: torch.dtype = torch.float32

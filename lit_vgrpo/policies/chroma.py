@@ -24,7 +24,6 @@ class ChromaPolicy(FluxPolicy):
 
     pipeline_class: ClassVar[str] = "ChromaPipeline"
     takes_guidance: ClassVar[bool] = False
-    has_cache: ClassVar[bool] = False
 
     def adopt(self, pipeline: Any, put_start: PutStart | None = None) -> ChromaPolicy:
         super().adopt(pipeline, put_start)

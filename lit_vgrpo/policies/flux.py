@@ -25,7 +25,6 @@ class FluxPolicy(FlowPolicy):
     packed: ClassVar[int] = PATCH
     time_scale: ClassVar[int | None] = 1000
     takes_guidance: ClassVar[bool] = True
-    has_cache: ClassVar[bool] = True
 
     def prompt_limit(self) -> tuple[Any, int, str]:
         encoder = type(self.pipeline.text_encoder_2).__name__  # CLIP gives only one vector, from the prompt's start
@@ -68,7 +67,6 @@ class KontextPolicy(FluxPolicy):
     """
 
     pipeline_class: ClassVar[str] = "FluxKontextPipeline"
-    has_cache: ClassVar[bool] = False
     edits: ClassVar[bool] = True
 
     def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:

@@ -155,8 +155,7 @@ class PipelinePolicy(nn.Module):
         self.pipeline: Any = None
         self.draft: Any = None  # the pipeline without weights that a check built, or the policy that used it
         self._is_checked = False
-        self._views: dict[Any, Any] = {}  # of the network for sampling, created on first use
-        self._cached: Any = None  # the view with a block cache, in and after a sampling with one
+        self._folded: Any = None  # the network's view for sampling, created on first use
 
     @contextmanager
     def using(self, network: nn.Module) -> Iterator[None]:

@@ -25,7 +25,6 @@ class SD3Policy(FlowPolicy):
     """
 
     pipeline_class: ClassVar[str] = "StableDiffusion3Pipeline"
-    has_cache: ClassVar[bool] = True
     may_lack: ClassVar[tuple[str, ...]] = ("text_encoder_3",)
 
     def __init__(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.core.gather import rank_and_world_size
 from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
-from lit_vgrpo.core.types import Conditioning, RolloutSpec
+from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.errors import counted
 from lit_vgrpo.policies.flow import FlowPolicy
 from lit_vgrpo.policies.loading import config_value
@@ -105,8 +105,8 @@ class WanPolicy(FlowPolicy):
         return TwoNetworks(first, second[0], boundary) if second else first
 
     @contextmanager
-    def sampling(self, spec: RolloutSpec | None = None) -> Iterator[None]:
-        with super().sampling(spec):
+    def sampling(self) -> Iterator[None]:
+        with super().sampling():
             self._rows_share_time = True
             try:
                 yield

@@ -140,7 +140,6 @@ class ScoreCollector:
             images=len(scores),
             seconds={**sampler.seconds, **self.seconds},
             has_advantage=self.queue is None or bool(advantages.any()),
-            blocks_run=rollout.blocks_run,
             scouts=sampler.metrics(rollout, scores),
             sources=statistics(of_sources(scores, sources), group_ids),
             edits={name: of_all_ranks(values) for name, values in self.copies.scores(group_size).items()},

@@ -83,11 +83,11 @@ def module_errors(module: Any, sizes: Sizes) -> list[str]:
 
 def errors_under(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> list[str]:
     """Return the module's errors and those that depend on the trainer or on held-out prompts."""
-    optimizer, spec, ranks = module.optimization.optimizer, module.objective.rollout_spec(0), image_ranks(trainer)[1]
+    ranks = image_ranks(trainer)[1]
     fits = not sizes.errors(ranks)  # their errors are the data module's
     return [
         *filter(None, [launcher_error(trainer.world_size)]),
-        *strategy_errors(trainer.strategy, module.policy, optimizer, sizes, spec),
+        *strategy_errors(trainer.strategy, module.policy, module.optimization.optimizer, sizes),
         *module_errors(module, sizes),
         *_comparison_errors(module, sizes, ranks, has_heldout),
         *teacher_errors(module.objective, module.policy),
@@ -118,9 +118,8 @@ def _evaluation_errors(module: Any) -> list[str]:
         return []
     if spec.solver in policy.solvers:
         where = "model.evaluation"
-        errors = policy.accelerator_errors(spec, where) or spec.accelerator_errors(where)
         unused = [name for name in ("shared_noise", "scouts") if getattr(spec, name)]
-        errors += [f"{where}.{name} has no effect: held-out images form no groups. Leave it out." for name in unused]
+        errors = [f"{where}.{name} has no effect: held-out images form no groups. Leave it out." for name in unused]
         return [*errors, *_size_errors(policy, module.evaluator.sides)]
     return [
         f"model.evaluation.solver={spec.solver} is not an ODE solver of {type(policy).__name__}. "

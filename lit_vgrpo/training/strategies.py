@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from lightning.pytorch.strategies import (
 from typing_extensions import override
 
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies.acceleration import attention_error
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
@@ -46,18 +44,13 @@ class AbsentGPU(CPUAccelerator, CUDAAccelerator):  # type: ignore[misc]
 
 
 def strategy_errors(
-    strategy: Strategy,
-    policy: Policy,
-    optimizer: OptimizerConfig | CustomOptimizer,
-    sizes: Sizes,
-    rollout: RolloutSpec | None = None,
+    strategy: Strategy, policy: Policy, optimizer: OptimizerConfig | CustomOptimizer, sizes: Sizes
 ) -> list[str]:
     """Return one line for each part of a run that does not work under a strategy."""
     found = (
         strategy_error(strategy),
         optimizer_error(strategy, optimizer),
         whole_weights_error(strategy, policy),
-        rollout_error(strategy, rollout),
         quantisation_error(strategy, policy),
         scaling_error(strategy, policy),
         micro_batch_error(strategy, sizes),
@@ -124,27 +117,11 @@ def whole_weights_error(strategy: Strategy, policy: Policy) -> str | None:
 
     Compiled blocks are untested with the hooks by which FSDP2 and ZeRO-3 gather weights.
     """
-    options = {"model.policy.compile": policy.compile_network, "model.policy.fold_lora": policy.fold_lora}
-    return _sharding_error(strategy, options)
-
-
-def rollout_error(strategy: Strategy, rollout: RolloutSpec | None) -> str | None:
-    """Return why a rollout's accelerator does not work under a strategy, or ``None``.
-
-    Its view of the network would bypass the hooks by which FSDP2 and ZeRO-3 gather weights.
-    """
-    if rollout is None:
-        return None
-    cache = rollout.cache or (rollout.scouts and rollout.scouts.cache)
-    return _sharding_error(strategy, {"model.objective.rollout.cache": cache and cache.kind})
-
-
-def _sharding_error(strategy: Strategy, options: Mapping[str, object]) -> str | None:
-    used = [f"{key}={str(value).lower()}" for key, value in options.items() if value]
+    used = [name for name, value in (("compile", policy.compile_network), ("fold_lora", policy.fold_lora)) if value]
     if not used or not (isinstance(strategy, FSDP2) or (isinstance(strategy, ZeRO) and strategy.stage == 3)):
         return None
     return (
-        f"{used[0]} needs whole weights on every rank, and {type(strategy).__name__} shards them. "
+        f"model.policy.{used[0]}=true needs whole weights on every rank, and {type(strategy).__name__} shards them. "
         "Leave it out, or use trainer.strategy=zero2."
     )
 

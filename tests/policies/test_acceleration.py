@@ -1,6 +1,7 @@
 """Merged adapters, compilation and attention kernels: what they change, and what they must not."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from lit_vgrpo.policies.acceleration import (
     lora_layers,
     repeated_blocks,
     set_attention_backend,
+    shared_view,
 )
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.optimizer import OptimizerConfig
@@ -113,6 +115,15 @@ def test_ode_sampling_merges_where_it_may_and_a_chain_never_does(sd3, options, m
     assert seen[2:] == [False] * 2
 
 
+def test_a_view_shares_weights_and_follows_a_move(sd3):
+    network = sd3().network
+    view = shared_view(network)
+    assert all(a is b for a, b in zip(view.parameters(), network.parameters(), strict=True))
+    assert not {id(module) for module in view.modules()} & {id(module) for module in network.modules()}
+    network.to(torch.float64)
+    assert {value.dtype for value in view.state_dict().values()} == {torch.float64}
+
+
 def test_what_cannot_be_merged(sd3):
     for options in ({"dtype": "bfloat16"}, {"lora_rank": None}):
         with pytest.raises(ValueError, match="fold_lora=true needs lora_rank and dtype=float32"):
@@ -142,11 +153,10 @@ def compiled(monkeypatch):
     torch._dynamo.reset()
     counters.clear()
     counter = CompileCounter()
-    options = acceleration.compile_options(counter)
-    monkeypatch.setattr(acceleration, "compile_options", lambda backend: options)
+    monkeypatch.setattr(acceleration, "compile_network", partial(compile_network, backend=counter))
 
     def make(policy):
-        compile_network(policy.network)
+        acceleration.compile_network(policy.network)
         policy.compile_network = True  # of its views too
         return counter
 

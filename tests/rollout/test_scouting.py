@@ -9,7 +9,7 @@ from helpers import Brightness, make_data, make_module, make_trainer
 from lit_vgrpo import VGRPO, FlowGRPO, RolloutSpec, SD3Policy, UNetPolicy
 from lit_vgrpo.callbacks import RewardLogger
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.types import BlockCache, Rollout, ScoutSpec
+from lit_vgrpo.core.types import Rollout, ScoutSpec
 from lit_vgrpo.objectives import Denoising
 from lit_vgrpo.rewards import RewardError
 from lit_vgrpo.training.settings import module_errors
@@ -135,10 +135,8 @@ def test_failed_scouts_can_stop_the_run(tiny_sd3, tmp_path, fails, failed_images
 
 
 def test_scouts_are_sampled_with_their_own_settings():
-    cache = BlockCache("taylorseer")
-    of_scouts = RolloutSpec("euler", STEPS, 3.0, cache=cache, scouts=ScoutSpec(2, 2, "unipc")).of_scouts
-    assert of_scouts == RolloutSpec("unipc", 2, 3.0)
-    assert RolloutSpec(steps=STEPS, scouts=ScoutSpec(2, 2, cache=cache)).of_scouts == RolloutSpec(steps=2, cache=cache)
+    assert RolloutSpec("euler", STEPS, 3.0, scouts=ScoutSpec(2, 2, "unipc")).of_scouts == RolloutSpec("unipc", 2, 3.0)
+    assert RolloutSpec(steps=STEPS, scouts=ScoutSpec(2, 2)).of_scouts == RolloutSpec(steps=2)
 
 
 def test_settings_that_make_no_sense_are_refused(tiny_sd3):
@@ -152,8 +150,6 @@ def test_settings_that_make_no_sense_are_refused(tiny_sd3):
     (line,) = ddim.policy_errors(SD3Policy)
     assert "rollout.scouts.solver=ddim is not a solver of SD3Policy" in line
     assert "solver=euler" in ddim.policy_errors(UNetPolicy)[0]
-    cached = VGRPO(RolloutSpec(steps=STEPS, scouts=ScoutSpec(2, 2, cache=BlockCache("taylorseer"))))
-    assert cached.policy_errors(UNetPolicy)
     without_reward = Denoising(lambda *args: None, RolloutSpec(scouts=ScoutSpec()))
     (line,) = without_reward.check(Sizes(2, 4))
     assert "scouts: Denoising has no reward to select with" in line
