@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Hashable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lit_vgrpo.core.gather import rows_of_all_ranks, sum_over_ranks
 
-Distance = Literal["cosine", "euclidean"]
 Key = TypeVar("Key", bound=Hashable)
 RESAMPLES_AT_ONCE = 100
 """Limits memory: scipy holds the indices of a whole batch of resamples."""
@@ -134,16 +133,15 @@ def kernel_distance(
     return float(mean)
 
 
-def diversity(features: Tensor, prompts: Sequence[Key], distance: Distance = "cosine") -> dict[Key, float]:
-    """Return the mean distance between two images of one prompt, in float64, for each prompt.
+def diversity(features: Tensor, prompts: Sequence[Key]) -> dict[Key, float]:
+    """Return the mean cosine distance between two images of one prompt, in float64, for each prompt.
 
     Args:
         features: Shape ``(N, D)``.
         prompts: Each image's prompt, or its number; length N.
-        distance: ``cosine`` (0 for equal directions, 2 for opposite ones) or ``euclidean``.
 
     Returns:
-        One value per prompt, in order of first appearance; NaN for a prompt with one image.
+        One value in [0, 2] per prompt, in order of first appearance; NaN for a prompt with one image.
 
     >>> diversity(torch.eye(3), ["a cat"] * 3)
     {'a cat': 1.0}
@@ -153,13 +151,9 @@ def diversity(features: Tensor, prompts: Sequence[Key], distance: Distance = "co
         members.setdefault(prompt, []).append(index)
     found = {}
     for prompt, rows in members.items():
-        values = features[rows].double()
-        if distance == "cosine":
-            unit = torch.nn.functional.normalize(values, dim=-1)
-            first, second = torch.triu_indices(len(rows), len(rows), offset=1)
-            pairs = (1 - unit @ unit.T)[first, second].clamp(min=0)
-        else:
-            pairs = torch.pdist(values)
+        unit = torch.nn.functional.normalize(features[rows].double(), dim=-1)
+        first, second = torch.triu_indices(len(rows), len(rows), offset=1)
+        pairs = (1 - unit @ unit.T)[first, second].clamp(min=0)
         found[prompt] = float(pairs.mean())
     return found
 
@@ -169,7 +163,6 @@ def bootstrap_interval(
     clusters: Sequence[int] | Sequence[str] | Tensor | None = None,
     level: float = 0.95,
     resamples: int = 2000,
-    seed: int = 0,
 ) -> tuple[float, float]:
     """Return the percentile bootstrap interval of the mean, ignoring NaN values.
 
@@ -181,7 +174,6 @@ def bootstrap_interval(
         clusters: The cluster of each value, such as its prompt; ``None`` resamples single values.
         level: Confidence level, in (0, 1).
         resamples: Number of bootstrap samples.
-        seed: Seed of the resampling.
 
     Returns:
         The lower and the upper end; NaN if there are no values.
@@ -208,6 +200,6 @@ def bootstrap_interval(
         paired=True,
         confidence_level=level,
         method="percentile",
-        rng=seed,
+        rng=0,
     ).confidence_interval
     return float(interval.low), float(interval.high)

@@ -68,7 +68,7 @@ def attributes_of(
     return found
 
 
-def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_SIZE) -> Tensor:
+def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor) -> Tensor:
     """Return anti-aliased masks of one kind of shape.
 
     Args:
@@ -76,12 +76,11 @@ def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_S
         x: Horizontal centroid in pixels, shape ``(B,)``.
         y: Vertical centroid in pixels, downwards, shape ``(B,)``.
         area: Area in square pixels, shape ``(B,)``.
-        size: Side of the square image in pixels.
 
     Returns:
-        Shape ``(B, size, size)``, in [0, 1]: approximately the covered fraction of each pixel.
+        Shape ``(B, 32, 32)``, in [0, 1]: approximately the covered fraction of each pixel.
     """
-    grid = torch.arange(size, dtype=x.dtype, device=x.device) + 0.5
+    grid = torch.arange(IMAGE_SIZE, dtype=x.dtype, device=x.device) + 0.5
     dx = (grid - x[:, None])[:, None, :]
     dy = (grid - y[:, None])[:, :, None]
     area = area[:, None, None]
