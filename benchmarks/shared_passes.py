@@ -2,40 +2,26 @@
 
     python benchmarks/shared_passes.py
 
-The network is a small SD3 with random weights. The 24 images of the group are Gaussian latents of
-shape (16, 64, 64), standard deviation 1 and correlation 0.5. For each time and each choice of the weights, the gradient
-of V-GRPO's surrogate is averaged over draws of the noise and of the image that the latent starts from. The table lists
-the effective sample size, the cosine with the gradient of one pass per image, and the length relative to it. The first
-row of each time compares the two halves of that gradient's draws: noise alone lowers the cosine to this value.
+The network is a small SD3 with random weights. The 24 images of the group are Gaussian latents of shape (16, 64, 64),
+standard deviation 1 and correlation 0.5. For each time, the gradient of V-GRPO's surrogate is averaged over draws of
+the noise and of the image that the latent starts from. The table lists the cosine with the gradient of one pass per
+image, and the length relative to it. The first row of each time compares the two halves of that gradient's draws: noise
+alone lowers the cosine to this value.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 
 import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
-from lit_vgrpo.core.importance import (
-    balance_weights,
-    effective_sample_size,
-    negative_log_densities,
-    temperature_for,
-)
 from lit_vgrpo.core.surrogate import denoising_error
 
 GROUP, SHAPE, CORRELATION = 24, (16, 64, 64), 0.5
 TIMES = (0.99, 0.96, 0.91, 0.86, 0.7)
-CHOICES: dict[str, Callable[[Tensor], Tensor | float]] = {
-    "tau = 1": lambda densities: 1.0,
-    "samples = 2": lambda densities: temperature_for(densities, 2.0),
-    "samples = 6": lambda densities: temperature_for(densities, 6.0),
-    "samples = 12": lambda densities: temperature_for(densities, 12.0),
-    "tau = 0": lambda densities: 0.0,
-}
 
 
 def main() -> None:
@@ -66,39 +52,26 @@ def main() -> None:
         rows = len(noisy)
         return network(noisy, prompt.expand(rows, -1, -1), pooled.expand(rows, -1), torch.full((rows,), 1000 * t))[0]
 
-    def gradient(noisy: Tensor, t: float, weights: Tensor) -> Tensor:
-        """Return the gradient of ``sum_i w_i A_i l_i``, with one pass or one per image."""
+    def gradient(noisy: Tensor, t: float) -> Tensor:
+        """Return the gradient of ``mean_i A_i l_i``, with one pass or one per image."""
         estimate = noisy - t * predict(noisy, t)
         errors = denoising_error((estimate - images)[:, None], self_normalised=True)[:, 0]
-        parts = torch.autograd.grad(
-            (weights * advantages * errors).sum(), list(network.parameters()), allow_unused=True
-        )
+        parts = torch.autograd.grad((advantages * errors).mean(), list(network.parameters()), allow_unused=True)
         return torch.cat([part.flatten() for part in parts if part is not None])
 
-    print("time   weights        effective samples   cosine   length / a pass per image's")
+    print("time   gradient             cosine   length / a pass per image's")
     for t in TIMES:
         plain: list[Tensor] = []
-        shared: dict[str, list[Tensor]] = {name: [] for name in CHOICES}
-        sizes: dict[str, list[float]] = {name: [] for name in CHOICES}
+        shared: list[Tensor] = []
         for _ in range(draws):
             noise = torch.randn(1, *SHAPE)
-            plain.append(gradient((1 - t) * images + t * noise, t, torch.full((GROUP,), 1 / GROUP)))
-            noisy = (1 - t) * images[torch.randint(GROUP, (1,))] + t * noise
-            columns = torch.full((GROUP, 1), 1 - t), torch.full((GROUP, 1), t)
-            densities = negative_log_densities(noisy.expand(GROUP, 1, *SHAPE), images, *columns).T
-            for name, choose in CHOICES.items():
-                weights = balance_weights(densities, choose(densities))
-                sizes[name].append(effective_sample_size(weights).item())
-                shared[name].append(gradient(noisy, t, weights[0].float()))
-        whole = torch.stack(plain)
-        halves = whole[::2].mean(dim=0), whole[1::2].mean(dim=0)
-        rows = {"a pass per image": (GROUP, cosine(*halves), 1.0)}
-        for name, found in shared.items():
-            mean = torch.stack(found).mean(dim=0)
-            length = (mean.norm() / whole.mean(dim=0).norm()).item()
-            rows[name] = (sum(sizes[name]) / draws, cosine(mean, whole.mean(dim=0)), length)
-        for name, (size, angle, length) in rows.items():
-            print(f"{t:.2f}   {name:16} {size:12.1f} {angle:15.3f} {length:12.2f}", flush=True)
+            plain.append(gradient((1 - t) * images + t * noise, t))
+            shared.append(gradient((1 - t) * images[torch.randint(GROUP, (1,))] + t * noise, t))
+        whole, mean = torch.stack(plain), torch.stack(shared).mean(dim=0)
+        halves = cosine(whole[::2].mean(dim=0), whole[1::2].mean(dim=0))
+        length = (mean.norm() / whole.mean(dim=0).norm()).item()
+        print(f"{t:.2f}   a pass per image {halves:10.3f} {1:12.2f}")
+        print(f"{t:.2f}   a shared pass    {cosine(mean, whole.mean(dim=0)):10.3f} {length:12.2f}", flush=True)
 
 
 def cosine(one: Tensor, other: Tensor) -> float:

@@ -196,20 +196,14 @@ class ForwardObjective(Objective):
         """
         prediction, error, scale = predicted
         if (of_anchor := stored(micro, "anchor_prediction")) is not None:
-            distance = surrogate(weighted(micro, distance_to_copy(prediction, of_anchor, error, scale)))
+            distance = surrogate(distance_to_copy(prediction, of_anchor, error, scale))
             loss = loss + self.anchor_weight * distance.mean()
             metrics = metrics | {"anchor_distance": distance.detach()}
         if self.norm_weight > 0 and (of_start := stored(micro, "reference_prediction")) is not None:
             excess = norm_excess(prediction, of_start)
-            loss = loss + self.norm_weight * surrogate(weighted(micro, excess.square())).mean()
+            loss = loss + self.norm_weight * surrogate(excess.square()).mean()
             metrics = metrics | {"norm_excess": surrogate(excess.detach())}
         return loss, metrics
-
-
-def weighted(micro: Experience, values: Tensor) -> Tensor:
-    """Return values ``(M, N)``, times the images' importance weights if each group shares a noisy latent."""
-    weights = micro.extras.get("importance")
-    return values if weights is None else values * weights
 
 
 @dataclass(eq=False)

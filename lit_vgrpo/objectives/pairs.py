@@ -10,12 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.importance import (
-    balance_weights,
-    effective_sample_size,
-    negative_log_densities,
-    temperature_for,
-)
 from lit_vgrpo.core.noise import STREAM_BASES, STREAM_PAIRS, image_generators, unit_noise
 from lit_vgrpo.core.probability_paths import ProbabilityPath, Space, expand
 from lit_vgrpo.core.surrogate import (
@@ -81,55 +75,26 @@ def with_negatives(pairs: Pairs) -> Pairs:
     return Pairs(pairs.times.repeat_interleave(2, dim=1), noise, pairs.rows, 2 * pairs.shared)
 
 
-def share_noisy_latents(
-    context: PrepareContext,
-    pairs: Pairs,
-    all_ranks: Callable[[Tensor], Tensor],
-    temperature: float | None = None,
-    effective_samples: float | None = None,
-) -> tuple[Pairs, Tensor, Tensor]:
+def share_noisy_latents(context: PrepareContext, pairs: Pairs, all_ranks: Callable[[Tensor], Tensor]) -> Pairs:
     """Replace each group's noise with one noisy latent per pair, made from one of its images, and share its pass.
 
     Args:
         pairs: One row per group.
         all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; needed where ranks split groups.
-        temperature: See :func:`~lit_vgrpo.core.importance.balance_weights`; ``None`` means 1.
-        effective_samples: Choose each pair's temperature by this effective sample size instead.
-
-    Returns:
-        The new pairs; the weights of each image in the mean over images, ``G w_ij``, ``(B, N)``, float32; and the
-        effective sample sizes at temperature 1 and at the one used, ``(2, B, N)``.
     """
     rollout, path = context.rollout, context.policy.path
     owners, rows = pair_owners(rollout, "group")
     size, num_pairs, home = rollout.group_size, pairs.times.shape[1], rollout.latents.device
-    is_split = len(rollout) < len(owners) * size
     generators = image_generators(STREAM_BASES, rollout.seed, rollout.iteration, owners.tolist())
     members = torch.stack([torch.randint(size, (num_pairs,), generator=generator) for generator in generators])
     image, pair = (owners[rows, None] * size + members[rows] == rollout.image_ids[:, None]).nonzero(as_tuple=True)
     bases = rollout.latents.new_zeros(len(owners), num_pairs, *rollout.latents.shape[1:])
     bases[rows[image].to(home), pair.to(home)] = rollout.latents[image.to(home)]
-    if is_split:  # the image that a noisy latent starts from is on one of the group's ranks
+    if len(rollout) < len(owners) * size:  # the image that a noisy latent starts from is on one of the group's ranks
         found, groups = all_ranks(bases), all_ranks(owners)
         bases = torch.stack([found[groups == owner].sum(dim=0) for owner in owners]).to(home)
     noisy = path.interpolate(bases.flatten(0, 1), pairs.noise.flatten(0, 1), pairs.times.flatten())
-    pairs = replace(pairs, noise=noisy.unflatten(0, pairs.times.shape), shared=num_pairs)
-
-    times, noise = pairs.of_images()
-    a, b = path.coefficients(times.flatten())
-    own = negative_log_densities(noise, rollout.latents, a.view_as(times), b.view_as(times)).cpu()
-    densities, ids = (all_ranks(own), all_ranks(rollout.image_ids)) if is_split else (own, rollout.image_ids)
-    order = ids.argsort()
-    of_groups = densities[order].unflatten(0, (-1, size)).transpose(1, 2)  # (groups, N, G)
-    plain = effective_sample_size(balance_weights(of_groups))
-    chosen = 1.0 if temperature is None else temperature
-    weights = balance_weights(
-        of_groups, chosen if effective_samples is None else temperature_for(of_groups, effective_samples)
-    )
-    place = torch.searchsorted(ids[order], rollout.image_ids)  # of each image in the table of groups
-    of_image = (size * weights).transpose(1, 2).flatten(0, 1)[place]
-    sizes = [values[place // size] for values in (plain, effective_sample_size(weights))]
-    return pairs, of_image.float().to(home), torch.stack(sizes).float().to(home)
+    return replace(pairs, noise=noisy.unflatten(0, pairs.times.shape), shared=num_pairs)
 
 
 def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool | Sharing) -> Pairs:

@@ -1,6 +1,5 @@
 """V-GRPO (arXiv 2604.23380): GRPO whose likelihood is the ELBO surrogate."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -12,7 +11,6 @@ from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import NonNegativeFloat, OnlyWith, Range, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import (
-    Pairs,
     SharePasses,
     clipped_surrogate,
     denoising_error,
@@ -22,7 +20,7 @@ from lit_vgrpo.core.surrogate import (
 )
 from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.forward import DrawnTimesObjective, weighted
+from lit_vgrpo.objectives.forward import DrawnTimesObjective
 from lit_vgrpo.objectives.pairs import (
     Sharing,
     distance_to_copy,
@@ -35,8 +33,6 @@ from lit_vgrpo.objectives.pairs import (
 from lit_vgrpo.policies.base import Policy
 
 KLTarget = Literal["reference", "behaviour"]
-LEAST_SAMPLES = 1.5
-"""Mean effective sample size below which a shared noisy latent trains hardly more than one image of its group."""
 
 
 @checked
@@ -50,11 +46,8 @@ class VGRPO(DrawnTimesObjective):
             ranks. True and false stand for group and none.
         share_passes: One network pass for all images of a group. ``pure_noise`` shares the first pair's, at ``t = 1``,
             where all noisy latents are equal: exact. ``group`` also shares the others', at a noisy latent made from one
-            image of the group, with the weights of :mod:`lit_vgrpo.core.importance`. Requires a rectified flow and
-            pairs shared in a group. Ours, not the paper's.
-        importance_temperature: Temperature of the weights of ``group``: 1 (null) is unbiased; smaller values lower the
-            variance and add bias.
-        effective_samples: Choose each pair's temperature by this effective sample size, at most the group size.
+            image of the group, which is biased. Requires a rectified flow and pairs shared in a group. Ours, not the
+            paper's.
         stratify: One time from each of N_MC equal parts of the times (variance reduction 2). As in the authors' code,
             parts of the sampler's times differ in size by at most one, larger first.
         space: Space of the denoising error; x with ``self_normalise`` is the adaptive weighting.
@@ -78,8 +71,6 @@ class VGRPO(DrawnTimesObjective):
     num_mc_samples: Annotated[int, Range(1, 1000)] = 4
     share_pairs: Sharing | bool = "group"
     share_passes: SharePasses = "none"
-    importance_temperature: Annotated[float, Range(0, 1), OnlyWith("share_passes", "group")] | None = None
-    effective_samples: Annotated[float, Range(1, 10_000), OnlyWith("share_passes", "group")] | None = None
     stratify: bool = True
     space: Space = "x"
     self_normalise: bool = True
@@ -100,15 +91,6 @@ class VGRPO(DrawnTimesObjective):
             errors.append(
                 f"model.objective.share_passes={self.share_passes} needs share_pairs=group, and space x or v: in "
                 "space eps, the error at t = 1 is always 0."
-            )
-        if self.importance_temperature is not None and self.effective_samples is not None:
-            errors.append(
-                "model.objective.importance_temperature and effective_samples both set the weights. Use only one."
-            )
-        if self.effective_samples is not None and self.effective_samples > sizes.group_size:
-            errors.append(
-                f"model.objective.effective_samples={self.effective_samples} exceeds the {sizes.group_size} images "
-                f"of a group. Use {sizes.group_size / 2:g}."
             )
         if self._has_kl_to("behaviour") and sizes.updates_per_iteration == 1:
             errors.append(
@@ -141,30 +123,15 @@ class VGRPO(DrawnTimesObjective):
             antithetic=self.antithetic,
             pure_noise=self.share_passes != "none",
         )
-        extras: dict[str, Tensor] = {}
         if self.share_passes == "group":
-            pairs, extras = self._share_in_groups(context, pairs)
-        experience = context.experience(pairs, extras, soft_clip(context.advantages, self.soft_clip))
+            pairs = share_noisy_latents(context, pairs, self.all_ranks)
+        experience = context.experience(pairs, advantages=soft_clip(context.advantages, self.soft_clip))
         # With one update the policy is the behaviour policy: the ratio is 1 and needs no passes.
         if context.updates > 1:
             with context.ledger.phase("old"):
                 self._store_old(context, experience)
         self.store_pulls(context, experience)
         return experience
-
-    def _share_in_groups(self, context: PrepareContext, pairs: Pairs) -> tuple[Pairs, dict[str, Tensor]]:
-        """Return pairs with one pass per group, and the images' weights and effective sample sizes."""
-        chosen = (self.importance_temperature, self.effective_samples)
-        pairs, weights, (plain, used) = share_noisy_latents(context, pairs, self.all_ranks, *chosen)
-        if chosen == (None, None) and self.num_updates == 0 and not context.is_trial:
-            size = float(self.all_ranks(plain[:, 1:].flatten()).mean()) if plain.shape[1] > 1 else math.inf
-            if size < LEAST_SAMPLES:
-                raise ValueError(
-                    f"model.objective.share_passes=group: the mean effective sample size below t = 1 is {size:.2f} of "
-                    f"{context.rollout.group_size} images, as is usual for large latents. Use pure_noise, or set "
-                    "effective_samples."
-                )
-        return pairs, {"importance": weights, "effective_samples": used.mean(dim=1)}
 
     @torch.no_grad()
     def _store_old(self, context: PrepareContext, experience: Experience) -> None:
@@ -173,19 +140,19 @@ class VGRPO(DrawnTimesObjective):
         surrogates, predictions = [], []
         for micro in micros:
             prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
-            surrogates.append(self._surrogate(micro, error))
+            surrogates.append(self._surrogate(error))
             if self._has_kl_to("behaviour"):  # else they would waste as much memory as all pairs
                 predictions.append(prediction)
         if predictions:
             store_predictions(experience, "kl_prediction", micros, predictions, context.placed)
         experience.extras["old_surrogate"] = context.placed(torch.cat(surrogates))
 
-    def _surrogate(self, micro: Experience, error: Tensor) -> Tensor:
-        return surrogate(weighted(micro, denoising_error(error, self.self_normalise)))
+    def _surrogate(self, error: Tensor) -> Tensor:
+        return surrogate(denoising_error(error, self.self_normalise))
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         prediction, error, scale = predicted = self.predict(policy, micro, self.space, self.scale_cap)
-        elbo = self._surrogate(micro, error)
+        elbo = self._surrogate(error)
         log_ratio = old_values(micro, "old_surrogate", elbo) - elbo
         objective = clipped_surrogate(log_ratio, micro.advantages, self.clip)
         distance = torch.zeros_like(elbo)
@@ -196,9 +163,7 @@ class VGRPO(DrawnTimesObjective):
                 per_pair = mean_over_pixels((scale * (prediction - other)).square(), 2)
             else:
                 per_pair = distance_to_copy(prediction, other, error, scale)
-            distance = surrogate(weighted(micro, per_pair))
+            distance = surrogate(per_pair)
         loss = (self.kl_weight * distance - objective).mean()
         metrics = {"surrogate": elbo.detach(), "kl": distance.detach(), **ratio_metrics(log_ratio, self.clip)}
-        if "effective_samples" in micro.extras:
-            metrics["effective_samples"] = micro.extras["effective_samples"]
         return self.with_pulls(loss, metrics, micro, predicted)

@@ -1,4 +1,4 @@
-"""One network pass per group: the same gradient at t = 1, and no bias at lower times."""
+"""One network pass per group: the same gradient at t = 1, and one image's noisy latent at lower times."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,11 +9,10 @@ from all_methods import ANCHOR
 from pair_methods import ADVANTAGES, GROUP, assert_same_gradient, loss_and_gradient, prepare, roll, spread_copies
 from policies.families import make_family
 
-from lit_vgrpo.core.importance import balance_weights, effective_sample_size, negative_log_densities, temperature_for
 from lit_vgrpo.core.probability_paths import RectifiedFlow
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.surrogate import Pairs, TimeGrid
+from lit_vgrpo.core.surrogate import Pairs
 from lit_vgrpo.core.types import Rollout, RolloutSpec
 from lit_vgrpo.objectives import DGPO, VGRPO
 from lit_vgrpo.objectives.base import PrepareContext
@@ -69,8 +68,8 @@ def test_pure_noise_on_other_families(name, request):
 
 
 def test_it_saves_the_passes_that_the_plan_says(policy):
-    for sharing, options in [("pure_noise", {}), ("group", {"importance_temperature": 0.1})]:
-        objective = VGRPO(RolloutSpec(steps=2), 3, share_passes=sharing, **options, **ANCHOR)
+    for sharing in ("pure_noise", "group"):
+        objective = VGRPO(RolloutSpec(steps=2), 3, share_passes=sharing, **ANCHOR)
         objective.setup(policy)
         for micro in (6, 3, 1):
             ledger = PassLedger()
@@ -102,55 +101,25 @@ def group_of(points, iteration):
     return PrepareContext(SimpleNamespace(path=RectifiedFlow()), rollout, torch.zeros(size), size)
 
 
-def test_the_balance_heuristic_is_unbiased_and_equal_weights_are_not():
-    """The weighted mean over shared latents equals each image's expectation of a function of its noisy latents."""
+def test_a_shared_noisy_latent_starts_from_one_image_of_the_group():
     points, t, draws = torch.tensor([-1.0, 0.2, 1.5]), 0.6, 10_000
-    generator = torch.Generator().manual_seed(0)
-
-    def function(noisy):  # differs by image, and is not linear
-        return torch.tanh(2 * noisy) + (noisy - points).square()
-
-    own = function((1 - t) * points + t * torch.randn(200_000, 1, generator=generator)).mean()
-    times = torch.full((1, draws), t)
-    found = {}
-    for temperature in (None, 0.0):
-        pairs = Pairs(times, torch.randn(1, draws, 1, 1, 1, generator=generator), torch.zeros(3, dtype=torch.int64))
-        pairs, weights, sizes = share_noisy_latents(group_of(points, 0), pairs, lambda values: values, temperature)
-        assert pairs.shared == draws
-        torch.testing.assert_close(weights.mean(dim=0), torch.ones(draws))
-        assert sizes.min() >= 1
-        values = (weights.T * function(pairs.noise.reshape(draws, 1))).mean(dim=1)
-        found[temperature] = ((values.mean() - own) / (values.std() / draws**0.5)).item()
-    assert abs(found[None]) < 4  # standard errors
-    assert abs(found[0.0]) > 20
+    noise = torch.randn(1, draws, 1, 1, 1, generator=torch.Generator().manual_seed(0))
+    pairs = Pairs(torch.full((1, draws), t), noise, torch.zeros(3, dtype=torch.int64))
+    pairs = share_noisy_latents(group_of(points, 0), pairs, lambda values: values)
+    assert pairs.shared == draws
+    bases = (pairs.noise - t * noise).flatten() / (1 - t)
+    distances = (bases[:, None] - points).abs()
+    assert distances.amin(dim=1).max() < 1e-5
+    assert (distances.argmin(dim=1).bincount() / draws).tolist() == pytest.approx([1 / 3] * 3, abs=0.02)
 
 
-def test_temperature_reaches_the_sample_size():
-    latents = torch.randn(8, 4, 5, 5, generator=torch.Generator().manual_seed(1))
-    noisy = (0.1 * latents[:1] + 0.9 * latents[1:2].flip(1)).expand(8, 1, -1, -1, -1)
-    coefficients = torch.full((8, 1), 0.1), torch.full((8, 1), 0.9)
-    densities = negative_log_densities(noisy, latents, *coefficients).T
-    temperature = temperature_for(densities, 6.0)
-    assert 0 < temperature < 1
-    assert effective_sample_size(balance_weights(densities, temperature)).item() == pytest.approx(6.0)
-    assert temperature_for(densities, 1.0) == 1
-
-
-def test_at_pure_noise_all_images_count_alike(policy):
-    objective = VGRPO(RolloutSpec(steps=2), 2, share_passes="group", effective_samples=2.5)
+def test_only_the_first_shared_pair_is_pure_noise(policy):
+    objective = VGRPO(RolloutSpec(steps=2), 2, share_passes="group")
     objective.setup(policy)
-    experience = prepare(policy, objective)
-    weights = experience.extras["importance"].unflatten(0, (2, GROUP))
-    torch.testing.assert_close(weights[..., 0], torch.ones(2, GROUP))
-    assert effective_sample_size(weights[..., 1] / GROUP).tolist() == pytest.approx([2.5, 2.5], rel=1e-4)
-    assert experience.pairs.times[:, 1].max() < 1
-
-
-def test_large_latents_need_a_choice(policy):
-    objective = VGRPO(RolloutSpec(steps=4), 2, share_passes="group", times=TimeGrid(8, shift=0.5))
-    objective.setup(policy)
-    with pytest.raises(ValueError, match=r"effective sample size below t = 1 is 1\.\d+ of 3 images"):
-        prepare(policy, objective, advantages=ADVANTAGES)
+    pairs = prepare(policy, objective).pairs
+    assert pairs.shared == 2
+    assert pairs.times[:, 0].tolist() == [1.0, 1.0]
+    assert pairs.times[:, 1].max() < 1
 
 
 @pytest.mark.parametrize(
@@ -159,8 +128,6 @@ def test_large_latents_need_a_choice(policy):
         ({"share_pairs": "none"}, SIZES, "share_passes=group needs share_pairs=group"),
         ({"time_range": (0.0, 0.9)}, SIZES, "needs t = 1, but time_range=[0.0, 0.9] excludes it"),
         ({}, Sizes(3, 4, 2, split_updates=True), "updates_per_iteration=2 splits the 3 groups"),
-        ({"effective_samples": 5.0}, SIZES, "effective_samples=5.0 exceeds the 3 images"),
-        ({"effective_samples": 2.0, "importance_temperature": 0.5}, SIZES, "Use only one"),
     ],
 )
 def test_what_cannot_share_is_refused(options, sizes, line):
@@ -173,7 +140,7 @@ def test_a_path_that_does_not_end_in_noise_is_refused():
     assert "needs a path that ends in pure noise, but that of UNetPolicy keeps some of the image" in error
 
 
-@pytest.mark.parametrize("options", [{}, {"share_passes": "group", "importance_temperature": 0.05}], ids=["", "shared"])
+@pytest.mark.parametrize("options", [{}, {"share_passes": "group"}], ids=["", "shared"])
 def test_replayed_images_are_prepared_as_if_alone(policy, options):
     objective = VGRPO(RolloutSpec(steps=3), 2, **options, **ANCHOR)
     spread_copies(policy, objective)

@@ -27,8 +27,7 @@ ANCHOR = {"anchor_weight": 1.0, "anchor_decay": 0.3}
 
 
 def shared_passes(**options):
-    rollout, shared = RolloutSpec("dpm++", S), {"share_passes": "group", "importance_temperature": 0.05}
-    return VGRPO(rollout, 3, **shared, times=TimeGrid(8), **ANCHOR, **options)
+    return VGRPO(RolloutSpec("dpm++", S), 3, share_passes="group", times=TimeGrid(8), **ANCHOR, **options)
 
 
 # Network passes an image: rollout, train with gradient, train without. One update an iteration, but where split.
