@@ -126,7 +126,7 @@ class RewardLogger(L.Callback):
             "cost/train_s": module.ledger.stopwatch.wall_s,
             "cost/cpu_s": module.ledger.stopwatch.cpu_s,
         }
-        metrics |= {f"scouts/{name}": value for name, value in record.scouts.items()} | record.diagnostics
+        metrics |= record.diagnostics
         metrics |= {f"edit/{name}": float(values.nanmean()) for name, values in record.edits.items()}
         if record.edits and not self._warned_of_copies:
             warning = copying_warning(record.edits["copies"], record.iteration + 1)

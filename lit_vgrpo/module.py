@@ -24,8 +24,8 @@ from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import as_weighted
 from lit_vgrpo.rewards.function import RewardsLike
 from lit_vgrpo.rollout.iteration import Continuation, Iteration, Replay
+from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector
-from lit_vgrpo.rollout.scouts import image_sampler
 from lit_vgrpo.training.checkpoint_file import read_sound
 from lit_vgrpo.training.evaluation import EvaluationSpec, Evaluator
 from lit_vgrpo.training.micro_batch import settle
@@ -104,7 +104,7 @@ class VGRPOModule(L.LightningModule):
         self.ledger = ledger = PassLedger()
         stops = failed_images == "stop"
         self.scores = ScoreCollector(policy, self.reward, objective.needs_reward, stops, ledger.memory)
-        self.sampler = image_sampler(policy, objective, ledger, seed, rollout_batch_size, self.scores)
+        self.sampler = Sampler(policy, objective, ledger, seed, rollout_batch_size)
         spec, queue = evaluation or objective.rollout_spec(0).as_ode(), self.scores.queue
         self.evaluator = Evaluator(policy, self.reward, heldout_reward, spec, rollout_batch_size, seed, ledger, queue)
         self.guard, self.replay, self.continuation = UpdateGuard(non_finite), Replay(), Continuation()
@@ -135,7 +135,7 @@ class VGRPOModule(L.LightningModule):
         with self.scores.collecting(self.sampler.batches(batch)) as sampled:
             for images in sampled:
                 self.scores.submit(images, batch)  # scored while the next images are sampled
-            rollout, scores = self.scores.result(f"images of iteration {batch.iteration + 1}")
+            rollout, scores = self.scores.result()
         advantages, record = self.scores.compare(
             rollout, scores, self.advantage_std, self.advantage_aggregate, self.sampler
         )

@@ -48,7 +48,7 @@ def check_costs(module, trainer, expected):
 
 
 ALIKE = (
-    *("V-GRPO, three steps", "V-GRPO, scouts", "MixGRPO, window 4", "DanceGRPO", "Flow-GRPO, fast"),
+    *("V-GRPO, three steps", "MixGRPO, window 4", "DanceGRPO", "Flow-GRPO, fast"),
     *("DGPO, no guidance", "EPG", "MixGRPO, anchor", "RAM, pure noise", "FlowBP"),
 )
 """Methods that keep no other weights, or the same as another: with an adapter they cost as without."""

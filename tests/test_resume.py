@@ -20,9 +20,9 @@ class Counting:
         self.calls, self._batches = 0, objective.rollout_batches
         objective.rollout_batches = self
 
-    def __call__(self, policy, request, spec=None):
-        self.calls += spec is None  # scouts have a spec
-        return self._batches(policy, request, spec)
+    def __call__(self, policy, request):
+        self.calls += 1
+        return self._batches(policy, request)
 
 
 def run(folder, tmp_path, make, iterations, callbacks=(), ckpt=None, **data):

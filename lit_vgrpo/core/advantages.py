@@ -1,4 +1,4 @@
-"""Group-relative advantages, and the choice of scouts within groups."""
+"""Group-relative advantages."""
 
 from __future__ import annotations
 
@@ -141,61 +141,3 @@ def no_spread_share(rewards: Tensor, group_ids: Tensor) -> float:
         return 0.0
     flat = std <= NO_SPREAD * mean.abs().clamp(min=1)
     return float(torch.zeros(int(index.max()) + 1, device=rewards.device).index_fill(0, index[flat], 1.0).mean())
-
-
-def extremes(rewards: Tensor, keep: int) -> Tensor:
-    """Return the scouts of each group that are redrawn: the ``keep // 2`` best, the rest the worst.
-
-    Equal scouts are taken in order of their index, the lower one as the better. A failed scout (NaN) is taken only
-    if its group has fewer than ``keep`` others.
-
-    Args:
-        rewards: ``(P, S)``, one row per group.
-        keep: Number per group, at most S.
-
-    Returns:
-        Indices ``(P, keep)``, int64, ascending, so that an image's place says nothing about its reward.
-
-    Source:
-        arXiv 2604.06916, as in the authors' code (``best_worst``).
-
-    >>> extremes(torch.tensor([[0.5, 0.1, 0.9, 0.4, 0.2]]), keep=3)
-    tensor([[1, 2, 4]])
-    """
-    failed = rewards.isnan()
-    order = rewards.masked_fill(failed, 0).argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, failed.gather(1, order).long().argsort(dim=1, stable=True))
-    best = keep // 2
-    end = (~failed).sum(dim=1, keepdim=True).clamp(min=keep)
-    worst = end - torch.arange(keep - best, 0, -1)
-    places = torch.cat([torch.arange(best).expand(len(rewards), best), worst], dim=1)
-    return order.gather(1, places).sort(dim=1).values
-
-
-def rank_correlation(first: Tensor, second: Tensor) -> float | None:
-    """Return Spearman's rank correlation of two scores within groups, in [-1, 1], over all groups together.
-
-    Ranks are those within a group, with ties averaged, less the group's mean rank. Differences between
-    groups do not count, because they choose nothing.
-
-    Args:
-        first: ``(P, G)``, one row per group; a NaN leaves the image out of both.
-        second: Same shape as ``first``.
-
-    Returns:
-        ``None`` if no group has a spread in both.
-
-    >>> rank_correlation(torch.tensor([[0.1, 0.2, 0.9]]), torch.tensor([[1.0, 3.0, 2.0]]))
-    0.5
-    """
-    valid = ~(first.isnan() | second.isnan())
-    one, other = (_centred_ranks(values, valid) for values in (first, second))
-    scale = (one.square().sum() * other.square().sum()).sqrt()
-    return float((one * other).sum() / scale) if scale > 0 else None
-
-
-def _centred_ranks(values: Tensor, valid: Tensor) -> Tensor:
-    """Return ranks within each row minus their mean, float64; 0 if invalid."""
-    difference = torch.sign(values.unsqueeze(2) - values.unsqueeze(1)).double()
-    both = valid.unsqueeze(2) & valid.unsqueeze(1)
-    return difference.masked_fill(~both, 0).sum(dim=2) / 2

@@ -45,7 +45,6 @@ class IterationRecord:
             during these phases.
         has_advantage: Some image is better or worse than its group; otherwise no step is taken.
         updates: Optimizer steps taken so far, without skipped ones.
-        scouts: The scouts' metrics, over all ranks; empty without scouts.
         edits: By name, each image's similarity to the picture it edits and to its group, over all ranks,
             ``(B_global,)``; empty without pictures.
         diagnostics: Metrics that callbacks computed before an update, over all ranks.
@@ -64,7 +63,6 @@ class IterationRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     has_advantage: bool = True
     updates: int = 0
-    scouts: dict[str, float] = field(default_factory=dict)
     edits: dict[str, Tensor] = field(default_factory=dict)
     sources: dict[str, dict[str, float]] = field(default_factory=dict)
     diagnostics: dict[str, float] = field(default_factory=dict)

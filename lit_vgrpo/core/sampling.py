@@ -64,10 +64,7 @@ def rollout_batches(
     home = device or policy.device
     group_rows, image_ids = request.layout()
     rows = group_rows.to(home)
-    conditioning = request.conditioning
-    if conditioning is None:
-        conditioning = policy.encode(request.prompts, references_of(request.rows))
-    conditioning = conditioning.to(home)
+    conditioning = policy.encode(request.prompts, references_of(request.rows)).to(home)
 
     def generators(stream: int, numbers: Sequence[int]) -> list[torch.Generator]:
         return image_generators(stream, request.seed, request.iteration, numbers)
@@ -75,8 +72,7 @@ def rollout_batches(
     if spec.shared_noise:
         noise = policy.prior(generators(STREAM_GROUP_NOISE, request.slots)).to(home)[rows]
     else:
-        noise_ids = image_ids if request.noise_ids is None else request.noise_ids
-        noise = policy.prior(generators(STREAM_ROLLOUT, noise_ids.tolist())).to(home)
+        noise = policy.prior(generators(STREAM_ROLLOUT, image_ids.tolist())).to(home)
     if spec.is_sde:
         of_images = generators(STREAM_SDE, image_ids.tolist())
         batches = _chain_batches(policy, conditioning, rows, spec, noise, request.batch_size, of_images, record_means)

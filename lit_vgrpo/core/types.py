@@ -78,25 +78,6 @@ def is_of_prompt(name: str) -> bool:
 
 @checked
 @dataclass
-class ScoutSpec:
-    """Settings of the scouts, with the published ones as defaults.
-
-    Args:
-        factor: Scouts per image: a group of G images is chosen from ``factor * G`` scouts.
-        steps: Sampling steps of a scout, fewer than the rollout's.
-        solver: ODE solver of the scouts; null takes the rollout's.
-
-    Source:
-        arXiv 2604.06916: 96 scouts with 6 of 10 steps for 24 images.
-    """
-
-    factor: Annotated[int, Range(2, 1000)] = 4
-    steps: Annotated[int, Range(1, 1000)] = 6
-    solver: str | None = None
-
-
-@checked
-@dataclass
 class RolloutSpec:
     """Sampling settings.
 
@@ -109,7 +90,6 @@ class RolloutSpec:
         shared_noise: Start all images of a group from the same noise; requires an SDE to make them differ.
         window: Steps ``[first, stop)`` with SDE noise, the others follow the ODE; null is all except the last.
         tail: Re-grid the steps after the window to this share of them, with DPM-Solver++; null for no re-gridding.
-        scouts: Choose each group's images among more cheap ones, ``{factor: 4, steps: 6}``; requires an ODE.
     """
 
     solver: str = "euler"
@@ -119,7 +99,6 @@ class RolloutSpec:
     shared_noise: bool = False
     window: Annotated[tuple[NonNegativeInt, NonNegativeInt], OnlyWith("solver", *ODE_OF)] | None = None
     tail: Annotated[float, Range(above=0, most=1), OnlyWith("solver", *ODE_OF)] | None = None
-    scouts: ScoutSpec | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and not 0 <= self.window[0] < self.window[1] <= self.steps:
@@ -151,30 +130,18 @@ class RolloutSpec:
     def as_ode(self) -> RolloutSpec:
         """Return the ODE with the same number of steps, for held-out images."""
         if not self.is_sde:
-            return replace(self, scouts=None)
+            return self
         return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
 
     def errors(self) -> list[str]:
         """Return incompatible settings, one line each."""
         where = "model.objective.rollout"
         errors = []
-        if self.is_sde and self.scouts is not None:
-            errors.append(
-                f"{where}.scouts requires an ODE: with {self.solver}, a scout's noise would give a different image. "
-                "Leave it out."
-            )
         if self.shared_noise and (not self.is_sde or self.noise_level == 0):
             cause = f"noise_level={self.noise_level}" if self.is_sde else f"the ODE solver {self.solver}"
             same = f"{where}.shared_noise=true with {cause} makes all images of a group identical."
             errors.append(f"{same} Set shared_noise=false.")
         return errors
-
-    @property
-    def of_scouts(self) -> RolloutSpec:
-        """Return the scouts' sampling settings; there must be scouts."""
-        assert self.scouts is not None
-        scouts = self.scouts
-        return replace(self, solver=scouts.solver or self.solver, steps=scouts.steps, scouts=None)
 
 
 @dataclass
@@ -219,8 +186,6 @@ class RolloutRequest:
         seed: The run's seed.
         members: Images of each group to sample, if other ranks sample the rest; ``None`` for all.
         batch_size: Images per forward pass; ``None`` uses one batch.
-        noise_ids: Numbers that fix the images' noise, ``(B,)``; ``None`` takes their global indices.
-        conditioning: The prompts' embeddings, one row each; ``None`` encodes them.
     """
 
     prompts: Sequence[str]
@@ -231,14 +196,6 @@ class RolloutRequest:
     seed: int = 0
     members: Sequence[int] | None = None
     batch_size: int | None = None
-    noise_ids: Tensor | None = None
-    conditioning: Conditioning | None = None
-
-    def of_scouts(self, factor: int) -> RolloutRequest:
-        """Return the request for the scouts of these images: those of a group ``factor`` times as large."""
-        members = range(self.group_size) if self.members is None else self.members
-        scouts = [member * factor + number for member in members for number in range(factor)]
-        return replace(self, group_size=self.group_size * factor, members=scouts)
 
     def layout(self) -> tuple[Tensor, Tensor]:
         """Return each image's row among the groups and its global index, both ``(B,)``, group by group."""

@@ -19,7 +19,7 @@ from lit_vgrpo.training.settings import unfit_callbacks
 
 OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
 LOGGED = (
-    *("heldout/", "reward/", "source/", "policy/", "cost/", "time/", "memory/", "passes/", "scouts/", "surrogate/"),
+    *("heldout/", "reward/", "source/", "policy/", "cost/", "time/", "memory/", "passes/", "surrogate/"),
     *("edit/", "train/", "lr-"),
 )
 """Prefixes of all metrics that a run logs."""

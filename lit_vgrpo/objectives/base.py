@@ -163,12 +163,7 @@ class Objective(ABC):
 
     def check(self, sizes: Sizes) -> list[str]:
         """Return settings that cannot work together, one line each."""
-        spec = self.rollout_spec(0)
-        if spec.scouts is not None and not self.needs_reward:
-            return [
-                f"model.objective.rollout.scouts: {type(self).__name__} has no reward to select with. Leave it out."
-            ]
-        errors = spec.errors()
+        errors = self.rollout_spec(0).errors()
         if (self.anchor_weight > 0) != (self.anchor_decay is not None):
             errors.append(
                 f"model.objective.anchor_weight={self.anchor_weight} and anchor_decay={self.anchor_decay} must be "
@@ -193,13 +188,9 @@ class Objective(ABC):
             method = type(self).__name__
             return [f"model.objective={method} does not work on {policy.__name__}: it is not defined on {path}."]
         spec, where = self.rollout_spec(0), "model.objective.rollout"
-        stages = [(where, spec, policy.sde_solvers if spec.is_sde else policy.solvers)]
-        if spec.scouts is not None and not spec.is_sde:
-            stages.append((f"{where}.scouts", spec.of_scouts, policy.solvers))
-        for key, stage, solvers in stages:
-            if stage.solver not in solvers:
-                known = " or ".join((*policy.solvers, *policy.sde_solvers) if stage is spec else solvers)
-                return [f"{key}.solver={stage.solver} is not a solver of {policy.__name__}. Use {known}."]
+        if spec.solver not in (policy.sde_solvers if spec.is_sde else policy.solvers):
+            known = " or ".join((*policy.solvers, *policy.sde_solvers))
+            return [f"{where}.solver={spec.solver} is not a solver of {policy.__name__}. Use {known}."]
         return []
 
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:
@@ -211,10 +202,7 @@ class Objective(ABC):
             policy: Owner of the network; ``None`` means one that embeds no guidance scale.
         """
         spec = self.rollout_spec(0)
-        guided = _guidance_factor(spec.guidance, policy)
-        passes: dict[str, float] = {"rollout": spec.network_calls * guided}
-        if spec.scouts is not None:
-            passes["scouts"] = spec.scouts.factor * spec.scouts.steps * guided
+        passes: dict[str, float] = {"rollout": spec.network_calls * _guidance_factor(spec.guidance, policy)}
         training = _guidance_factor(self.guidance_in("training", policy), policy)
         reference = _guidance_factor(self.guidance_in("reference", policy), policy)
         for phase, count in self.prediction_passes(sizes).items():
@@ -254,19 +242,17 @@ class Objective(ABC):
         copy = self.copies.get(self.acting_copy)
         return nullcontext() if copy is None else copy.swapped_into(policy)
 
-    def rollout_batches(
-        self, policy: Policy, request: RolloutRequest, spec: RolloutSpec | None = None
-    ) -> Generator[Rollout, None, None]:
-        """Sample the images of a request with the weights that act, one forward batch at a time.
-
-        Args:
-            spec: Sampling settings; ``None`` uses :meth:`rollout_spec`.
-        """
-        options: dict[str, Any] = {"device": self.rollout_device}
-        if spec is None:
-            spec, steps = self.rollout_spec(request.iteration), self.recorded_steps(request.iteration)
-            options |= {"record_means": self.records_means, "record": steps}
-        with self.acting(policy), closing(rollout_batches(policy, request, spec, **options)) as batches:
+    def rollout_batches(self, policy: Policy, request: RolloutRequest) -> Generator[Rollout, None, None]:
+        """Sample the images of a request with the weights that act, one forward batch at a time."""
+        drawn = rollout_batches(
+            policy,
+            request,
+            self.rollout_spec(request.iteration),
+            device=self.rollout_device,
+            record_means=self.records_means,
+            record=self.recorded_steps(request.iteration),
+        )
+        with self.acting(policy), closing(drawn) as batches:
             yield from batches
 
     def roll_out(self, policy: Policy, request: RolloutRequest) -> Rollout:

@@ -58,9 +58,7 @@ class Denoising(Objective):
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         return {"update": sizes.uses_per_image * self.num_mc_samples}
 
-    def rollout_batches(
-        self, policy: Policy, request: RolloutRequest, spec: RolloutSpec | None = None
-    ) -> Generator[Rollout, None, None]:
+    def rollout_batches(self, policy: Policy, request: RolloutRequest) -> Generator[Rollout, None, None]:
         """Return the given images instead of a rollout's."""
         group_rows, image_ids = request.layout()
         picked = group_rows.tolist()

@@ -21,7 +21,7 @@ from lit_vgrpo.rewards import Weighted
 
 SAVED_OF_RECORD = (
     *("iteration", "rewards", "group_ids", "parts", "errors", "images"),
-    *("seconds", "has_advantage", "updates", "scouts", "edits", "sources"),
+    *("seconds", "has_advantage", "updates", "edits", "sources"),
 )
 """What a checkpoint keeps of an unfinished iteration's record."""
 

@@ -21,7 +21,7 @@ from lit_vgrpo.core.types import Rollout
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import RewardError, ScoreQueue, Scores, Weighted
-from lit_vgrpo.rollout.sampler import ImageSampler
+from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.system.memory import PeakMemory
 
 SIDE = 64
@@ -90,11 +90,8 @@ class ScoreCollector:
                 self.queue.put(pixels, prompts, rows)
                 self.copies.add(pixels, rows)
 
-    def result(self, what: str) -> tuple[Rollout, Scores]:
+    def result(self) -> tuple[Rollout, Scores]:
         """Return this rank's images and, after waiting for them, the scores of all ranks' images, in rank order.
-
-        Args:
-            what: The images, for the message, such as ``images of iteration 3``.
 
         Raises:
             RewardError: Every image failed, or any with ``any_failure``; on every rank.
@@ -111,11 +108,12 @@ class ScoreCollector:
         if failed and (self.any_failure or failed == number):
             name, message = next(iter(scores.errors.items()), ("", "no message"))
             stop = ", and model.failed_images=stop" if failed < number else ", so there is nothing to learn"
-            raise RewardError(f'{failed} of {number} {what} failed{stop}. Reward "{name}": {message}')
+            images = f"images of iteration {rollout.iteration + 1}"
+            raise RewardError(f'{failed} of {number} {images} failed{stop}. Reward "{name}": {message}')
         return rollout, scores
 
     def compare(
-        self, rollout: Rollout, scores: Scores, std: AdvantageStd, aggregate: AdvantageAggregate, sampler: ImageSampler
+        self, rollout: Rollout, scores: Scores, std: AdvantageStd, aggregate: AdvantageAggregate, sampler: Sampler
     ) -> tuple[Tensor, IterationRecord]:
         """Compare each image with its group: advantages of this rank's images, ``(B,)``, and the iteration's record.
 
@@ -140,7 +138,6 @@ class ScoreCollector:
             images=len(scores),
             seconds={**sampler.seconds, **self.seconds},
             has_advantage=self.queue is None or bool(advantages.any()),
-            scouts=sampler.metrics(rollout, scores),
             sources=statistics(of_sources(scores, sources), group_ids),
             edits={name: of_all_ranks(values) for name, values in self.copies.scores(group_size).items()},
         )

@@ -66,8 +66,7 @@ def set_up(module: Any) -> None:
 def module_errors(module: Any, sizes: Sizes) -> list[str]:
     """Return one line for each error in a module's settings that does not depend on the trainer."""
     spec = module.objective.rollout_spec(0)
-    specs = [spec, module.evaluator.spec, *([] if spec.scouts is None else [spec.of_scouts])]
-    errors, draft = policy_errors(module.policy, specs), module.policy.draft
+    errors, draft = policy_errors(module.policy, [spec, module.evaluator.spec]), module.policy.draft
     return [
         *errors,
         *dict.fromkeys((*module.reward.check(), *module.evaluator.observed.check())),
@@ -118,8 +117,9 @@ def _evaluation_errors(module: Any) -> list[str]:
         return []
     if spec.solver in policy.solvers:
         where = "model.evaluation"
-        unused = [name for name in ("shared_noise", "scouts") if getattr(spec, name)]
-        errors = [f"{where}.{name} has no effect: held-out images form no groups. Leave it out." for name in unused]
+        errors = []
+        if spec.shared_noise:
+            errors.append(f"{where}.shared_noise has no effect: held-out images form no groups. Leave it out.")
         return [*errors, *_size_errors(policy, module.evaluator.sides)]
     return [
         f"model.evaluation.solver={spec.solver} is not an ODE solver of {type(policy).__name__}. "

@@ -144,19 +144,6 @@ def test_a_launcher_of_several_processes_on_one_device(tiny_recipe, capsys, monk
 
 
 @pytest.mark.slow
-def test_scouts(tiny_recipe, capsys):
-    key = "model.objective.rollout.scouts"
-    assert check([str(tiny_recipe), f"{key}={{factor: 3, steps: 1}}"]) == 0
-    assert "(3 per image)" in next(line for line in capsys.readouterr().out.splitlines() if "passes, scouts" in line)
-    for words, line in (
-        ("{factor: 1, steps: 1}", f"{key}.factor=1: Input should be greater than or equal to 2"),
-        ("{steps: 1, solver: ddim}", f"{key}.solver=ddim is not a solver of SD3Policy."),
-    ):
-        assert check([str(tiny_recipe), f"{key}={words}"]) == 2
-        assert any(found.endswith(line) or line in found for found in lines(capsys)), words
-
-
-@pytest.mark.slow
 def test_weights_of_a_reward_that_cannot_be_had(tiny_recipe, capsys):
     assert check([str(tiny_recipe), "model.reward=PickScore", "model.reward.checkpoint=/none"]) == 2
     assert "/none" in lines(capsys)[0]

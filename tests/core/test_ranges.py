@@ -15,7 +15,7 @@ from torch import nn
 from lit_vgrpo import callbacks, objectives, policies, rewards
 from lit_vgrpo.config.parts import built_part, options_of_class
 from lit_vgrpo.core.ranges import OnlyWith, PositiveInt, Range, checked
-from lit_vgrpo.core.types import RolloutSpec, ScoutSpec
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.data.source import PromptSource
 from lit_vgrpo.errors import UserError
@@ -54,7 +54,7 @@ NAMED = [
     and not issubclass(cls, Exception | policies.Policy.__base__)
 ]
 FAMILIES = [policies.SD3Policy, policies.UNetPolicy, policies.FluxPolicy]
-BAGS = [RunCheckpoint, RolloutSpec, ScoutSpec, OptimizerConfig, Connection, PromptDataModule, PromptSource]
+BAGS = [RunCheckpoint, RolloutSpec, OptimizerConfig, Connection, PromptDataModule, PromptSource]
 CLASSES = list(dict.fromkeys([*NAMED, *FAMILIES, *BAGS, VGRPOModule, FSDP2, ZeRO]))
 
 
@@ -226,8 +226,8 @@ def test_the_ends_of_a_range_are_valid():
 
 
 def test_the_options_of_a_dataclass_may_be_a_mapping():
-    nested = {"steps": 9, "scouts": {"steps": 3}}
-    expected = RolloutSpec(steps=9, scouts=ScoutSpec(steps=3))
+    nested = {"steps": 9}
+    expected = RolloutSpec(steps=9)
     assert Timer(spec=nested).spec == expected
     assert objectives.VGRPO(nested).rollout == expected
     assert objectives.VGRPO(times={"grid": 10}).times.grid == 10

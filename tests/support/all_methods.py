@@ -15,7 +15,6 @@ from lit_vgrpo import (
     RolloutSpec,
 )
 from lit_vgrpo.core.surrogate import TimeGrid
-from lit_vgrpo.core.types import ScoutSpec
 
 S = 6  # sampling steps: enough for MixGRPO's window of four
 SDE = {"solver": "flow_sde", "steps": S}
@@ -44,7 +43,6 @@ COSTS = {
 METHODS = {
     **COSTS,
     "DiffusionNFT, on-policy": (lambda: DiffusionNFT(RolloutSpec(steps=S), decay_type=0), 1, (S, S - 1, S - 1)),
-    "V-GRPO, scouts": (lambda: VGRPO(RolloutSpec(steps=S, scouts=ScoutSpec(2, 3))), 1, (S, 4, 2 * 3)),
     "V-GRPO, shared passes": (lambda: shared_passes(clip=0.01), 2, (S, 2 * 3 / 4, 2 * 3 / 4)),
     "V-GRPO, widening": (lambda: VGRPO(RolloutSpec(steps=S), **WIDENING), 1, (S, 4, 0)),
     "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True, kl_weight=0.04), 1, (S, 3, 3)),

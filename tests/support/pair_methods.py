@@ -2,6 +2,7 @@
 
 import torch
 
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest
@@ -14,9 +15,9 @@ ADVANTAGES = torch.tensor([1.0, -0.5, -0.5, 0.0, 2.0, -2.0])
 
 def roll(policy, objective, slots=(0, 1)):
     prompts = [PROMPTS[k] for k in slots]
-    rows = [{"prompt": prompt} for prompt in prompts]
-    conditioning = policy.encode(prompts, policy.blank_references(len(prompts)))
-    return objective.roll_out(policy, RolloutRequest(prompts, rows, list(slots), GROUP, conditioning=conditioning))
+    pictures = policy.blank_references(len(prompts)) or [None] * len(prompts)
+    rows = [{"prompt": prompt, PICTURE: picture} for prompt, picture in zip(prompts, pictures, strict=True)]
+    return objective.roll_out(policy, RolloutRequest(prompts, rows, list(slots), GROUP))
 
 
 def prepare(policy, objective, advantages=ADVANTAGES, updates=1, micro_batch_size=6, ledger=None, slots=(0, 1)):

@@ -28,12 +28,12 @@ OTHERS = {
     "DanceGRPO": TWO,
 }
 CONTINUED = {
-    **dict.fromkeys([*WHOLE, "DGPO, moving", "V-GRPO, scouts", "FlowBP"], f"{TWO_UPDATES},middle=1"),
+    **dict.fromkeys([*WHOLE, "DGPO, moving", "FlowBP"], f"{TWO_UPDATES},middle=1"),
     "MixGRPO, window 4": f"{SPLIT},middle=1",
     "two sources": f"{TWO_UPDATES},middle=1",
 }
 CUT = dict.fromkeys(  # one prompt on two ranks, so its group is cut; test_context_parallel.py cuts two on four ranks
-    ["DGPO, moving", "V-GRPO, scouts", "CRD", "V-GRPO, replay"],
+    ["DGPO, moving", "CRD", "V-GRPO, replay"],
     f"{TWO},prompts_per_iteration=1,micro_batch_size=2",
 )
 SHARDED = {  # FSDP2 for each kind of copy; ZeRO-3, which is slower, for methods that read weights while they train

@@ -33,7 +33,6 @@ ADVICE = {
     "training on a micro-batch": "model.policy.gradient_checkpointing=true, or a smaller data.micro_batch_size",
     "passes of stored predictions": "a smaller data.micro_batch_size",
     "rollout": "a smaller model.rollout_batch_size",
-    "scouts": "a smaller model.rollout_batch_size",
     "evaluation": "a smaller data.eval_batch_size",
     "decoding images": "a smaller model.policy.decode_batch_size",
     "gradient of the reward": "a smaller model.policy.decode_batch_size, or model.objective.decode_half=true",
@@ -41,7 +40,7 @@ ADVICE = {
     "optimizer's step": "model.optimizer.kind=adamw8bit, or model.policy.lora_rank=32",
 }
 """Settings that lower the peak of each phase."""
-TRAINING, STORED, ROLLOUT, SCOUTS, EVALUATION, DECODING, GRADIENT, ENCODING, STEP = ADVICE
+TRAINING, STORED, ROLLOUT, EVALUATION, DECODING, GRADIENT, ENCODING, STEP = ADVICE
 PUBLISHED = {
     "yuvalkirstain/PickScore_v1": 986_109_441,
     "openai/clip-vit-large-patch14": 427_616_513,
@@ -124,13 +123,6 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         TRAINING: peak_of(asked.trained) + round(latent * asked.loss),
         STEP: share.step,
     }
-    if spec.scouts is not None:
-        # Their noise and latents are kept until the last of them is scored.
-        factor = spec.scouts.factor
-        held = 0 if moves_away else 2 * latent * factor * plan.images_per_rank
-        scouts = at_most(plan.images_per_iteration * factor, module.rollout_batch_size) or plan.images_per_rank * factor
-        phases[SCOUTS] = peak_of(Pass(scouts, spec.guidance, False)) + asked.samples_with_copy * share.trained + held
-        phases[DECODING] = max(phases[DECODING], _decoding(policy, scouts) + held)
     if module.objective.takes_reward_gradient:
         phases[GRADIENT] = gradient_peak(policy, module.objective.decode_crop, module.objective.decode_half)
     if asked.stored is not None:

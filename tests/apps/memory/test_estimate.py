@@ -12,12 +12,11 @@ from huggingface_hub import constants
 from real_architectures import FLUX_DEV, SD35_MEDIUM, write_architecture
 
 from lit_vgrpo import OptimizerConfig
-from lit_vgrpo.apps.memory.estimate import Pass, estimate, gradient_peak, peak_of_pass
+from lit_vgrpo.apps.memory.estimate import Pass, gradient_peak, peak_of_pass
 from lit_vgrpo.apps.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest
-from lit_vgrpo.launch.build import build
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
 from lit_vgrpo.policies.meta import AutocastOnMeta, NotEstimated, policy_on_meta
@@ -170,16 +169,6 @@ def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, ca
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("The recipe needs about ")
     assert "1.0 MiB is available (this machine's free memory). Set model.policy.gradient_checkpointing=true" in error
-
-
-@pytest.mark.slow
-def test_scouts_take_their_noise_and_latents(tiny_recipe):
-    scouts = "model.objective.rollout.scouts={factor: 3, steps: 1}"
-    cli = build([str(tiny_recipe), scouts, "model.rollout_batch_size=2"], make_folder=False)
-    found = estimate(cli)
-    images = cli.datamodule.sizes.plan(1).images_per_rank
-    latents = 4 * 3 * images * torch.Size(policy_on_meta(cli.model.policy).latent_shape).numel()
-    assert found.phases["scouts"] - found.phases["rollout"] == 2 * latents
 
 
 def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, capsys, monkeypatch):
