@@ -273,7 +273,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def weight_files(folder: Path) -> dict[str | None, list[Path]]:
     """Return a network's weight files by variant, preferring safetensors; shards count only with their index."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(path.name for path in folder.glob("*") if path.is_file())  # a link may lead nowhere
     has_index, found = any(".index." in name for name in names), dict[str | None, list[Path]]()
     for name in names:
         if (match := WEIGHTS.fullmatch(name)) is not None and (has_index or "-of-" not in name):

@@ -101,6 +101,14 @@ def without_index(folder):
     (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").unlink()
 
 
+def linked(name):
+    def fault(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to(folder / "gone")
+
+    return fault
+
+
 def without_merges(folder):
     file = folder / "tokenizer" / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -136,6 +144,7 @@ FAULTS = {
     "more than the encoder": ("sd3", edited("text_encoder/config.json", num_hidden_layers=1), "16 weights not read"),
     "another shape": ("sd3", added("transformer", OTHER), rf"1 weight of another shape, such as {Q} \(3 x 4\)\."),
     "no weights": ("sd3", removed(VAE_FILE), r" has no weights in vae/\. Download or save"),
+    "a link to nowhere": ("sd3", linked(VAE_FILE), r" has no weights in vae/\. Download or save"),
     "no config": ("sd3", removed("text_encoder/config.json"), r"/text_encoder: it has no config\.json\."),
     "no folder": ("sd3", removed("vae"), " lacks vae, which its model_index.json names"),
     "half a file": ("sd3", lambda folder: (folder / VAE_FILE).write_bytes(b"half"), "^Cannot load .*/vae: "),

@@ -52,7 +52,7 @@ METHODS = {
     "MixGRPO, old anew": (
         lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, clip=None, kl_mask=1e-5, recompute_old=True),
         2,
-        (S, 2 * 4, 0),
+        (S, 2 * 4, 4),
     ),
     "MixGRPO, Flash": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, flash=True), 1, (4 + 1, 4, 0)),
     "DanceGRPO": (lambda: DanceGRPO(RolloutSpec("dance_sde", S, shared_noise=True)), 1, (S, 3, 0)),
