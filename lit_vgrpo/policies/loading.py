@@ -115,7 +115,7 @@ def pipeline_misfit(policy: PipelinePolicy, pipeline: Any) -> str | None:
     if policy.pipeline_class not in (kind.__name__ for kind in type(pipeline).__mro__):
         return f"is a {type(pipeline).__name__}, {type(policy).__name__} needs {policy.pipeline_class}."
     parts: dict[str, Any] = pipeline.components
-    if (error := _lacking(policy, parts)) is not None:
+    if policy.given is not None and (error := _lacking(policy, parts)) is not None:  # else found in its index
         return error
     for name in policy.network_names:
         if hasattr(parts[name], "_orig_mod"):

@@ -22,6 +22,7 @@ from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.rewards import JPEGCompressibility, Weighted
 from lit_vgrpo.training import strategies as _  # noqa: F401  known to Lightning by name from here on
 from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.trainer_internals import run_folder
 
 
 class OnOneRank(RewardHackAlarm):
@@ -58,7 +59,7 @@ def run(spec, name, callbacks, **options):
         error = str(stopped)
     return {
         "iterations": trainer.current_epoch,
-        "error": error.replace(str(folder), "RUN"),
+        "error": error.replace(f"{run_folder(trainer)}", "RUN"),
         "heldout": module.evaluator.latest,
         "fingerprint": module.evaluator.history[-1].fingerprint,
     }

@@ -28,7 +28,7 @@ def test_features_of_unequal_shares_come_in_the_images_order(found):
 
 def test_looks_of_images_are_those_of_one_rank(found):
     alone, together = found["looks"]
-    assert len(alone) == 5
+    assert len(alone) == 4
     assert together == pytest.approx(alone)
 
 

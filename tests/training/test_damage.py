@@ -116,7 +116,7 @@ def test_a_run_none_of_whose_checkpoints_is_sound_is_left_alone(inside, capsys):
     shutil.rmtree(CHECKPOINTS)
     (CHECKPOINTS / "last.ckpt").mkdir(parents=True)
     assert run(["run/config.yaml", "--resume"]) == 2
-    assert "Skipped run/checkpoints/last.ckpt: it cannot be read: Is a directory." in capsys.readouterr().err
+    assert "Skipped run/checkpoints/last.ckpt: it is not a regular file." in capsys.readouterr().err
     shutil.rmtree(CHECKPOINTS)
     CHECKPOINTS.write_text("")
     assert run(["run/config.yaml", "--resume"]) == 2

@@ -34,7 +34,7 @@ CONTINUED = {
 }
 CUT = dict.fromkeys(  # one prompt on two ranks, so its group is cut; test_context_parallel.py cuts two on four ranks
     ["DGPO, moving", "CRD", "V-GRPO, replay"],
-    f"{TWO},prompts_per_iteration=1,micro_batch_size=2",
+    f"{TWO_UPDATES},prompts_per_iteration=1,micro_batch_size=2",
 )
 SHARDED = {  # FSDP2 for each kind of copy; ZeRO-3, which is slower, for methods that read weights while they train
     "fsdp2": dict.fromkeys(["DGPO, moving", "AWM", "V-GRPO, replay", "DRaFT-K", "OPD", "RAM", "CRD"], TWO_UPDATES),
