@@ -18,7 +18,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --no-compile --disable-pip-version-check torch==2.13.0 lightning==2.6.6
+"$folder/venv/bin/pip" install --quiet --no-compile torch==2.13.0 lightning==2.6.6
 cat > "$folder/check.py" <<'PY'
 import lightning
 import torch

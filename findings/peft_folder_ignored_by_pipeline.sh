@@ -18,8 +18,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --no-compile --disable-pip-version-check \
-    torch==2.13.0 diffusers==0.42.1 transformers==5.24.0 peft==0.21.2
+"$folder/venv/bin/pip" install --quiet --no-compile torch==2.13.0 diffusers==0.42.1 transformers==5.24.0 peft==0.21.2
 cat > "$folder/check.py" <<'PY'
 import tempfile
 
