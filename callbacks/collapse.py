@@ -39,11 +39,11 @@ class StopsRun(L.Callback):
 
     def news(self, trainer: L.Trainer, module: VGRPOModule) -> list[Evaluation]:
         """Return the comparable evaluations after a new one of the current weights, otherwise []."""
-        evaluator = module.evaluator
-        if evaluator.step != trainer.global_step or evaluator.history[-1] is self._seen:
+        newest = module.evaluator.newer_than(self._seen, trainer.global_step)
+        if newest is None:
             return []
-        self._seen = evaluator.history[-1]
-        return evaluator.comparable
+        self._seen = newest
+        return module.evaluator.comparable
 
     def end_run(self, trainer: L.Trainer, outcome: str, reason: str) -> None:
         """Stop after the current iteration; called on every rank."""

@@ -7,7 +7,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,14 @@ def error_in_user_code(error: BaseException) -> str | None:
         return None
     message = one_line(f"{type(error).__name__}: {error}").rstrip(".: ")
     return f"{_shown(frames[-1].filename)}:{frames[-1].lineno}: {message}."
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, then what caused each."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def place_of(code: Any) -> str:

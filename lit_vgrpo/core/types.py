@@ -135,13 +135,11 @@ class RolloutSpec:
 
     def errors(self) -> list[str]:
         """Return incompatible settings, one line each."""
-        where = "model.objective.rollout"
-        errors = []
-        if self.shared_noise and (not self.is_sde or self.noise_level == 0):
-            cause = f"noise_level={self.noise_level}" if self.is_sde else f"the ODE solver {self.solver}"
-            same = f"{where}.shared_noise=true with {cause} makes all images of a group identical."
-            errors.append(f"{same} Set shared_noise=false.")
-        return errors
+        if not self.shared_noise or (self.is_sde and self.noise_level != 0):
+            return []
+        cause = f"noise_level={self.noise_level}" if self.is_sde else f"the ODE solver {self.solver}"
+        same = f"model.objective.rollout.shared_noise=true with {cause} makes all images of a group identical."
+        return [f"{same} Set shared_noise=false."]
 
 
 @dataclass

@@ -112,10 +112,13 @@ class CLIPReward(ModelReward):
     def _processor(self) -> Any:
         return clip_processor(str(self.processor), self.option("processor"), self.checkpoint)
 
+    @cached_property
+    def _context(self) -> int:
+        positions: int = text_config(self.checkpoint).max_position_embeddings
+        return min(self._processor.tokenizer.model_max_length, positions)
+
     def truncated(self, prompts: list[str]) -> tuple[list[bool], int]:
-        tokenizer = self._processor.tokenizer
-        most = min(tokenizer.model_max_length, text_config(self.checkpoint).max_position_embeddings)
-        return longer_than(most, tokenizer, prompts), most
+        return longer_than(self._context, self._processor.tokenizer, prompts), self._context
 
     def _read(self, prompts: list[str]) -> Tensor:
         return self._encoder.of_texts(prompts)

@@ -231,12 +231,9 @@ class Weighted(Reward):
         Args:
             images: Shape ``(B, 3, H, W)``, float32 in [0, 1]; each reward gets as many as it can score of the rows.
         """
-        errors = []
+        errors, asked = [], [(row, self.errors_of_prompt(row["prompt"], row)) for row in rows]
         for part in (part for part in self.parts if part.reward.loads_nothing):
-            chosen = [row for row in rows if self._applies(part, row)]
-            chosen = [row for row in chosen if part.name not in self.errors_of_prompt(row["prompt"], row)][
-                : len(images)
-            ]
+            chosen = [row for row, found in asked if self._applies(part, row) and part.name not in found][: len(images)]
             try:
                 if chosen:
                     called(part.reward, images[: len(chosen)], [row["prompt"] for row in chosen], chosen)

@@ -138,7 +138,7 @@ class ModelReward(Reward):
 
     def truncation(self, prompts: list[str]) -> str | None:
         """Return a line on the prompts that are truncated, once; None if the files are not on this machine."""
-        if self._has_told or not prompts or not self._is_at_hand():
+        if self._has_told or not prompts or (self._model is None and not self._is_at_hand()):
             return None
         is_long, most = [False], 0
         with quiet_libraries(), suppress(Exception):  # loading reports what is wrong with the files

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_vgrpo.errors import counted, one_line
+from lit_vgrpo.errors import causes, counted, one_line
 from lit_vgrpo.system.paths import SHIPPED_PREFIX, resolve_path
 
 HUB_TIMEOUT_S = 4.0
@@ -77,11 +77,9 @@ def loading(checkpoint: str, remedy: str) -> Iterator[None]:
         lines = str(error).strip().split("\n")
         reason = one_line(" ".join(lines[: 1 + lines[0].endswith(":")])[:LONGEST_REASON]).rstrip(".:")
         reason = f"there is no {reason}" if isinstance(error, KeyError) else reason or type(error).__name__
-        cause: BaseException | None = error
-        while cause is not None:
+        for cause in causes(error):
             if isinstance(cause, MemoryError) or OUT_OF_MEMORY.search(str(cause)):
                 reason, remedy = f"out of memory ({one_line(cause)[:200]})", OF_MEMORY
-            cause = cause.__cause__ or cause.__context__
         raise LoadError(f"Cannot load {checkpoint}: {reason}. {remedy}") from error
 
 

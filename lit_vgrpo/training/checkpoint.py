@@ -259,9 +259,10 @@ class RunCheckpoint(Checkpoint):
     def _keep_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save ``best.ckpt`` if there is a new evaluation of the current weights and it is the best so far."""
         evaluator: Any = pl_module.evaluator
-        if self.best is None or evaluator.step != trainer.global_step or evaluator.history[-1] is self._seen:
+        newest = evaluator.newer_than(self._seen, trainer.global_step)
+        if self.best is None or newest is None:
             return
-        self._seen = evaluator.history[-1]
+        self._seen = newest
         if self.best.metric == AUTO and self.every_n_iterations == 0:
             return
         heldout = evaluator.latest

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lit_vgrpo.core.sharding import cut, full, local
 from lit_vgrpo.core.sharding import write as write_parameters
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, causes
 from lit_vgrpo.system.paths import new_file, sync_folder
 
 RECIPE_KEY, INPUTS_KEY = "lit_vgrpo_recipe", "lit_vgrpo_inputs"
@@ -120,9 +120,7 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         # torch's writer raises RuntimeError for a full disk; the first cause is worth reporting.
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
+        cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
         raise cause or OSError(None, str(error).splitlines()[0]) from error
 
 

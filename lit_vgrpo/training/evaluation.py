@@ -169,6 +169,11 @@ class Evaluator:
         """``True`` if batches were added since the last :meth:`means`."""
         return len(self._queue) > 0
 
+    def newer_than(self, seen: Evaluation | None, step: int) -> Evaluation | None:
+        """Return the newest evaluation if it is of the weights after ``step`` optimizer steps, and not ``seen``."""
+        newest = self.history[-1] if self.step == step else None
+        return None if newest is seen else newest
+
     @property
     def comparable(self) -> list[Evaluation]:
         """The evaluations that can be compared with the newest one, in order."""

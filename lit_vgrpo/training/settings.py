@@ -116,11 +116,8 @@ def _evaluation_errors(module: Any) -> list[str]:
     if spec is None:
         return []
     if spec.solver in policy.solvers:
-        where = "model.evaluation"
-        errors = []
-        if spec.shared_noise:
-            errors.append(f"{where}.shared_noise has no effect: held-out images form no groups. Leave it out.")
-        return [*errors, *_size_errors(policy, module.evaluator.sides)]
+        unused = "model.evaluation.shared_noise has no effect: held-out images form no groups. Leave it out."
+        return [*([unused] if spec.shared_noise else []), *_size_errors(policy, module.evaluator.sides)]
     return [
         f"model.evaluation.solver={spec.solver} is not an ODE solver of {type(policy).__name__}. "
         f"Use {' or '.join(policy.solvers)}."
@@ -242,11 +239,8 @@ def limit_error(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> s
     fewer = "Leave it out; use data.prompts_per_iteration for less work, or trainer.fast_dev_run=true for a trial run."
     if trainer.overfit_batches:
         return f"trainer.overfit_batches={trainer.overfit_batches} would drop images already made. {fewer}"
-    plan, limit, asked = (
-        sizes.plan(image_ranks(trainer)[1]),
-        trainer.limit_train_batches,
-        trainer.accumulate_grad_batches,
-    )
+    plan = sizes.plan(image_ranks(trainer)[1])
+    limit, asked = trainer.limit_train_batches, trainer.accumulate_grad_batches
     if asked not in (1, plan.micro_batches_per_update):
         return f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use data.micro_batch_size."
     is_whole = limit >= plan.steps_per_iteration if isinstance(limit, int) else limit == 1.0
