@@ -46,7 +46,7 @@ MIDDLE = {"micro_batch_size": 2}
 
 
 NOTHING_MORE = ("V-GRPO, one step", "V-GRPO, pure noise", "DiffusionNFT, on-policy", "DGPO, no guidance")
-NOTHING_MORE += ("Flow-GRPO, fast", "Flow-GRPO, cps", "Flow-GRPO, guard", "Flow-DPPO", "MixGRPO, Flash", "ReFL")
+NOTHING_MORE += ("Flow-GRPO, fast", "Flow-GRPO, cps", "Flow-GRPO, guard", "MixGRPO, Flash", "ReFL")
 NOTHING_MORE += ("DRaFT-K", "PEPG, on-policy", "RAM, pure noise", "CRD, pure noise")
 """Methods that save nothing beyond what another method of their class saves."""
 SAVED = [name for name in METHODS | REPLAYED if name not in NOTHING_MORE]

@@ -286,21 +286,6 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float | None)
     return torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
 
 
-def leaves_trust_region(log_ratio: Tensor, advantages: Tensor, divergence: Tensor, limit: float) -> Tensor:
-    """Return a mask of steps at least ``limit`` from the old policy that move further away; all ``(B, K)``, bool.
-
-    Args:
-        log_ratio: Log of new over old likelihood.
-        advantages: Broadcastable to it: above 0 they push the ratio up, below 0 down.
-        divergence: KL between the old and the new step, mean over dimensions.
-
-    Source:
-        The abstract of arXiv 2606.11025 (Flow-DPPO) and its public code (Tencent-Hunyuan/UniRL 1a7b501,
-        ``unirl/algorithms/flowdppo.py``).
-    """
-    return (divergence >= limit) & (log_ratio * advantages > 0)
-
-
 def ratio_metrics(log_ratio: Tensor, clip: float | None) -> dict[str, Tensor]:
     """Return ``ratio_deviation`` and ``clip_fraction`` per image, detached, averaged over steps or times."""
     deviation = (log_ratio.detach().exp() - 1).abs()

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.noise import STREAM_STEPS, seeded_generator
-from lit_vgrpo.core.ranges import GuidanceScale, HalfOpenUnitInterval, NonNegativeFloat, PositiveFloat, Range
+from lit_vgrpo.core.ranges import GuidanceScale, HalfOpenUnitInterval, NonNegativeFloat, Range
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.solvers import FLOW_SDES, VP_SDES, Transition, log_prob, transition
-from lit_vgrpo.core.surrogate import clipped_surrogate, leaves_trust_region, mean_over_pixels, ratio_metrics
+from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics
 from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.objectives.pairs import old_values
@@ -20,8 +20,6 @@ from lit_vgrpo.policies.base import Policy
 
 def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
     """Return ``m((mean - mean_ref)^2) / (2 sigma^2)`` per step, without its ``h``; ``(B, K, ...) -> (B, K)``.
-
-    With the standard deviation of the whole step for ``diffusion``, it is the KL between the two steps, per dimension.
 
     Source:
         arXiv 2505.05470.
@@ -44,8 +42,6 @@ class ChainObjective(Objective):
             passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
         clip: Half-width of the ratio's trust region; null for none.
-        kl_mask: Flow-DPPO's bound, instead of the clip: a step whose KL to the old policy's, per dimension, is at least
-            this has no gradient if its advantage pushes it further away; null for none. The public code sets 1e-5.
         advantage_clip: Bound on the advantages; null for none.
         drop_zero_advantages: Leave images without advantage, such as those of a group without spread, out of the loss.
             The loss is then the mean over the iteration's other images. If off, the KL and the anchor act on them too.
@@ -61,14 +57,12 @@ class ChainObjective(Objective):
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
     trains_on_sampling_steps: ClassVar[bool] = True
-    of_later_updates: ClassVar[tuple[str, ...]] = ("kl_mask",)
 
     rollout: RolloutSpec | None = None
     _: KW_ONLY
     anchor_weight: NonNegativeFloat = 0.0
     anchor_decay: HalfOpenUnitInterval | None = None
     clip: Annotated[float, Range(above=0, below=1)] | None = 1e-4
-    kl_mask: PositiveFloat | None = None
     advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
     drop_zero_advantages: bool = False
     kl_weight: NonNegativeFloat | None = 0.0
@@ -145,8 +139,6 @@ class ChainObjective(Objective):
         return errors
 
     def check(self, sizes: Sizes) -> list[str]:
-        if self.clip is not None and self.kl_mask is not None:
-            return [f"model.objective.clip={self.clip} and kl_mask={self.kl_mask} both bound a step. Set one to null."]
         return self.chain_errors() or super().check(sizes)
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
@@ -185,10 +177,6 @@ class ChainObjective(Objective):
         with self.with_copy(policy, name, context.ledger):
             parts = experience.micro_batches(context.micro_batch_size)
             return torch.cat([self._transition(policy, micro, guidance).mean for micro in parts])
-
-    @property
-    def records_means(self) -> bool:
-        return self.kl_mask is not None
 
     def _store_old(self, context: PrepareContext, experience: Experience) -> None:
         """Recompute the rollout's steps in the batches of training, so that the ratio is 1 before any update.
@@ -262,11 +250,6 @@ class ChainObjective(Objective):
         step = self._transition(policy, micro, self.guidance_in("training", policy))
         log_ratio, advantages = self.log_ratio(micro, step), micro.advantages[:, None]
         gain, metrics = clipped_surrogate(log_ratio, advantages, self.clip), ratio_metrics(log_ratio, self.clip)
-        if self.kl_mask is not None:
-            moved = step_kl(step.mean.detach(), old_values(micro, "old_mean", step.mean), step.std)
-            masked = leaves_trust_region(log_ratio, advantages, moved, self.kl_mask)
-            gain = gain.masked_fill(masked, 0)
-            metrics["clip_fraction"] = masked.float().mean(dim=1)
         losses = -(self.step_weight(micro) * gain).mean(dim=1)
         if self.kl_weight:
             kl = step_kl(step.mean, micro.extras["reference_mean"], step.diffusion)

@@ -6,19 +6,14 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import NonNegativeFloat, OnlyWith, PositiveFloat, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, PositiveFloat, Range, checked
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
 from lit_vgrpo.core.types import Experience
 from lit_vgrpo.objectives.forward import nft_decay
 from lit_vgrpo.objectives.groups import GroupObjective
-from lit_vgrpo.objectives.nft import optimality
 from lit_vgrpo.objectives.pairs import distance_to
 from lit_vgrpo.policies.base import Policy
-
-LEAST_KL = 1e-4
-"""Weight of the adaptive KL on the worst images."""
-
 
 def group_centres(implied: Tensor, targets: Tensor, group_ids: Tensor, temperature: float | None) -> Tensor:
     """Return the means of the implied rewards and of the targets over each image's group.
@@ -74,7 +69,6 @@ class CRD(GroupObjective):
         self_normalise: Divide each squared error by its detached absolute error.
         kl_weight: Weight of the squared distance to the start's predictions; the third party's guidance for these is
             4.5 (``reference_guidance``).
-        adaptive_kl: Let the KL's weight grow with an image's advantage, from 1e-4 to ``kl_weight``.
         sampler_decay_type: Schedule of the copy that samples, see :func:`~lit_vgrpo.objectives.forward.nft_decay`; 0
             samples with the policy.
 
@@ -95,7 +89,6 @@ class CRD(GroupObjective):
     temperature: PositiveFloat | None = None
     self_normalise: bool = True
     kl_weight: NonNegativeFloat = 0.1
-    adaptive_kl: Annotated[bool, OnlyWith("kl_weight")] = True
     sampler_decay_type: Literal[0, 1, 2] = 1
     old_decay_max: Annotated[float, Range(least=0, below=1)] = 0.5
     advantage_clip: PositiveFloat = 5.0
@@ -126,9 +119,7 @@ class CRD(GroupObjective):
         }
         if self.kl_weight > 0:
             distance = distance_to(micro, "reference", prediction)
-            share = optimality(micro.advantages, clip) if self.adaptive_kl else 1.0
-            least = min(LEAST_KL, self.kl_weight)
-            loss = loss + ((least + (self.kl_weight - least) * share) * distance).mean()
+            loss = loss + self.kl_weight * distance.mean()
             metrics["kl"] = distance.detach()
         return self.with_pulls(loss, metrics, micro, predicted)
 

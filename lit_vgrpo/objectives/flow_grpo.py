@@ -39,7 +39,7 @@ class FlowGRPO(ChainObjective):
     ``geneval_sd3_fast_nocfg``, which samples with CPS and without guidance, for Fast and for CPS.
 
     Args:
-        clip: Half-width of the ratio's trust region; null is 1e-4, or 1e-5 for Fast and CPS, or none with ``kl_mask``.
+        clip: Half-width of the ratio's trust region; null is 1e-4, or 1e-5 for Fast and CPS.
         kl_weight: Weight of the KL to the starting weights; null is 0.04 (OCR, GenEval; PickScore has 0.01), or 0 for
             Fast and CPS.
         fast: Add noise (by default of level 0.8) and train only in a short window; its place is drawn for each
@@ -68,7 +68,7 @@ class FlowGRPO(ChainObjective):
             self.rollout = RolloutSpec("cps", steps=10)
         super().__post_init__()
         later = self.fast or self.spec.solver == "cps"
-        if self.clip is None and self.kl_mask is None:
+        if self.clip is None:
             self.clip = 1e-5 if later else 1e-4
         if self.kl_weight is None:
             self.kl_weight = 0.0 if later else 0.04
@@ -102,7 +102,7 @@ class FlowGRPO(ChainObjective):
 
     @property
     def records_means(self) -> bool:
-        return self.guard or super().records_means
+        return self.guard
 
     def log_ratio(self, micro: Experience, step: Transition) -> Tensor:
         log_ratio = super().log_ratio(micro, step)

@@ -24,7 +24,7 @@ SIZES = Sizes(2, 3, micro_batch_size=6)
 STEPS = RolloutSpec("dpm++", steps=5)
 SETTINGS = {
     "published": {},
-    "temperature": {"temperature": 0.1, "adaptive_kl": False},
+    "temperature": {"temperature": 0.1},
     "plain errors": {"self_normalise": False, "beta": 3.0, "advantage_clip": 1.5},
     "pure noise": {"share_passes": "pure_noise", "kl_weight": 0.0},
 }
@@ -64,8 +64,7 @@ def test_loss_and_gradient_equal_the_third_partys_in_float64(network, name):
                 total = total + ((beta * (r[group] - centre) - target[:, None]) ** 2).sum() / len(temperatures)
         loss = total / r.numel() * clip / beta
         if start is not None:
-            coefficient = 1e-4 + share * (0.1 - 1e-4) if objective.adaptive_kl else torch.tensor(0.1)
-            loss = loss + (coefficient * pixel_mean((v - start) ** 2).mean(1)).mean()
+            loss = loss + 0.1 * pixel_mean((v - start) ** 2).mean()
         return loss
 
     expected, expected_gradient = pairs.loss_and_gradient(published)
@@ -118,5 +117,3 @@ def test_passes_and_what_is_refused(policy):
     assert CRD(STEPS, 3).prediction_passes(Sizes(2, 3, micro_batch_size=2)) == dict.fromkeys(
         ("update", "old", "group", "reference"), 3
     )
-    with pytest.raises(ValueError, match="adaptive_kl=False has no effect with kl_weight=0"):
-        CRD(kl_weight=0.0, adaptive_kl=False)

@@ -48,9 +48,8 @@ METHODS = {
     "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True, kl_weight=0.04), 1, (S, 3, 3)),
     "Flow-GRPO, cps": (lambda: FlowGRPO(RolloutSpec("cps", S), kl_weight=0.0), 1, (S, S - 1, 0)),
     "Flow-GRPO, guard": (lambda: FlowGRPO(RolloutSpec(**SDE), guard=True, kl_weight=0.0), 1, (S, S - 1, 0)),
-    "Flow-DPPO": (lambda: FlowGRPO(RolloutSpec(**SDE), kl_mask=1e-5, kl_weight=0.0), 2, (S, 2 * (S - 1), 0)),
     "MixGRPO, old anew": (
-        lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, clip=None, kl_mask=1e-5, recompute_old=True),
+        lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, recompute_old=True),
         2,
         (S, 2 * 4, 4),
     ),
@@ -87,7 +86,6 @@ VARIANTS = (
     "CRD, pure noise",
     "Flow-GRPO, cps",
     "Flow-GRPO, guard",
-    "Flow-DPPO",
     "MixGRPO, old anew",
     "MixGRPO, Flash",
     "ReFL",
