@@ -13,8 +13,8 @@ from lit_vgrpo.core.ranges import Count, PositiveInt, Range, checked
 from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.core.sampling import schedule_of
 from lit_vgrpo.core.surrogate import coefficient_of_variation
-from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.gradient_noise import snr_by_time
+from lit_vgrpo.objectives.pairs import PairObjective
 from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class SurrogateDiagnostics(L.Callback):
             return
         name = f"SurrogateDiagnostics.snr_every_n_iterations={self.snr_every_n_iterations}"
         method, strategy = type(pl_module.objective).__name__, type(trainer.strategy).__name__
-        if not isinstance(pl_module.objective, ForwardObjective):
+        if not isinstance(pl_module.objective, PairObjective):
             raise ValueError(f"{name} needs a method that trains on pairs, which {method} does not. Set it to null.")
         if isinstance(trainer.strategy, FSDP2 | ZeRO):
             raise ValueError(f"{name} does not work with trainer.strategy={strategy}. Set it to null, or use ddp.")
@@ -72,7 +72,7 @@ class SurrogateDiagnostics(L.Callback):
 
     def _snr(self, module: VGRPOModule, record: IterationRecord) -> dict[str, float]:
         policy, objective = module.policy, module.objective
-        assert isinstance(objective, ForwardObjective)
+        assert isinstance(objective, PairObjective)
         spec = objective.rollout_spec(record.iteration)
         _, schedule = schedule_of(policy, spec)
         times = schedule[torch.linspace(0, len(schedule) - 1, min(MOST_TIMES, len(schedule))).round().long()]

@@ -4,11 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, NonNegativeInt, checked
 from lit_vgrpo.core.sharding import cut, full, local, write
+
+
+@checked
+@dataclass(frozen=True)
+class Decay:
+    """Decay ``d = min(max, start + rate * n)`` of ``copy <- d copy + (1 - d) weights`` after ``n`` gradient steps.
+
+    Args:
+        rate: Increase per gradient step.
+        max: Upper bound.
+        start: Value before the first gradient step.
+        after: Gradient steps before the increase starts.
+
+    >>> [Decay(rate=0.001, max=0.5)(n) for n in (0, 100, 900)]
+    [0.0, 0.1, 0.5]
+    """
+
+    rate: NonNegativeFloat
+    max: HalfOpenUnitInterval
+    start: HalfOpenUnitInterval = 0.0
+    after: NonNegativeInt = 0
+
+    def __call__(self, num_updates: int) -> float:
+        return min(self.max, self.start + self.rate * max(0, num_updates - self.after))
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

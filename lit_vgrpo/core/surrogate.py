@@ -123,6 +123,10 @@ class ContinuousTimes:
         u = 1 - (self.first + (self.stop - self.first) * draw_levels(number, stratified, generator))
         return shifted(u, self.shift)
 
+    def pick(self, number: int, generator: torch.Generator) -> Tensor:
+        """Return different times ``(N,)``, one from each of N equal parts of the levels."""
+        return self.draw(number, True, generator)
+
 
 TimePool = SamplerTimes | ContinuousTimes
 SharePasses = Literal["none", "pure_noise", "group"]

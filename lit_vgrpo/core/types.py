@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -257,6 +258,35 @@ class Rollout:
 
 
 @dataclass
+class Steps:
+    """The sampling steps that a method trains on, ``K`` per image; tensors have one row per image.
+
+    Attributes:
+        before: ``(B, K, C, h, w)``, float32: the latents that the network sees.
+        t: ``(B, K)``, float32, their times.
+        weight: ``(B, K)``, the weight of each step in the loss.
+        after: ``(B, K, C, h, w)``, the latents after each step, of a method on the steps' likelihood.
+        t_next: ``(B, K)``, the times after the steps, likewise.
+        second_time: ``(B, K)``, the schedule's second time, likewise.
+    """
+
+    before: Tensor
+    t: Tensor
+    weight: Tensor
+    after: Tensor | None = None
+    t_next: Tensor | None = None
+    second_time: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that the method has, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Steps:
+        """Return the steps with a function applied to every tensor."""
+        return Steps(**{name: function(value) for name, value in self.tensors().items()})
+
+
+@dataclass
 class Experience:
     """The inputs of the loss, one row per image; created by ``objective.prepare``.
 
@@ -265,16 +295,24 @@ class Experience:
         advantages: ``(B,)``, float32.
         conditioning: One row per group.
         rows: ``(B,)``, the conditioning row of each image.
-        pairs: Monte-Carlo pairs, or ``None`` for an objective without.
-        extras: Named tensors with one row per image (old surrogates, stored predictions).
+        group_ids: ``(B,)``, int64: the images of a group have the same number.
+        group_size: Images of a whole group, some of which may be elsewhere.
+        pairs: Monte-Carlo pairs at which the network is asked, if any.
+        steps: Sampling steps at which it is asked, if any.
+        kept: What passes of copies left, by name; one row per image.
+        weights: ``(B,)``, the images' weights in the loss; ``None`` for equal ones.
     """
 
     latents: Tensor
     advantages: Tensor
     conditioning: Conditioning
     rows: Tensor
+    group_ids: Tensor
+    group_size: int
     pairs: Pairs | None = None
-    extras: dict[str, Tensor] = field(default_factory=dict)
+    steps: Steps | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    weights: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -284,25 +322,48 @@ class Experience:
         if self.latents.device == device:
             return self
         used, rows = torch.unique(self.rows, return_inverse=True)
-        return Experience(
-            latents=self.latents.to(device),
-            advantages=self.advantages.to(device),
-            conditioning=self.conditioning.select(used).to(device),
-            rows=rows.to(device),
-            pairs=None if self.pairs is None else self.pairs.compact().to(device),
-            extras={name: value.to(device) for name, value in self.extras.items()},
-        )
+        pairs = None if self.pairs is None else self.pairs.compact().to(device)
+        moved = self._map(lambda value: value.to(device))
+        return replace(moved, conditioning=self.conditioning.select(used).to(device), rows=rows.to(device), pairs=pairs)
 
     def select(self, index: slice | Tensor) -> Experience:
         """Return the rows of some images, e.g. a micro-batch."""
+        pairs = None if self.pairs is None else self.pairs.select(index)
+        return replace(self._map(lambda value: value[index]), rows=self.rows[index], pairs=pairs)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Experience:
+        """Apply a function to the tensors with one row per image, except the rows of the conditioning and pairs."""
         return replace(
             self,
-            latents=self.latents[index],
-            advantages=self.advantages[index],
-            rows=self.rows[index],
-            pairs=None if self.pairs is None else self.pairs.select(index),
-            extras={name: value[index] for name, value in self.extras.items()},
+            latents=function(self.latents),
+            advantages=function(self.advantages),
+            group_ids=function(self.group_ids),
+            steps=None if self.steps is None else self.steps.map(function),
+            kept={name: function(value) for name, value in self.kept.items()},
+            weights=None if self.weights is None else function(self.weights),
         )
+
+    def keep_shared(self, name: str, values: Tensor) -> Tensor:
+        """Keep the predictions at the pairs whose pass a group shares once per row of pairs, and return the others.
+
+        Args:
+            values: ``(B, N, C, h, w)``; other shapes have a value per image, and all are returned.
+        """
+        pairs = self.pairs
+        if pairs is None or not pairs.shared or values.ndim != self.latents.ndim + 1:
+            return values
+        if name not in pairs.predictions:
+            shape = (len(pairs.times), pairs.shared, *values.shape[2:])
+            pairs.predictions[name] = values.new_full(shape, math.nan)
+        pairs.predictions[name][pairs.rows] = values[:, : pairs.shared]
+        return values[:, pairs.shared :].clone()  # a view would keep the shared part in memory
+
+    def kept_values(self, name: str) -> Tensor | None:
+        """Return the values kept under a name, one row per image, or ``None``."""
+        values, pairs = self.kept.get(name), self.pairs
+        if values is None or pairs is None or name not in pairs.predictions:
+            return values
+        return torch.cat([pairs.predictions[name][pairs.rows], values], dim=1)
 
     def micro_batches(self, size: int) -> list[Experience]:
         """Return the rows cut into micro-batches of ``size`` images, in order."""

@@ -1,5 +1,6 @@
 """AWM (arXiv 2509.25050): advantage weighted matching, a policy gradient on the flow-matching loss."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -7,22 +8,18 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import clamped
-from lit_vgrpo.core.noise import STREAM_TIMES, seeded_generator
-from lit_vgrpo.core.ranges import NonNegativeFloat, OnlyWith, Range, checked
-from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics, surrogate
-from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
-from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.forward import DrawnTimesObjective
+from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, OnlyWith, Range, checked
+from lit_vgrpo.core.snapshots import Decay
+from lit_vgrpo.core.surrogate import Pairs, clipped_surrogate, mean_over_pixels, ratio_metrics, surrogate
+from lit_vgrpo.core.types import Experience, RolloutSpec
+from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
 from lit_vgrpo.objectives.pairs import (
+    PairObjective,
+    PairPass,
     distance_to,
-    old_values,
     pairs_at,
-    stored_errors,
-    with_negatives,
+    prediction,
 )
-from lit_vgrpo.policies.base import Policy
 
 Weighting = Literal["power", "huber", "uniform", "time", "time_squared"]
 ERROR_OFFSET = 1e-10
@@ -50,7 +47,7 @@ def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power"
 
 @checked
 @dataclass(eq=False)
-class AWM(DrawnTimesObjective):
+class AWM(PairObjective):
     """AWM: the clipped ratio of every (image, time), and a pull to the start and to a slowly moving copy.
 
     Defined on a rectified flow only. With one update per iteration the policy is the behaviour policy, so the old
@@ -67,19 +64,16 @@ class AWM(DrawnTimesObjective):
         kl_weight: Weight of the squared distance to the start's velocity: 3e-3 in the public code's OCR run, 1e-3 for
             GenEval (3e-3 in its first version), 1e-4 for PickScore; 0 saves the reference's passes.
         ema_weight: Weight of the squared distance to the moving copy's velocity; 0 saves its passes.
-        ema_decay_rate: ``copy <- d copy + (1 - d) theta`` after each iteration, with n gradient steps done and
-            ``d = min(max, rate n)``.
-        ema_decay_max: Upper bound of ``d``.
+        ema_decay: Decay of that copy, moved after each iteration.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective` and
-    :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`. The defaults are those of the public code's OCR run,
-    except that it samples with SA-Solver without noise, and trains at the noisiest 0.9 of the sampler's times:
-    ``noisiest: 12`` of 14 (time type ``discrete``, PickScore), without the first, ``noisiest: 11`` and
+    The other options are those of :class:`~lit_vgrpo.objectives.pairs.PairObjective`. The defaults are those of the
+    public code's OCR run, except that it samples with SA-Solver without noise, and trains at the noisiest 0.9 of the
+    sampler's times: ``noisiest: 12`` of 14 (time type ``discrete``, PickScore), without the first, ``noisiest: 11`` and
     ``time_range: [0, 0.99]`` (``discrete_wo_init``, OCR and GenEval).
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
-    pairs_option: ClassVar[str] = "num_times"
+    repeats_times: ClassVar[bool] = True
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("unipc", steps=14)
 
     num_times: Annotated[int, Range(1, 1000)] = 6
@@ -89,72 +83,36 @@ class AWM(DrawnTimesObjective):
     advantage_scale: Annotated[float, Range(above=0)] = 5.0
     kl_weight: NonNegativeFloat = 3e-3
     ema_weight: NonNegativeFloat = 1.0
-    ema_decay_rate: Annotated[NonNegativeFloat, OnlyWith("ema_weight"), OnlyWith("ema_decay_max")] = 0.001
-    ema_decay_max: Annotated[float, Range(least=0, below=1), OnlyWith("ema_weight")] = 0.3
+    ema_decay: Annotated[HalfOpenUnitInterval | Decay, OnlyWith("ema_weight")] = Decay(rate=0.001, max=0.3)
     advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
 
-    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        passes: dict[str, float] = {"update": sizes.uses_per_image * self.num_times}
-        if sizes.updates_per_iteration > 1:
-            passes["old"] = self.num_times * sizes.later_share
+    @property
+    def num_pairs(self) -> int:
+        return self.num_times
+
+    def draw(self, context: PrepareContext) -> Pairs:
+        # One draw per micro-batch; these are numbered over all ranks, whose number does not matter.
+        micro_batches = context.rollout.image_ids // context.micro_batch_size
+        times = self.draw_times(context.rollout, self.num_drawn, micro_batches)
+        return pairs_at(context, times, antithetic=self.antithetic)
+
+    def bounded(self, advantages: Tensor) -> Tensor:
+        return clamped(advantages, self.advantage_clip) / self.advantage_scale
+
+    def log_q(self, now: PairPass) -> Tensor:
+        """Return :func:`log_likelihood` of each image at each time, ``(M, N)``."""
+        return log_likelihood(mean_over_pixels(now.error.square(), 2), now.times, self.weighting, self.power)
+
+    def copies_needed(self) -> dict[str, Copy]:
+        copies = super().copies_needed() | {"old": Copy({"old": self.log_q}, decay=0.0)}
         if self.ema_weight > 0:
-            passes["ema"] = self.num_times
-        return passes | self.pull_passes(self.num_times)
+            copies["ema"] = Copy({"ema": prediction}, decay=self.ema_decay)
+        return copies
 
-    def setup(self, policy: Policy) -> None:
-        super().setup(policy)
+    def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
+        log_q = self.log_q(now)
+        log_ratio = log_q - kept["old"]
+        losses = -surrogate(clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip))
         if self.ema_weight > 0:
-            self.copies["ema"] = Snapshot(policy)
-
-    def prepare(self, context: PrepareContext) -> Experience:
-        policy = context.policy
-        times = self._draw_times(context.rollout, context.micro_batch_size)
-        pairs = pairs_at(context, times, shared=False)
-        if self.antithetic:
-            pairs = with_negatives(pairs)
-        advantages = clamped(context.advantages, self.advantage_clip) / self.advantage_scale
-        experience = context.experience(pairs, advantages=advantages)
-        if context.updates > 1:
-            later = context.later_of(experience)
-            with context.ledger.phase("old"):
-                errors = stored_errors(context, later, "v", None, self.guidance_in("training", policy))
-            experience.extras["old_log_likelihood"] = context.placed(self._log_likelihood(later, errors))
-        if "ema" in self.copies:
-            self.store_copy(context, experience, "ema")
-        self.store_pulls(context, experience)
-        return experience
-
-    def _draw_times(self, rollout: Rollout, micro_batch_size: int) -> Tensor:
-        """Return the images' times ``(B, N)``, one draw per micro-batch.
-
-        Micro-batches are numbered over all ranks, so that the number of ranks does not matter.
-        """
-        pool = self.time_pool(rollout)
-        drawn, rows = torch.unique(rollout.image_ids // micro_batch_size, return_inverse=True)
-        generators = [seeded_generator(rollout.seed, STREAM_TIMES, rollout.iteration, k) for k in drawn.tolist()]
-        return torch.stack([pool.draw(self.num_drawn, True, generator) for generator in generators])[rows]
-
-    def _log_likelihood(self, micro: Experience, error: Tensor) -> Tensor:
-        assert micro.pairs is not None
-        times, _ = micro.pairs.of_images()
-        return log_likelihood(mean_over_pixels(error.square(), 2), times, self.weighting, self.power)
-
-    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, _ = predicted = self.predict(policy, micro, "v")
-        log_q = self._log_likelihood(micro, error)
-        log_ratio = log_q - old_values(micro, "old_log_likelihood", log_q)
-        gain = surrogate(clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip))
-        distance, to_ema = (distance_to(micro, name, prediction) for name in ("reference", "ema"))
-        loss = (self.kl_weight * distance + self.ema_weight * to_ema - gain).mean()
-        metrics = {
-            "surrogate": -log_q.detach().mean(dim=1),
-            "kl": distance.detach(),
-            **ratio_metrics(log_ratio, self.clip),
-        }
-        return self.with_pulls(loss, metrics, micro, predicted)
-
-    def after_iteration(self, policy: Policy) -> None:
-        super().after_iteration(policy)
-        if "ema" in self.copies:
-            decay = min(self.ema_decay_max, self.ema_decay_rate * self.num_updates)
-            self.copies["ema"].move_towards(policy, decay)
+            losses = losses + self.ema_weight * distance_to(now, kept["ema"])
+        return losses, {"surrogate": -log_q.detach().mean(dim=1), **ratio_metrics(log_ratio, self.clip)}

@@ -1,4 +1,4 @@
-"""Contract of a training method: its rollout, what it keeps, and its loss.
+"""A training method: where the network is asked, which copies of the weights it keeps, and a pure loss.
 
 Files with methods have no ``from __future__ import annotations``: a recipe's parser reads the type hints of dataclasses
 from the module of the last class, where a string from a base class is undefined.
@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,11 +21,40 @@ from lit_vgrpo.core.ranges import GuidanceScale, checked
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sampling import rollout_batches
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.surrogate import Pairs, SharePasses
-from lit_vgrpo.core.types import Experience, Rollout, RolloutRequest, RolloutSpec
+from lit_vgrpo.core.snapshots import Decay, Snapshot
+from lit_vgrpo.core.surrogate import Pairs
+from lit_vgrpo.core.types import Experience, Rollout, RolloutRequest, RolloutSpec, Steps
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import Weighted
+
+Metrics = dict[str, Tensor]
+"""Detached values for the log, one per image ``(M,)``."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Weights other than the policy's current ones: those of the start, or an average that follows the policy.
+
+    Attributes:
+        keeps: What a pass with these weights leaves for the loss, by name: functions of what
+            :meth:`Objective.see` returns, one row per image.
+        decay: ``copy <- d copy + (1 - d) weights``. With 1 it stays at the start. With 0 it is the policy as of its
+            last move: it takes no memory, and no pass while the policy has not moved since.
+        moves: When it moves.
+        asked: When its passes are made; ``rollout`` if sampling the images leaves the same values.
+        samples_from: Gradient step from which it samples the images; ``None`` for never.
+    """
+
+    keeps: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
+    decay: float | Decay = 1.0
+    moves: Literal["iteration", "update"] = "iteration"
+    asked: Literal["iteration", "update", "rollout"] = "iteration"
+    samples_from: int | None = None
+
+    def needs_pass(self, updates: int) -> bool:
+        """Return whether passes are needed, in an iteration with this number of updates."""
+        has_moved = self.decay != 0 or (self.moves == "iteration" and updates > 1)
+        return bool(self.keeps) and self.asked != "rollout" and has_moved
 
 
 @dataclass
@@ -42,7 +72,7 @@ class PrepareContext:
             separate share; ``None`` if all updates train on all images.
         is_trial: The images are dummies for measuring memory.
         reward: The reward, for a method without advantages, see
-            :func:`~lit_vgrpo.objectives.score_gradient.score_gradient`.
+            :func:`~lit_vgrpo.objectives.reward_gradient.score_gradient`.
         prompts: Each image's prompt, for such a method.
         data_rows: Each image's data row, likewise.
     """
@@ -59,39 +89,36 @@ class PrepareContext:
     prompts: Sequence[str] = ()
     data_rows: Sequence[Mapping[str, Any]] = ()
 
-    def later_of(self, experience: Experience) -> Experience:
-        """Return the images whose policy has moved by the time they are trained on, in the order of the updates."""
-        return experience if self.later is None else experience.select(self.later.to(experience.latents.device))
-
-    def placed(self, values: Tensor) -> Tensor:
-        """Scatter values of the later images ``(K, ...)`` to all images ``(B, ...)``, with NaN for the others."""
-        if self.later is None:
-            return values
-        places = values.new_full((len(self.rollout), *values.shape[1:]), math.nan)
-        places[self.later.to(values.device)] = values
-        return places
-
     def experience(
-        self, pairs: Pairs | None = None, extras: dict[str, Tensor] | None = None, advantages: Tensor | None = None
+        self, pairs: Pairs | None = None, steps: Steps | None = None, advantages: Tensor | None = None
     ) -> Experience:
         """Return the images as experience, with the advantages given here or those of the iteration."""
-        rollout = self.rollout
-        values = (self.advantages if advantages is None else advantages).to(rollout.latents.device)
-        return Experience(rollout.latents, values, rollout.conditioning, rollout.rows, pairs, extras or {})
+        rollout, device = self.rollout, self.rollout.latents.device
+        return Experience(
+            latents=rollout.latents,
+            advantages=(self.advantages if advantages is None else advantages).to(device),
+            conditioning=rollout.conditioning,
+            rows=rollout.rows,
+            group_ids=rollout.group_ids.to(device),
+            group_size=rollout.group_size,
+            pairs=pairs,
+            steps=steps,
+        )
 
 
 @checked
 class Objective(ABC):
     """A training method as a plain class, independent of any trainer.
 
+    A method defines where the network is asked (:meth:`ask`, :meth:`see`), its copies (:meth:`copies_needed`) and a
+    pure loss (:meth:`losses`). This class makes the passes of the copies, moves and saves them, and counts the cost.
     The calls of one iteration, in order: :meth:`roll_out`, :meth:`prepare`, then for every update
     :meth:`before_update`, :meth:`loss` on each of its micro-batches and :meth:`after_update`, then
     :meth:`after_iteration`.
 
     Attributes:
-        copies: The copies of the trained weights that the method keeps, by name; part of the checkpoint, except
-            ``"reference"``, the copy of the start.
-        num_updates: Gradient steps done, over all iterations; decays by steps count these.
+        copies: The copies of the trained weights, by name; part of the checkpoint, except those that never move.
+        num_updates: Gradient steps done, over all iterations; decays count these.
         all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; collective.
         rollout_device: Device of an iteration's tensors; ``None`` keeps them on the network's device.
         seed: The run's seed, which the trainer's module sets.
@@ -100,10 +127,6 @@ class Objective(ABC):
         training_guidance: Guidance of the network while it is trained, and of the copies it is compared with; ``None``
             takes the rollout's if the method trains on the sampling steps or the network embeds the scale, else 1.
         reference_guidance: Guidance of the weights of the start; ``None`` takes the training's.
-
-    A method that overrides :meth:`check`, :meth:`setup` or :meth:`after_iteration` must call ``super()``: this class
-    keeps the anchor, for which a method declares the options ``anchor_weight`` and ``anchor_decay``, and the copy of
-    the start, for which it declares ``kl_weight``.
     """
 
     needs_reward: ClassVar[bool] = True
@@ -113,23 +136,15 @@ class Objective(ABC):
     """True if it trains on the gradient of a differentiable reward."""
     advantage_std: ClassVar[AdvantageStd] = "global"
     advantage_aggregate: ClassVar[AdvantageAggregate] = "rewards"
-    of_later_updates: ClassVar[tuple[str, ...]] = ()  # options without effect in an iteration's first update
     path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
     trains_on_sampling_steps: ClassVar[bool] = False
     default_rollout: ClassVar[RolloutSpec | None] = None
-    acting_copy: ClassVar[str] = ""  # name of the copy that samples the images
 
     rollout: RolloutSpec | None = None
     training_guidance: float | None = None
     reference_guidance: float | None = None
-    anchor_weight: float = 0.0
-    anchor_decay: float | None = None
-    kl_weight: float | None = 0.0
     replay: bool = False
-    antithetic: bool = False
-    share_passes: SharePasses = "none"
-    decode_crop: float | None = None
-    decode_half: bool = False
+    """True if an iteration also trains on the previous one's images."""
 
     def __init__(
         self, training_guidance: GuidanceScale | None = None, reference_guidance: GuidanceScale | None = None
@@ -151,6 +166,40 @@ class Objective(ABC):
         self.seed = 0
         self.all_ranks: Callable[[Tensor], Tensor] = of_all_ranks
 
+    # --- what a method defines -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def ask(self, context: PrepareContext) -> Experience:
+        """Return the images of an iteration, with the pairs or the steps at which the network is asked."""
+
+    @abstractmethod
+    def see(self, policy: Policy, micro: Experience, guidance: float) -> Any:
+        """Pass a micro-batch through the network with the current weights; on the policy's device, carries grad."""
+
+    @abstractmethod
+    def losses(self, now: Any, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
+        """Return a loss per image ``(M,)``, and metrics; a pure function.
+
+        Args:
+            now: What :meth:`see` returns for the policy.
+            kept: What the passes of :meth:`copies_needed` keep, by name, all of them in every update.
+            micro: The images, with their advantages.
+        """
+
+    @abstractmethod
+    def asked_per_image(self, sizes: Sizes) -> float:
+        """Return the predictions per image of an update; one with guidance counts once."""
+
+    def copies_needed(self) -> dict[str, Copy]:
+        """Return the weights that the method compares the policy with, or samples with, by name."""
+        return {}
+
+    def pull(self, losses: Tensor, metrics: Metrics, now: Any, kept: Mapping[str, Tensor]) -> Tensor:
+        """Return the losses ``(M,)`` with the pulls towards copies, such as the KL to the start, and add metrics."""
+        return losses
+
+    # --- checks and cost -------------------------------------------------------------------------------------------
+
     @property
     def spec(self) -> RolloutSpec:
         """Sampling of the images, if it is the same in all iterations."""
@@ -162,19 +211,13 @@ class Objective(ABC):
         return self.spec
 
     def check(self, sizes: Sizes) -> list[str]:
-        """Return settings that cannot work together, one line each."""
+        """Return settings that cannot work together, one line each; an override calls ``super()``."""
         errors = self.rollout_spec(0).errors()
-        if (self.anchor_weight > 0) != (self.anchor_decay is not None):
+        if self.reference_guidance is not None and "reference" not in self.copies_needed():
             errors.append(
-                f"model.objective.anchor_weight={self.anchor_weight} and anchor_decay={self.anchor_decay} must be "
-                "set together. Use values such as 1.0 and 0.3, or 0 and null."
+                f"model.objective.reference_guidance={self.reference_guidance} has no effect without a pull to the "
+                "start, as by kl_weight. Set it to null."
             )
-        unused = {} if self.needs_reference else {"reference_guidance": "without a pull to the start, as by kl_weight"}
-        if sizes.updates_per_iteration == 1:
-            unused |= dict.fromkeys(self.of_later_updates, "with updates_per_iteration=1: the policy has not moved")
-        for name, why in unused.items():
-            if (value := getattr(self, name)) is not None:
-                errors.append(f"model.objective.{name}={value} has no effect {why}. Set it to null.")
         return errors
 
     def row_error(self, row: Mapping[str, Any]) -> str | None:
@@ -201,21 +244,30 @@ class Objective(ABC):
         Args:
             policy: Owner of the network; ``None`` means one that embeds no guidance scale.
         """
+
+        def factor(guidance: float) -> int:
+            return (1 if guidance == 1.0 else 2) if policy is None else policy.guidance_factor(guidance)
+
         spec = self.rollout_spec(0)
-        passes: dict[str, float] = {"rollout": spec.network_calls * _guidance_factor(spec.guidance, policy)}
-        training = _guidance_factor(self.guidance_in("training", policy), policy)
-        reference = _guidance_factor(self.guidance_in("reference", policy), policy)
+        passes: dict[str, float] = {"rollout": spec.network_calls * factor(spec.guidance)}
         for phase, count in self.prediction_passes(sizes).items():
-            passes[phase] = (1 + self.replay) * count * (reference if phase == "reference" else training)
+            use: Literal["training", "reference"] = "reference" if phase == "reference" else "training"
+            passes[phase] = (1 + self.replay) * count * factor(self.guidance_in(use, policy))
+        return passes
+
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
+        """Return predictions per image and phase, excluding the rollout; one with guidance counts once."""
+        asked = self.asked_per_image(sizes)
+        passes: dict[str, float] = {"update": sizes.uses_per_image * asked}
+        for name, copy in self.copies_needed().items():
+            if copy.needs_pass(sizes.updates_per_iteration):
+                times = sizes.uses_per_image if copy.asked == "update" else 1
+                passes[name] = asked * (times if copy.decay != 0 else sizes.later_share)
         return passes
 
     def decodes_per_image(self) -> float:
         """Return the VAE's passes with gradient per image."""
         return 0
-
-    @abstractmethod
-    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        """Return predictions per image and phase, excluding the rollout; one with guidance counts once."""
 
     def guidance_in(self, use: Literal["training", "reference"], policy: Policy | None) -> float:
         """Return the guidance scale during training, or of the weights of the start."""
@@ -226,21 +278,22 @@ class Objective(ABC):
         as_sampled = self.trains_on_sampling_steps or (policy is not None and policy.embeds_guidance)
         return self.rollout_spec(0).guidance if as_sampled else 1.0
 
+    # --- the rollout -----------------------------------------------------------------------------------------------
+
     def connect(self, rollout_device: torch.device | None, seed: int = 0) -> None:
         """Set the attributes that a trainer's module knows; called before :meth:`setup`."""
         self.rollout_device, self.seed = rollout_device, seed
 
     def setup(self, policy: Policy) -> None:
         """Copy the loaded policy's weights as the method needs."""
-        if self.needs_reference:
-            self.copies["reference"] = Snapshot(policy)
-        if self.keeps_anchor:
-            self.copies["anchor"] = Snapshot(policy)
+        self.copies |= {name: Snapshot(policy) for name, copy in self.copies_needed().items() if copy.decay != 0}
 
     def acting(self, policy: Policy) -> AbstractContextManager[Any]:
-        """Swap in the weights that roll out: those of :attr:`acting_copy` if there is one, else the policy's."""
-        copy = self.copies.get(self.acting_copy)
-        return nullcontext() if copy is None else copy.swapped_into(policy)
+        """Swap in the weights that sample the images, if they are not the policy's."""
+        for name, copy in self.copies_needed().items():
+            if name in self.copies and copy.samples_from is not None and self.num_updates >= copy.samples_from:
+                return self.copies[name].swapped_into(policy)
+        return nullcontext()
 
     def rollout_batches(self, policy: Policy, request: RolloutRequest) -> Generator[Rollout, None, None]:
         """Sample the images of a request with the weights that act, one forward batch at a time."""
@@ -268,62 +321,107 @@ class Objective(ABC):
         """Return the ODE steps whose initial latents the loss needs, ascending."""
         return ()
 
-    @abstractmethod
+    # --- the updates -----------------------------------------------------------------------------------------------
+
     def prepare(self, context: PrepareContext) -> Experience:
         """Compute the fixed inputs of the loss before the first update."""
+        experience = self.ask(context)
+        for name, copy in self.copies_needed().items():
+            if copy.asked != "iteration" or not copy.needs_pass(context.updates):
+                continue
+            # The first update trains the policy as it is now: its pass has what a copy with decay 0 would keep.
+            later = context.later if copy.decay == 0 else None
+            part = experience if later is None else experience.select(later.to(experience.latents.device))
+            micros = part.micro_batches(context.micro_batch_size)
+            self.keep(context.policy, name, micros, context.ledger, into=experience)
+            if later is not None:
+                self._scatter(experience, copy, later)
+        return experience
 
-    @abstractmethod
-    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the scalar loss of a micro-batch, and detached metrics, one value per image ``(M,)``."""
+    def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
+        """Make the passes of the copies that move with every update."""
+        for name, copy in self.copies_needed().items():
+            if copy.asked == "update" and copy.needs_pass(updates=1):
+                for micro in micros:
+                    self.keep(policy, name, [micro], ledger, into=micro)
 
-    def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:  # noqa: B027
-        """Add to the micro-batches of one update the values that depend on the current weights."""
+    def keep(
+        self, policy: Policy, name: str, micros: Sequence[Experience], ledger: PassLedger | None, into: Experience
+    ) -> None:
+        """Pass micro-batches through the network with the weights of a copy, and keep what it declares."""
+        copy, device = self.copies_needed()[name], into.latents.device
+        guidance = self.guidance_in("reference" if name == "reference" else "training", policy)
+        kept: dict[str, list[Tensor]] = {key: [] for key in copy.keeps}
+        with self.with_copy(policy, name, ledger):
+            for micro in micros:
+                seen = self.see(policy, micro.to(policy.device), guidance)
+                for key, function in copy.keeps.items():
+                    kept[key].append(micro.keep_shared(key, function(seen).to(device)))
+        into.kept.update({key: torch.cat(values) for key, values in kept.items()})
+
+    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, Metrics]:
+        """Return the scalar loss of a micro-batch, and metrics."""
+        micro = micro.to(policy.device)
+        now = self.see(policy, micro, self.guidance_in("training", policy))
+        kept = self._kept(now, micro)
+        losses, metrics = self.losses(now, kept, micro)
+        losses = self.pull(losses, metrics, now, kept)
+        return (losses if micro.weights is None else losses * micro.weights).mean(), metrics
 
     def after_update(self, policy: Policy) -> None:
-        """Count a gradient step; methods override this to move copies that follow steps."""
+        """Count a gradient step, and move the copies that follow steps."""
         self.num_updates += 1
+        self._move_copies(policy, "update")
 
     def after_iteration(self, policy: Policy) -> None:
         """Move the copies that follow iterations."""
-        if self.anchor is not None and self.anchor_decay is not None:
-            self.anchor.move_towards(policy, self.anchor_decay)
+        self._move_copies(policy, "iteration")
 
-    # --- the anchor: a slowly moving copy of the weights that pulls the policy; not from a paper ---------------------
+    def _move_copies(self, policy: Policy, moment: str) -> None:
+        for name, copy in self.copies_needed().items():
+            if name in self.copies and copy.moves == moment and copy.decay != 1:
+                decay = copy.decay(self.num_updates) if isinstance(copy.decay, Decay) else copy.decay
+                self.copies[name].move_towards(policy, decay)
 
-    @property
-    def keeps_anchor(self) -> bool:
-        """True if there is an anchor."""
-        return self.anchor_weight > 0 and self.anchor_decay is not None
+    def _kept(self, now: Any, micro: Experience) -> dict[str, Tensor]:
+        """Return what the copies keep; where the weights were the current ones, it is of the current pass, detached."""
+        own, kept = cache(now.detach), {}
+        for copy in self.copies_needed().values():
+            for key, function in copy.keeps.items():
+                value = micro.kept_values(key)
+                if copy.decay == 0:
+                    value = function(own()) if value is None else torch.where(value.isnan(), function(own()), value)
+                elif value is None:
+                    raise RuntimeError(f"The experience lacks {key}. Call prepare, and before_update for every update.")
+                kept[key] = value
+        return kept
 
-    @property
-    def anchor(self) -> Snapshot | None:
-        """The slowly moving copy, if any."""
-        return self.copies.get("anchor")
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the loss compares with the predictions of the starting weights."""
-        return bool(self.kl_weight)
-
-    def pull_passes(self, predictions: float) -> dict[str, float]:
-        """Return the reference's and the anchor's predictions per image, if needed: ``predictions`` each."""
-        needed = {"reference": self.needs_reference, "anchor": self.keeps_anchor}
-        return {name: predictions for name, is_needed in needed.items() if is_needed}
+    @staticmethod
+    def _scatter(experience: Experience, copy: Copy, places: Tensor) -> None:
+        """Scatter the values kept for some images to all of them, with NaN for the others."""
+        for key in copy.keeps:
+            values = experience.kept[key]
+            all_images = values.new_full((len(experience), *values.shape[1:]), math.nan)
+            all_images[places.to(values.device)] = values
+            experience.kept[key] = all_images
 
     @contextmanager
     def with_copy(self, policy: Policy, name: str, ledger: PassLedger | None = None) -> Iterator[None]:
-        """Swap in the weights of ``copies[name]``, and count the passes inside under that name."""
-        copy = self.copies[name]
-        copy.to(policy.device)
-        with (ledger or PassLedger()).phase(name), copy.swapped_into(policy):
-            yield
+        """Swap in the weights of a copy, without gradient, and count the passes inside under its name."""
+        with (ledger or PassLedger()).phase(name), torch.no_grad():
+            if name not in self.copies:  # the policy itself
+                yield
+                return
+            self.copies[name].to(policy.device)
+            with self.copies[name].swapped_into(policy):
+                yield
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values only; the frozen reference comes from the policy's checkpoint."""
-        return {
-            "num_updates": self.num_updates,
-            "copies": {name: copy.state_dict() for name, copy in self._moving_copies().items()},
-        }
+        copies = {name: copy.state_dict() for name, copy in self._moving_copies().items()}
+        return {"num_updates": self.num_updates, "copies": copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`.
@@ -343,10 +441,5 @@ class Objective(ABC):
             copy.load_state_dict(state["copies"][name])
 
     def _moving_copies(self) -> dict[str, Snapshot]:
-        return {name: copy for name, copy in self.copies.items() if name != "reference"}
-
-
-def _guidance_factor(guidance: float, policy: Policy | None) -> int:
-    if policy is not None:
-        return policy.guidance_factor(guidance)
-    return 1 if guidance == 1.0 else 2
+        needed = self.copies_needed()
+        return {name: copy for name, copy in self.copies.items() if needed[name].decay != 1}

@@ -1,6 +1,9 @@
 """Base of the methods that train on the sampling chain: a clipped ratio for every step with noise."""
 
+import copy
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import torch
@@ -12,9 +15,9 @@ from lit_vgrpo.core.ranges import GuidanceScale, HalfOpenUnitInterval, NonNegati
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.solvers import FLOW_SDES, VP_SDES, Transition, log_prob, transition
 from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics
-from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
-from lit_vgrpo.objectives.base import Objective, PrepareContext
-from lit_vgrpo.objectives.pairs import old_values
+from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec, Steps
+from lit_vgrpo.objectives.base import Copy, Metrics, Objective, PrepareContext
+from lit_vgrpo.objectives.pairs import anchor_errors
 from lit_vgrpo.policies.base import Policy
 
 
@@ -27,13 +30,49 @@ def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
     return mean_over_pixels((mean - reference_mean).square() / (2 * diffusion.square()), 2)
 
 
+class StepPass:
+    """A pass of the network on every trained step of a micro-batch: ``M`` images, ``K`` steps each.
+
+    Attributes:
+        step: The steps' distributions, ``(M, K, ...)``.
+    """
+
+    def __init__(self, policy: Policy, micro: Experience, spec: RolloutSpec, guidance: float) -> None:
+        steps = micro.steps
+        assert steps is not None
+        assert steps.after is not None
+        assert steps.t_next is not None
+        assert steps.second_time is not None
+        self.solver, self.after, shape = spec.solver, steps.after, steps.t.shape
+        z, t, t_next, second = (v.flatten(0, 1) for v in (steps.before, steps.t, steps.t_next, steps.second_time))
+        prediction = policy(z, t, micro.conditioning.select(micro.rows.repeat_interleave(shape[1])), guidance)
+        one = transition(self.solver, policy.path, prediction, z, t, t_next, spec.noise_level, second)
+        self.step = Transition(*(value.unflatten(0, shape) for value in (one.mean, one.std, one.diffusion)))
+
+    @cached_property
+    def log_prob(self) -> Tensor:
+        """The log-probability of the end of every step of the rollout, ``(M, K)``."""
+        step, after = self.step, self.after
+        flat = Transition(*(value.flatten(0, 1) for value in (step.mean, step.std, step.diffusion)))
+        return log_prob(self.solver, after.flatten(0, 1), flat).unflatten(0, after.shape[:2])
+
+    def detach(self) -> "StepPass":
+        """Return the pass without its graph."""
+        other = copy.copy(self)
+        other.step = Transition(self.step.mean.detach(), self.step.std, self.step.diffusion)
+        other.log_prob = self.log_prob.detach()
+        return other
+
+
+def mean_of_steps(now: StepPass) -> Tensor:
+    """Return the means of the steps ``(M, K, ...)``, for a copy to keep."""
+    return now.step.mean
+
+
 @dataclass(eq=False)
 class ChainObjective(Objective):
     """Base of the methods whose actions are the SDE steps of a rollout; holds their common options.
 
-    An experience's ``extras`` hold for each image its ``K`` trained steps: ``before`` and ``after (B, K, C, h, w)``,
-    ``t``, ``t_next``, ``second_time`` and ``log_prob (B, K)``, and if needed ``old_mean``, ``reference_mean``,
-    ``anchor_mean`` and the image's ``weight (B,)``.
     The old log-probabilities are those of the rollout, so there are no extra passes for them by default.
 
     Args:
@@ -139,124 +178,71 @@ class ChainObjective(Objective):
         return errors
 
     def check(self, sizes: Sizes) -> list[str]:
-        return self.chain_errors() or super().check(sizes)
+        return self.chain_errors() or super().check(sizes) + anchor_errors(self.anchor_weight, self.anchor_decay)
 
-    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        steps = self.num_trained_steps(self.rollout_spec(0))
-        passes: dict[str, float] = {"update": steps * sizes.uses_per_image}
-        if self._recomputes_old and sizes.updates_per_iteration > 1:
-            passes["old"] = steps * sizes.later_share
-        return passes | self.pull_passes(steps)
-
-    @property
-    def _recomputes_old(self) -> bool:
-        """True if the rollout's log-probabilities are not used, such as those of another guidance."""
-        return self.recompute_old or self.guidance_in("training", None) != self.spec.guidance
+    def asked_per_image(self, sizes: Sizes) -> float:
+        return self.num_trained_steps(self.rollout_spec(0))
 
     # --- one iteration ---------------------------------------------------------------------------------------------
 
-    def prepare(self, context: PrepareContext) -> Experience:
-        advantages = clamped(context.advantages, self.advantage_clip)
-        experience = context.experience(extras=self._chosen(context.rollout), advantages=advantages)
-        if self.drop_zero_advantages:
-            kept = (experience.advantages != 0).float()
-            share = self.all_ranks(kept).mean().clamp(min=1e-9)  # an iteration without any takes no step
-            experience.extras["weight"] = kept / share.to(kept.device)
-        if self._recomputes_old:
-            self._store_old(context, experience)
+    def copies_needed(self) -> dict[str, Copy]:
+        # The rollout's log-probabilities are of no use if training has another guidance.
+        recomputes = self.recompute_old or self.guidance_in("training", None) != self.spec.guidance
+        keeps = {"old": lambda now: now.log_prob} | ({"old_mean": mean_of_steps} if self.records_means else {})
+        copies = {"old": Copy(keeps, decay=0.0, asked="iteration" if recomputes else "rollout")}
         if self.kl_weight:
-            experience.extras["reference_mean"] = self._means_of(context, experience, "reference")
-        if self.anchor is not None:
-            experience.extras["anchor_mean"] = self._means_of(context, experience, "anchor")
-        return experience
+            copies["reference"] = Copy({"reference": mean_of_steps})
+        if self.anchor_weight > 0 and self.anchor_decay is not None:
+            copies["anchor"] = Copy({"anchor": mean_of_steps}, decay=self.anchor_decay)
+        return copies
 
-    def _means_of(self, context: PrepareContext, experience: Experience, name: str) -> Tensor:
-        """Return the means of the trained steps ``(B, K, ...)`` under the weights of ``copies[name]``."""
-        policy = context.policy
-        guidance = self.guidance_in("reference" if name == "reference" else "training", policy)
-        with self.with_copy(policy, name, context.ledger):
-            parts = experience.micro_batches(context.micro_batch_size)
-            return torch.cat([self._transition(policy, micro, guidance).mean for micro in parts])
-
-    def _store_old(self, context: PrepareContext, experience: Experience) -> None:
-        """Recompute the rollout's steps in the batches of training, so that the ratio is 1 before any update.
-
-        The first update has the old policy's weights, so its steps are the old ones and need no passes.
-        """
-        policy, extras = context.policy, experience.extras
-        names = [name for name in ("log_prob", "old_mean") if name in extras]
-        if context.updates == 1:
-            for name in names:
-                del extras[name]
-            return
-        found: dict[str, list[Tensor]] = {name: [] for name in names}
-        with context.ledger.phase("old"), torch.no_grad():
-            for micro in context.later_of(experience).micro_batches(context.micro_batch_size):
-                step = self._transition(policy, micro, self.guidance_in("training", policy))
-                values = {"log_prob": self._log_prob(micro, step), "old_mean": step.mean}
-                for name in names:
-                    found[name].append(values[name])
-        extras |= {name: context.placed(torch.cat(values)) for name, values in found.items()}
-
-    def _chosen(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Return the trained steps of every image, by name; views of the trajectory if all of it is trained."""
-        chain = rollout.trajectory
+    def ask(self, context: PrepareContext) -> Experience:
+        """Return the images with their trained steps; views of the trajectory if all of it is trained."""
+        chain = context.rollout.trajectory
         assert chain is not None
         images, steps = chain.log_probs.shape
-        tensors = {
-            "before": chain.states[:, :-1],
-            "after": chain.states[:, 1:],
-            "log_prob": chain.log_probs,
-            "t": chain.times[:-1].expand(images, steps),
-            "t_next": chain.times[1:].expand(images, steps),
-            "second_time": chain.log_probs.new_full((1, 1), chain.second_time).expand(images, steps),
-        }
-        if chain.means is not None:
-            tensors["old_mean"] = chain.means
-        chosen = self.choose_steps(rollout)
-        if chosen is None:
-            return tensors
-        chosen = chosen.to(chain.states.device)
-        image = torch.arange(images, device=chosen.device)[:, None]
-        return {name: values[image, chosen] for name, values in tensors.items()}
+        t, t_next = chain.times[:-1], chain.times[1:]
+        columns = (t, self.step_weights(t, t_next), t_next, t.new_full((1,), chain.second_time))
+        t, weight, t_next, second_time = (value.expand(images, steps) for value in columns)
+        every = Steps(chain.states[:, :-1], t, weight, chain.states[:, 1:], t_next, second_time)
+        kept = {"old": chain.log_probs} | ({} if chain.means is None else {"old_mean": chain.means})
+        if (chosen := self.choose_steps(context.rollout)) is not None:
+            chosen = chosen.to(chain.states.device)
+            image = torch.arange(images, device=chosen.device)[:, None]
+            every = every.map(lambda value: value[image, chosen])
+            kept = {name: value[image, chosen] for name, value in kept.items()}
+        experience = context.experience(steps=every, advantages=clamped(context.advantages, self.advantage_clip))
+        if self.copies_needed()["old"].asked == "rollout":
+            experience.kept.update(kept)
+        if self.drop_zero_advantages:
+            trained = (experience.advantages != 0).float()
+            share = self.all_ranks(trained).mean().clamp(min=1e-9)  # an iteration without any takes no step
+            experience.weights = trained / share.to(trained.device)
+        return experience
 
-    def _transition(self, policy: Policy, micro: Experience, guidance: float) -> Transition:
-        """Return the trained steps' distributions ``(M, K, ...)`` under the current weights, from a single pass."""
-        home, micro = micro.latents.device, micro.to(policy.device)
-        shape = micro.extras["t"].shape
-        z, t, t_next, second = (micro.extras[n].flatten(0, 1) for n in ("before", "t", "t_next", "second_time"))
-        cond = micro.conditioning.select(micro.rows.repeat_interleave(shape[1]))
-        prediction = policy(z, t, cond, guidance)
-        spec = self.spec
-        step = transition(spec.solver, policy.path, prediction, z, t, t_next, spec.noise_level, second)
-        return Transition(*(value.unflatten(0, shape).to(home) for value in (step.mean, step.std, step.diffusion)))
+    def see(self, policy: Policy, micro: Experience, guidance: float) -> StepPass:
+        return StepPass(policy, micro, self.spec, guidance)
 
-    def log_ratio(self, micro: Experience, step: Transition) -> Tensor:
+    def log_ratio(self, now: StepPass, kept: Mapping[str, Tensor]) -> Tensor:
         """Return the log of new over old likelihood of every trained step, ``(M, K)``; carries grad."""
-        log_prob = self._log_prob(micro, step)
-        return log_prob - old_values(micro, "log_prob", log_prob)
+        return now.log_prob - kept["old"]
 
-    def _log_prob(self, micro: Experience, step: Transition) -> Tensor:
-        """Return the log-probability ``(M, K)`` of the end of every trained step of the rollout."""
-        after = micro.extras["after"]
-        flat = Transition(*(value.flatten(0, 1) for value in (step.mean, step.std, step.diffusion)))
-        return log_prob(self.spec.solver, after.flatten(0, 1), flat).unflatten(0, after.shape[:2])
+    def step_weights(self, t: Tensor, t_next: Tensor) -> Tensor:
+        """Return the weight of each step in the loss; all ``(n,)``."""
+        return torch.ones_like(t)
 
-    def step_weight(self, micro: Experience) -> Tensor | float:
-        """Return the weight of each step's surrogate in the loss, broadcastable to ``(M, K)``."""
-        return 1.0
+    def losses(self, now: StepPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
+        assert micro.steps is not None
+        log_ratio = self.log_ratio(now, kept)
+        gain = clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip)
+        return -(micro.steps.weight * gain).mean(dim=1), ratio_metrics(log_ratio, self.clip)
 
-    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        step = self._transition(policy, micro, self.guidance_in("training", policy))
-        log_ratio, advantages = self.log_ratio(micro, step), micro.advantages[:, None]
-        gain, metrics = clipped_surrogate(log_ratio, advantages, self.clip), ratio_metrics(log_ratio, self.clip)
-        losses = -(self.step_weight(micro) * gain).mean(dim=1)
-        if self.kl_weight:
-            kl = step_kl(step.mean, micro.extras["reference_mean"], step.diffusion)
-            losses = losses + self.kl_weight * kl.mean(dim=1)
-            metrics["kl"] = kl.detach().mean(dim=1)
-        if "anchor_mean" in micro.extras:
-            distance = step_kl(step.mean, micro.extras["anchor_mean"], step.diffusion)
-            losses = losses + self.anchor_weight * distance.mean(dim=1)
-            metrics["anchor_distance"] = distance.detach().mean(dim=1)
-        return (losses * micro.extras.get("weight", 1.0)).mean(), metrics
+    def pull(self, losses: Tensor, metrics: Metrics, now: StepPass, kept: Mapping[str, Tensor]) -> Tensor:
+        for name, metric, weight in (
+            ("reference", "kl", self.kl_weight or 0.0),
+            ("anchor", "anchor_distance", self.anchor_weight),
+        ):
+            if name in kept:
+                distance = step_kl(now.step.mean, kept[name], now.step.diffusion).mean(dim=1)
+                losses, metrics[metric] = losses + weight * distance, distance.detach()
+        return losses

@@ -1,19 +1,24 @@
 """CRD (arXiv 2603.14128): centred reward distillation, which fits the policy's implicit reward to the advantage."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import NonNegativeFloat, PositiveFloat, Range, checked
-from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.surrogate import denoising_error, surrogate
-from lit_vgrpo.core.types import Experience
-from lit_vgrpo.objectives.forward import nft_decay
-from lit_vgrpo.objectives.groups import GroupObjective
-from lit_vgrpo.objectives.pairs import distance_to
+from lit_vgrpo.core.advantages import clamped
+from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, PositiveFloat, Range, checked
+from lit_vgrpo.core.records import PassLedger
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import Decay
+from lit_vgrpo.core.surrogate import Pairs, denoising_error, surrogate
+from lit_vgrpo.core.types import Experience, RolloutSpec
+from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
+from lit_vgrpo.objectives.groups import draw_group_pairs, group_errors, keep_group_values, values_of_groups
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass
 from lit_vgrpo.policies.base import Policy
+
 
 def group_centres(implied: Tensor, targets: Tensor, group_ids: Tensor, temperature: float | None) -> Tensor:
     """Return the means of the implied rewards and of the targets over each image's group.
@@ -47,14 +52,14 @@ def centred_reward_loss(implied: Tensor, targets: Tensor, centres: Tensor, beta:
         targets: ``A``, ``(B,)``.
         centres: Return value of :func:`group_centres`.
     """
-    of_implied, of_targets = centres.unbind(dim=2)
-    difference = beta * (implied[:, None] - of_implied) - (targets[:, None, None] - of_targets)
+    mean_implied, mean_target = centres.unbind(dim=2)
+    difference = beta * (implied[:, None] - mean_implied) - (targets[:, None, None] - mean_target)
     return difference.square().mean(dim=1)
 
 
 @checked
 @dataclass(eq=False)
-class CRD(GroupObjective):
+class CRD(PairObjective):
     """CRD: regression of the centred implied reward ``r = l_old - l`` on the centred advantage.
 
     ``l_it`` is the denoising error of the network's prediction, so that ``r`` is the log-ratio to a moving copy, up to
@@ -69,61 +74,75 @@ class CRD(GroupObjective):
         self_normalise: Divide each squared error by its detached absolute error.
         kl_weight: Weight of the squared distance to the start's predictions; the third party's guidance for these is
             4.5 (``reference_guidance``).
-        sampler_decay_type: Schedule of the copy that samples, see :func:`~lit_vgrpo.objectives.forward.nft_decay`; 0
-            samples with the policy.
+        sampler_decay: Decay of the copy that samples, moved after each iteration; 0 samples with the policy.
+        old_decay: Decay of the copy that the implied reward compares with, moved after every gradient step.
+        num_times, share_passes, advantage_clip: See :class:`~lit_vgrpo.objectives.dgpo.DGPO`, also for the pass that
+            spread groups cost.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.groups.GroupObjective` and
-    :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The advantages are divided by twice ``advantage_clip``, and
-    the loss by ``beta / advantage_clip``, so that its first gradient is AWM's.
+    The other options are those of :class:`~lit_vgrpo.objectives.pairs.PairObjective`. The advantages are divided by
+    twice ``advantage_clip``, and the loss by ``beta / advantage_clip``, so that its first gradient is AWM's.
 
     Source:
         The abstract, and a third-party implementation (X-GenGroup/Flow-Factory, ``trainers/crd.py``). The defaults
         are this third party's, unverified, except ``num_times``; the decays are those it states for the authors' code.
     """
 
-    old_decay_start: ClassVar[float] = 0.25
-    acting_copy: ClassVar[str] = "sampler"
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
 
+    num_times: Annotated[int, Range(1, 1000)] = 4
     _: KW_ONLY
     beta: PositiveFloat = 1.0
     temperature: PositiveFloat | None = None
     self_normalise: bool = True
     kl_weight: NonNegativeFloat = 0.1
-    sampler_decay_type: Literal[0, 1, 2] = 1
-    old_decay_max: Annotated[float, Range(least=0, below=1)] = 0.5
+    sampler_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.001, max=0.5)
+    old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.001, max=0.5, start=0.25)
     advantage_clip: PositiveFloat = 5.0
+    share_passes: Literal["none", "pure_noise"] = "none"
 
-    def setup(self, policy: Policy) -> None:
-        super().setup(policy)
-        if self.sampler_decay_type > 0:
-            self.copies["sampler"] = Snapshot(policy)
+    @property
+    def num_pairs(self) -> int:
+        return self.num_times
 
-    def pair_losses(self, error: Tensor) -> Tensor:
-        return denoising_error(error, self.self_normalise)
+    def check(self, sizes: Sizes) -> list[str]:
+        return super().check(sizes) + group_errors(self, sizes)
+
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
+        passes = super().prediction_passes(sizes)
+        return passes if sizes.holds_whole_groups else passes | {"group": passes["update"]}
+
+    def draw(self, context: PrepareContext) -> Pairs:
+        return draw_group_pairs(self, context)
+
+    def bounded(self, advantages: Tensor) -> Tensor:
+        return clamped(advantages, self.advantage_clip)
+
+    def pair_losses(self, now: PairPass) -> Tensor:
+        """Return ``l_it``, ``(M, N)``."""
+        return denoising_error(now.error, self.self_normalise)
+
+    def copies_needed(self) -> dict[str, Copy]:
+        copies = super().copies_needed()
+        copies["old"] = Copy({"old": self.pair_losses}, self.old_decay, "update", asked="update")
+        return copies | {"sampler": Copy(decay=self.sampler_decay, samples_from=0)}
 
     def group_values(
-        self, losses: Tensor, compared: Tensor, advantages: Tensor, group_ids: Tensor, group_size: Tensor
+        self, losses: Tensor, compared: Tensor, advantages: Tensor, group_ids: Tensor, group_size: int
     ) -> Tensor:
+        """Return :func:`group_centres` of each image's group."""
         return group_centres(compared - losses, advantages / (2 * self.advantage_clip), group_ids, self.temperature)
 
-    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, _ = predicted = self.predict(policy, micro, policy.path.prediction)
-        losses, clip = self.pair_losses(error), self.advantage_clip
-        implied = micro.extras["old_losses"] - losses
-        centres = self.values_of(micro, losses)
+    def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
+        super().before_update(policy, micros, ledger)
+        keep_group_values(self, policy, micros, ledger, self.pair_losses, "old", self.group_values)
+
+    def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
+        losses, clip = self.pair_losses(now), self.advantage_clip
+        implied = kept["old"] - losses
+        centres = values_of_groups(micro, losses, kept["old"], self.group_values)
         per_pair = centred_reward_loss(implied, micro.advantages / (2 * clip), centres, self.beta)
-        loss = surrogate(per_pair).mean() * clip / self.beta
         metrics = {
             "surrogate": surrogate(losses.detach()),
             "ratio_deviation": surrogate((implied.detach().exp() - 1).abs()),
         }
-        if self.kl_weight > 0:
-            distance = distance_to(micro, "reference", prediction)
-            loss = loss + self.kl_weight * distance.mean()
-            metrics["kl"] = distance.detach()
-        return self.with_pulls(loss, metrics, micro, predicted)
-
-    def after_iteration(self, policy: Policy) -> None:
-        super().after_iteration(policy)
-        if self.sampler_decay_type > 0:
-            self.copies["sampler"].move_towards(policy, nft_decay(self.sampler_decay_type, self.num_updates))
+        return surrogate(per_pair) * clip / self.beta, metrics

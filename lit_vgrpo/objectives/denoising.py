@@ -12,10 +12,10 @@ from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.surrogate import denoising_error, surrogate
+from lit_vgrpo.core.surrogate import ContinuousTimes, denoising_error, surrogate
 from lit_vgrpo.core.types import Experience, Rollout, RolloutRequest, RolloutSpec
-from lit_vgrpo.objectives.base import Objective, PrepareContext
-from lit_vgrpo.objectives.pairs import predict_pairs, rollout_pairs
+from lit_vgrpo.objectives.base import Metrics, Objective, PrepareContext
+from lit_vgrpo.objectives.pairs import PairPass, rollout_pairs
 from lit_vgrpo.policies.base import Policy
 
 
@@ -53,10 +53,10 @@ class Denoising(Objective):
     time_shift: PositiveFloat = 1.0
 
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:
-        return self.prediction_passes(sizes)
+        return self.prediction_passes(sizes)  # without a rollout
 
-    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        return {"update": sizes.uses_per_image * self.num_mc_samples}
+    def asked_per_image(self, sizes: Sizes) -> float:
+        return self.num_mc_samples
 
     def rollout_batches(self, policy: Policy, request: RolloutRequest) -> Generator[Rollout, None, None]:
         """Return the given images instead of a rollout's."""
@@ -78,12 +78,13 @@ class Denoising(Objective):
             group_size=request.group_size,
         )
 
-    def prepare(self, context: PrepareContext) -> Experience:
-        shift = self.time_shift
-        pairs = rollout_pairs(context, self.num_mc_samples, shared=False, stratified=True, times="uniform", shift=shift)
-        return context.experience(pairs)
+    def ask(self, context: PrepareContext) -> Experience:
+        times = ContinuousTimes(self.time_shift)
+        return context.experience(rollout_pairs(context, self.num_mc_samples, shared="none", times=times))
 
-    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        _, error, _ = predict_pairs(policy, micro, self.space, None, guidance=1.0)
-        elbo = surrogate(denoising_error(error, self.self_normalise))
-        return elbo.mean(), {"surrogate": elbo.detach()}
+    def see(self, policy: Policy, micro: Experience, guidance: float) -> PairPass:
+        return PairPass(policy, micro, self.space)
+
+    def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
+        elbo = surrogate(denoising_error(now.error, self.self_normalise))
+        return elbo, {"surrogate": elbo.detach()}

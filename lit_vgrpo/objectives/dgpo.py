@@ -1,19 +1,23 @@
 """DGPO (arXiv 2510.08425): preference between the good and the bad part of a group, without a policy gradient."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.probability_paths import expand
-from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, Range, checked
-from lit_vgrpo.core.surrogate import denoising_error, surrogate
-from lit_vgrpo.core.types import Experience
-from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.groups import GroupObjective
-from lit_vgrpo.objectives.pairs import distance_to, store_predictions
+from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, checked
+from lit_vgrpo.core.records import PassLedger
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import Decay
+from lit_vgrpo.core.surrogate import Pairs, denoising_error, surrogate
+from lit_vgrpo.core.types import Experience, RolloutSpec
+from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
+from lit_vgrpo.objectives.groups import draw_group_pairs, group_errors, keep_group_values, values_of_groups
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass, prediction
 from lit_vgrpo.policies.base import Policy
 
 
@@ -33,7 +37,7 @@ def has_left_trust_region(losses: Tensor, old_losses: Tensor, advantages: Tensor
 
 
 def group_weights(
-    losses: Tensor, reference_losses: Tensor, advantages: Tensor, group_ids: Tensor, group_size: Tensor, beta: float
+    losses: Tensor, reference_losses: Tensor, advantages: Tensor, group_ids: Tensor, group_size: int, beta: float
 ) -> Tensor:
     """Return ``sigmoid(z_g)`` of each image's group, detached.
 
@@ -44,12 +48,12 @@ def group_weights(
         reference_losses: ``l_ref_i``, shaped like them.
         advantages: ``A_i``, ``(B,)``.
         group_ids: ``(B,)``, int64.
-        group_size: ``G`` of each image's group, ``(B,)``, int64.
+        group_size: ``G``.
 
     Returns:
         Shape of ``losses``, in (0, 1).
     """
-    gains = expand(advantages, losses) * (losses.detach() - reference_losses) / expand(group_size, losses)
+    gains = expand(advantages, losses) * (losses.detach() - reference_losses) / group_size
     same = group_ids[:, None] == group_ids
     # Not by unique and index_add, which wait for a GPU and are not deterministic there, nor by a matrix product, which
     # autocast would round.
@@ -59,7 +63,7 @@ def group_weights(
 
 @checked
 @dataclass(eq=False)
-class DGPO(GroupObjective):
+class DGPO(PairObjective):
     """DGPO: the group's images as one preference, weighted by how far it is from being satisfied.
 
     ``l_it = m((target - prediction)^2)`` is an image's loss at one time, in the network's prediction: the velocity on a
@@ -67,7 +71,11 @@ class DGPO(GroupObjective):
     Diffusion-DPO) or the velocity of a v-network. As in the authors' code, a group's stop and weight are computed per
     time, and the loss is the mean over times.
 
+    A group must be whole in every update. If micro-batches do not hold whole groups, the update's images pass through
+    the network once more without gradient. A ``micro_batch_size`` that is a multiple of ``group_size`` saves this pass.
+
     Args:
+        num_times: Times per iteration, the same for all images and ranks.
         noisiest: Number of the sampler's noisiest times to draw from, without repetition; null for all.
         beta: How soon a satisfied group stops pulling: 100 (OCR, GenEval) or 10 (PickScore).
         kl_weight: Weight of the squared distance to the reference's predictions: 0.02, or 0.001.
@@ -75,13 +83,18 @@ class DGPO(GroupObjective):
         reference: The preference's reference: the start, or the slowly moving old policy. The KL's is the start in
             both cases (the public code's ``use_ema_ref``, ``scripts/train_sd3_dgpo.py``).
         behaviour_from_step: Gradient step from which the old policy rolls out: 200 (500 for GenEval).
+        old_decay: Decay of the old policy, moved after every gradient step.
+        advantage_clip: Bound on the advantages. Clipped advantages no longer sum to 0 in a group.
+        share_passes: ``pure_noise`` sets one of the times to ``t = 1``, where the images of a group share one pass; see
+            :class:`~lit_vgrpo.objectives.vgrpo.VGRPO`. Ours, not the paper's.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.groups.GroupObjective` and
-    :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The paper samples with
+    The other options are those of :class:`~lit_vgrpo.objectives.pairs.PairObjective`. The paper samples with
     DPM-Solver++ in 10 steps.
     """
 
-    acting_copy: ClassVar[str] = "old"
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
+
+    num_times: Annotated[int, Range(1, 1000)] = 4
     _: KW_ONLY
     noisiest: Annotated[int, Range(1, 1000)] | None = 7
     beta: Annotated[float, Range(above=0)] = 100.0
@@ -89,50 +102,66 @@ class DGPO(GroupObjective):
     clip: Annotated[float, Range(above=0, below=1)] = 1e-2
     reference: Literal["frozen", "moving"] = "frozen"
     behaviour_from_step: NonNegativeInt = 200
+    old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.001, max=0.3)
+    advantage_clip: PositiveFloat | None = 5.0
+    share_passes: Literal["none", "pure_noise"] = "none"
 
     @property
-    def needs_reference(self) -> bool:
-        return super().needs_reference or self.reference == "frozen"
+    def num_pairs(self) -> int:
+        return self.num_times
 
-    def acting(self, policy: Policy) -> AbstractContextManager[Any]:
-        return super().acting(policy) if self.num_updates >= self.behaviour_from_step else nullcontext()
+    def check(self, sizes: Sizes) -> list[str]:
+        return super().check(sizes) + group_errors(self, sizes)
+
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
+        passes = super().prediction_passes(sizes)
+        return passes if sizes.holds_whole_groups else passes | {"group": passes["update"]}
+
+    def draw(self, context: PrepareContext) -> Pairs:
+        return draw_group_pairs(self, context)
+
+    def bounded(self, advantages: Tensor) -> Tensor:
+        return clamped(advantages, self.advantage_clip)
+
+    def pair_losses(self, now: PairPass) -> Tensor:
+        """Return ``l_it``, ``(M, N)``."""
+        return denoising_error(now.error, self_normalised=False)
 
     @property
-    def compared_losses(self) -> str:
-        return "reference_losses" if self.reference == "frozen" else "old_losses"
+    def compared(self) -> str:
+        """Name of the kept losses that the preference is relative to."""
+        return "reference_losses" if self.reference == "frozen" else "old"
 
-    def store_pulls(self, context: PrepareContext, experience: Experience) -> None:
-        if "reference" in self.copies:
-            micros = experience.micro_batches(context.micro_batch_size)
-            with self.with_copy(context.policy, "reference", context.ledger):
-                start = [self.losses(context.policy, micro, "reference") for micro in micros]
-            if self.reference == "frozen":
-                experience.extras["reference_losses"] = torch.cat([losses for _, losses in start])
-            if super().needs_reference:
-                store_predictions(experience, "reference_prediction", micros, [prediction for prediction, _ in start])
-        if self.anchor is not None:
-            self.store_copy(context, experience, "anchor")
-
-    def pair_losses(self, error: Tensor) -> Tensor:
-        return denoising_error(error, self_normalised=False)
+    def copies_needed(self) -> dict[str, Copy]:
+        copies, keeps = super().copies_needed(), {}
+        if self.kl_weight > 0 or self.norm_weight > 0:
+            keeps["reference"] = prediction
+        if self.reference == "frozen":
+            keeps["reference_losses"] = self.pair_losses
+        if keeps:
+            copies["reference"] = Copy(keeps)
+        samples_from = self.behaviour_from_step
+        old = Copy({"old": self.pair_losses}, self.old_decay, "update", asked="update", samples_from=samples_from)
+        return copies | {"old": old}
 
     def group_values(
-        self, losses: Tensor, compared: Tensor, advantages: Tensor, group_ids: Tensor, group_size: Tensor
+        self, losses: Tensor, compared: Tensor, advantages: Tensor, group_ids: Tensor, group_size: int
     ) -> Tensor:
+        """Return :func:`group_weights` of each image's group."""
         return group_weights(losses, compared, advantages, group_ids, group_size, self.beta)
 
-    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, _ = predicted = self.predict(policy, micro, policy.path.prediction)
-        losses = self.pair_losses(error)
-        weights = self.values_of(micro, losses)
-        stop = has_left_trust_region(losses, micro.extras["old_losses"], micro.advantages, self.clip)
-        preference = surrogate(weights * micro.advantages[:, None] * torch.where(stop, losses.detach(), losses))
-        distance = distance_to(micro, "reference", prediction)
-        loss = (preference + self.kl_weight * distance).mean()
+    def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
+        super().before_update(policy, micros, ledger)
+        keep_group_values(self, policy, micros, ledger, self.pair_losses, self.compared, self.group_values)
+
+    def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
+        losses, old, advantages = self.pair_losses(now), kept["old"], micro.advantages
+        weights = values_of_groups(micro, losses, kept[self.compared], self.group_values)
+        stop = has_left_trust_region(losses, old, advantages, self.clip)
+        preference = surrogate(weights * advantages[:, None] * torch.where(stop, losses.detach(), losses))
         metrics = {
             "surrogate": surrogate(losses.detach()),
-            "ratio_deviation": surrogate(((micro.extras["old_losses"] - losses.detach()).exp() - 1).abs()),
+            "ratio_deviation": surrogate(((old - losses.detach()).exp() - 1).abs()),
             "clip_fraction": surrogate(stop.float()),
-            "kl": distance.detach(),
         }
-        return self.with_pulls(loss, metrics, micro, predicted)
+        return preference, metrics

@@ -1,18 +1,19 @@
 """EPG and PEPG (arXiv 2602.04663): the policy gradient, with the ELBO of the final image as its log-likelihood."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, ClassVar
 
-import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageStd
-from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.surrogate import denoising_error, surrogate
-from lit_vgrpo.core.types import Experience
-from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.forward import LaggedObjective
-from lit_vgrpo.objectives.pairs import distance_to
+from lit_vgrpo.core.probability_paths import Space
+from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, Range, checked
+from lit_vgrpo.core.snapshots import Decay
+from lit_vgrpo.core.surrogate import Pairs, denoising_error, surrogate
+from lit_vgrpo.core.types import Experience, RolloutSpec
+from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass, pairs_at
 from lit_vgrpo.policies.base import Policy
 
 
@@ -38,7 +39,7 @@ def exact_policy_gradient(log_p: Tensor, old_log_p: Tensor, advantages: Tensor, 
 
 @checked
 @dataclass(eq=False)
-class EPG(LaggedObjective):
+class EPG(PairObjective):
     """EPG (exact policy gradient) and PEPG, its proximal form: no clip, and a separate ELBO for each time.
 
     ``log p_it = -m(e^2) / sg(m(|e|))`` with ``e = x_hat_theta - x``, V-GRPO's self-normalised error in x. Images come
@@ -55,35 +56,46 @@ class EPG(LaggedObjective):
             (``model.advantage_std: none``, the default here). With a single update and EPG, Adam cancels most of it;
             in PEPG it limits how far the policy may move.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.forward.LaggedObjective` and
-    :class:`~lit_vgrpo.objectives.forward.ForwardObjective`; ``decay_type`` 1 and ``kl_weight`` 1e-4 are those of the
-    public code's GenEval runs, which sample 10 steps of a second-order solver without guidance.
+        old_decay: See :class:`~lit_vgrpo.objectives.nft.DiffusionNFT`, as for ``num_times``, ``kl_weight`` and
+            ``scale_cap``. It and ``kl_weight`` are those of the public code's GenEval runs, which sample 10 steps of a
+            second-order solver without guidance.
+
+    The other options are those of :class:`~lit_vgrpo.objectives.pairs.PairObjective`.
     """
 
     advantage_std: ClassVar[AdvantageStd] = "none"
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
 
     proximal: bool = False
     advantage_scale: Annotated[float, Range(above=0)] = 10.0
+    _: KW_ONLY
+    old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.001, max=0.5)
+    num_times: Annotated[int, Range(1, 1000)] | None = None
+    kl_weight: NonNegativeFloat = 1e-4
+    scale_cap: Annotated[float, Range(above=0)] | None = 5.0
 
-    @torch.no_grad()
-    def store_old(self, context: PrepareContext, experience: Experience) -> None:
-        micros = experience.micro_batches(context.micro_batch_size)
-        each = [self._log_p(self.predict(context.policy, micro, "x", self.scale_cap)[1]) for micro in micros]
-        experience.extras["old_log_p"] = torch.cat(each)
+    @property
+    def num_pairs(self) -> int:
+        return self.num_times or (self.noisiest or self.num_times_in_all) - 1
 
-    def _log_p(self, error: Tensor) -> Tensor:
-        return -denoising_error(error, self_normalised=True)
+    def draw(self, context: PrepareContext) -> Pairs:
+        times = self.draw_times(context.rollout, self.num_drawn, context.rollout.image_ids)
+        return pairs_at(context, times, antithetic=self.antithetic)
 
-    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, _ = predicted = self.predict(policy, micro, "x", self.scale_cap)
-        log_p = self._log_p(error)
-        old_log_p = micro.extras.get("old_log_p", log_p.detach())
-        advantages = micro.advantages / self.advantage_scale
-        gradient = surrogate(exact_policy_gradient(log_p, old_log_p, advantages, self.proximal))
-        distance = distance_to(micro, "reference", prediction)
+    def space_of(self, policy: Policy) -> tuple[Space, float | None]:
+        return "x", self.scale_cap
+
+    def log_p(self, now: PairPass) -> Tensor:
+        """Return the log-likelihood of each image at each time, ``(M, N)``."""
+        return -denoising_error(now.error, self_normalised=True)
+
+    def copies_needed(self) -> dict[str, Copy]:
+        return super().copies_needed() | {"old": Copy({"old": self.log_p}, decay=self.old_decay, samples_from=0)}
+
+    def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
+        log_p, advantages = self.log_p(now), micro.advantages / self.advantage_scale
         metrics = {
             "surrogate": surrogate(-log_p.detach()),
-            "ratio_deviation": surrogate(((log_p.detach() - old_log_p).exp() - 1).abs()),
-            "kl": distance.detach(),
+            "ratio_deviation": surrogate(((log_p.detach() - kept["old"]).exp() - 1).abs()),
         }
-        return self.with_pulls((gradient + self.kl_weight * distance).mean(), metrics, micro, predicted)
+        return surrogate(exact_policy_gradient(log_p, kept["old"], advantages, self.proximal)), metrics

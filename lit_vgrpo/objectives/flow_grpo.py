@@ -1,16 +1,15 @@
 """Flow-GRPO (arXiv 2505.05470): GRPO over the sampling chain of a flow model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, OnlyWith, Range, checked
-from lit_vgrpo.core.solvers import Transition
 from lit_vgrpo.core.surrogate import mean_over_pixels
-from lit_vgrpo.core.types import Experience, RolloutSpec
-from lit_vgrpo.objectives.chain import ChainObjective
-from lit_vgrpo.objectives.pairs import old_values
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.objectives.chain import ChainObjective, StepPass
 
 FAST_NOISE = 0.8
 
@@ -104,11 +103,9 @@ class FlowGRPO(ChainObjective):
     def records_means(self) -> bool:
         return self.guard
 
-    def log_ratio(self, micro: Experience, step: Transition) -> Tensor:
-        log_ratio = super().log_ratio(micro, step)
-        if not self.guard:
-            return log_ratio
-        return guarded_log_ratio(log_ratio, step.mean, old_values(micro, "old_mean", step.mean), step.std)
+    def log_ratio(self, now: StepPass, kept: Mapping[str, Tensor]) -> Tensor:
+        log_ratio = super().log_ratio(now, kept)
+        return guarded_log_ratio(log_ratio, now.step.mean, kept["old_mean"], now.step.std) if self.guard else log_ratio
 
-    def step_weight(self, micro: Experience) -> Tensor | float:
-        return 1 / (micro.extras["t"] - micro.extras["t_next"]) if self.guard else 1.0
+    def step_weights(self, t: Tensor, t_next: Tensor) -> Tensor:
+        return 1 / (t - t_next) if self.guard else super().step_weights(t, t_next)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,8 +11,7 @@ from lit_vgrpo.core.noise import seeded_generator
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.surrogate import Pairs, denoising_error
 from lit_vgrpo.core.types import Experience
-from lit_vgrpo.objectives.forward import ForwardObjective
-from lit_vgrpo.objectives.pairs import predict_pairs
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass
 from lit_vgrpo.policies.base import Policy
 
 STREAM_NOISE = 1000
@@ -49,7 +49,7 @@ class GradientNoise:
 
 
 def snr_by_time(
-    objective: ForwardObjective,
+    objective: PairObjective,
     policy: Policy,
     micros: Sequence[Experience],
     group_ids: Tensor,
@@ -94,8 +94,8 @@ def snr_by_time(
             eps = torch.randn((count, 1, *piece.latents.shape[1:]), generator=generator)
             at = policy.path.snap(torch.full((count, 1), time))
             pairs = Pairs(at, eps, rows).to(piece.latents.device)
-            asked = Experience(piece.latents, piece.advantages, piece.conditioning, piece.rows, pairs)
-            _, error, _ = predict_pairs(policy, asked, "x", cap, guidance)
+            asked = replace(piece, pairs=pairs, kept={}).to(policy.device)
+            error = PairPass(policy, asked, "x", cap, guidance).error
             loss = (asked.advantages * denoising_error(error, self_normalised=True)[:, 0]).mean()
             parts = torch.autograd.grad(loss, weights, allow_unused=True)
             noise.add([p.new_zeros(()) if g is None else g for p, g in zip(weights, parts, strict=True)])

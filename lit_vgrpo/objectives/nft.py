@@ -1,16 +1,18 @@
 """DiffusionNFT (arXiv 2509.16117): contrasts good and bad images on the forward process, without a likelihood."""
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.surrogate import denoising_error, mean_over_pixels, surrogate
-from lit_vgrpo.core.types import Experience
-from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.forward import LaggedObjective
-from lit_vgrpo.objectives.pairs import distance_to, stored_errors
+from lit_vgrpo.core.probability_paths import Space
+from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, Range, checked
+from lit_vgrpo.core.snapshots import Decay
+from lit_vgrpo.core.surrogate import Pairs, denoising_error, mean_over_pixels, surrogate
+from lit_vgrpo.core.types import Experience, RolloutSpec
+from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass, pairs_at
 from lit_vgrpo.policies.base import Policy
 
 ABSOLUTE_FLOOR = 1e-5
@@ -47,7 +49,7 @@ def _self_normalised(error: Tensor) -> Tensor:
 
 @checked
 @dataclass(eq=False)
-class DiffusionNFT(LaggedObjective):
+class DiffusionNFT(PairObjective):
     """DiffusionNFT: images come from a slowly moving copy, and each trains at nearly all of the sampler's times.
 
     On a rectified flow this is the paper's method. On a variance-preserving path, our extension, the
@@ -61,27 +63,44 @@ class DiffusionNFT(LaggedObjective):
     Args:
         beta: The paper uses 1.0 for GenEval, PickScore and HPS, and 0.1 for OCR and for several rewards.
         advantage_clip: Bound of the advantages, and weight of the loss; an image's weight is thus its advantage.
+        old_decay: Decay of the copy that samples the images, moved after each iteration; by default the public code's
+            type 1. Its type 2 is ``{rate: 0.0075, max: 0.999, after: 75}``; with 0 the policy itself samples.
+        num_times: Times per image, drawn from the sampler's (or its ``noisiest``) without repetition; null takes
+            all but one.
+        kl_weight: Weight of the squared distance to the start's predictions; 0 saves the reference's passes.
+        scale_cap: Bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Our addition.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.forward.LaggedObjective` and
-    :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The paper samples 10 steps without guidance.
+    The other options are those of :class:`~lit_vgrpo.objectives.pairs.PairObjective`. The paper samples 10 steps
+    without guidance.
     """
+
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
 
     beta: Annotated[float, Range(above=0)] = 1.0
     advantage_clip: Annotated[float, Range(above=0)] = 5.0
+    _: KW_ONLY
+    old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.001, max=0.5)
+    num_times: Annotated[int, Range(1, 1000)] | None = None
+    kl_weight: NonNegativeFloat = 1e-4
+    scale_cap: Annotated[float, Range(above=0)] | None = 5.0
 
-    def store_old(self, context: PrepareContext, experience: Experience) -> None:
-        guidance = self.guidance_in("training", context.policy)
-        experience.extras["old_error"] = stored_errors(context, experience, "x", self.scale_cap, guidance)
+    @property
+    def num_pairs(self) -> int:
+        return self.num_times or (self.noisiest or self.num_times_in_all) - 1
 
-    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, _ = predicted = self.predict(policy, micro, "x", self.scale_cap)
+    def draw(self, context: PrepareContext) -> Pairs:
+        times = self.draw_times(context.rollout, self.num_drawn, context.rollout.image_ids)
+        return pairs_at(context, times, antithetic=self.antithetic)
+
+    def space_of(self, policy: Policy) -> tuple[Space, float | None]:
+        return "x", self.scale_cap
+
+    def copies_needed(self) -> dict[str, Copy]:
+        old = Copy({"old": lambda now: now.error}, decay=self.old_decay, samples_from=0)
+        return super().copies_needed() | {"old": old}
+
+    def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
         share = optimality(micro.advantages, self.advantage_clip)
-        old_error = micro.extras.get("old_error", error.detach())
-        contrast = surrogate(contrastive_error(error, old_error, share, self.beta))
-        distance = distance_to(micro, "reference", prediction)
-        loss = (self.advantage_clip * contrast + self.kl_weight * distance).mean()
-        metrics = {
-            "surrogate": surrogate(denoising_error(error.detach(), self_normalised=True)),
-            "kl": distance.detach(),
-        }
-        return self.with_pulls(loss, metrics, micro, predicted)
+        contrast = surrogate(contrastive_error(now.error, kept["old"], share, self.beta))
+        metrics = {"surrogate": surrogate(denoising_error(now.error.detach(), self_normalised=True))}
+        return self.advantage_clip * contrast, metrics

@@ -12,13 +12,12 @@ from lit_vgrpo.core.noise import STREAM_ACTIVE, seeded_generator
 from lit_vgrpo.core.probability_paths import ProbabilityPath, VariancePreserving
 from lit_vgrpo.core.ranges import NonNegativeFloat, OnlyWith, Range, checked
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.solvers import transition
 from lit_vgrpo.core.surrogate import mean_over_pixels
-from lit_vgrpo.core.types import Experience, RolloutSpec
+from lit_vgrpo.core.types import Experience, RolloutSpec, Steps
 from lit_vgrpo.errors import suggestion
-from lit_vgrpo.objectives.base import Objective, PrepareContext
-from lit_vgrpo.objectives.score_gradient import active_steps
+from lit_vgrpo.objectives.base import Copy, Metrics, Objective, PrepareContext
+from lit_vgrpo.objectives.reward_gradient import active_steps
 from lit_vgrpo.policies.base import Policy
 
 TEACHER = "teacher"
@@ -102,9 +101,11 @@ class OPD(Objective):
         advice = suggestion(str(name or ""), self.teachers)
         return f'The row of prompt "{row.get("prompt")}" {named} in its field {TEACHER}. {advice}'
 
+    def asked_per_image(self, sizes: Sizes) -> float:
+        return self.num_steps or len(self.steps)
+
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        passes = self.num_steps or len(self.steps)
-        return {"update": sizes.uses_per_image * passes, TEACHER: passes}
+        return super().prediction_passes(sizes) | {TEACHER: self.asked_per_image(sizes)}
 
     # --- one iteration ---------------------------------------------------------------------------------------------
 
@@ -122,33 +123,30 @@ class OPD(Objective):
         """Return the name of a teacher's copy of the adapter."""
         return f"{TEACHER} {teacher}"
 
-    def setup(self, policy: Policy) -> None:
-        """Copy the adapter for each teacher; :func:`~lit_vgrpo.training.teachers.load_teachers` then loads them."""
-        super().setup(policy)
-        self.copies |= {self.copy_of(name): Snapshot(policy) for name in self.teachers}
+    def copies_needed(self) -> dict[str, Copy]:
+        """Return one per teacher; :func:`~lit_vgrpo.training.teachers.load_teachers` loads them."""
+        return {self.copy_of(name): Copy() for name in self.teachers}
 
-    def _moving_copies(self) -> dict[str, Snapshot]:
-        return {}  # teachers come from their files
-
-    def prepare(self, context: PrepareContext) -> Experience:
-        rollout, chain = context.rollout, context.rollout.trajectory
+    def ask(self, context: PrepareContext) -> Experience:
+        rollout, chain, device = context.rollout, context.rollout.trajectory, context.rollout.latents.device
         assert chain is not None
         steps, shape = torch.tensor(self.trained_steps(rollout.iteration)), (len(rollout), -1)
         times = torch.cat([rollout.schedule.cpu(), torch.zeros(1)])
-        t, t_next, home = times[steps], times[steps + 1], rollout.latents.device
+        t, t_next = times[steps], times[steps + 1]
         weight = torch.ones_like(t)
         if self.weighting == "kl":
             weight = kl_factor(self.spec, context.policy.path, t, t_next, float(times[1]))
-        before = chain.states[:, (steps - self.steps.start).to(home)] if self.spec.is_sde else chain.states
-        extras = {"before": before, "t": t.to(home).expand(shape), "weight": weight.to(home).expand(shape)}
-        experience = context.experience(extras=extras)
-        extras["target"] = self._targets(context, experience)
+        before = chain.states[:, (steps - self.steps.start).to(device)] if self.spec.is_sde else chain.states
+        t, weight = (value.to(device).expand(shape) for value in (t, weight))
+        experience = context.experience(steps=Steps(before, t, weight))
+        experience.kept["target"] = self._targets(context, experience)
         return experience
 
     def _targets(self, context: PrepareContext, experience: Experience) -> Tensor:
         """Return the predictions of each image's teacher, ``(B, K, C, h, w)``."""
         teacher, policy = self._teacher_numbers(context), context.policy
-        target = torch.empty_like(experience.extras["before"])
+        assert experience.steps is not None
+        target, guidance = torch.empty_like(experience.steps.before), self.guidance_in("training", policy)
         counts = self.all_ranks(teacher.bincount(minlength=len(self.teachers))[None])
         for number, name in enumerate(self.teachers):
             copy = self.copies[self.copy_of(name)]
@@ -158,9 +156,9 @@ class OPD(Objective):
             if len(padded):
                 copy.to(policy.device)
                 with context.ledger.phase(TEACHER), copy.swapped_into(policy):
-                    micros = map(experience.select, padded.split(context.micro_batch_size))
-                    found = torch.cat([self._predictions(policy, micro).to(target.device) for micro in micros])
-                target[own] = found[: len(own)]
+                    micros = (experience.select(part) for part in padded.split(context.micro_batch_size))
+                    seen = [self.see(policy, micro.to(policy.device), guidance).to(target.device) for micro in micros]
+                target[own] = torch.cat(seen)[: len(own)]
         return target
 
     def _teacher_numbers(self, context: PrepareContext) -> Tensor:
@@ -175,15 +173,14 @@ class OPD(Objective):
                 raise ValueError(error)
         return torch.tensor([names.index(row[TEACHER]) for row in context.data_rows])
 
-    def _predictions(self, policy: Policy, micro: Experience) -> Tensor:
+    def see(self, policy: Policy, micro: Experience, guidance: float) -> Tensor:
         """Return the network's predictions at a micro-batch's latents, from a single pass, ``(M, K, C, h, w)``."""
-        micro = micro.to(policy.device)
-        z, t = micro.extras["before"], micro.extras["t"]
+        assert micro.steps is not None
+        z, t = micro.steps.before, micro.steps.t
         cond = micro.conditioning.select(micro.rows.repeat_interleave(t.shape[1]))
-        found = policy(z.flatten(0, 1), t.flatten(), cond, self.guidance_in("training", policy))
-        return found.unflatten(0, t.shape)
+        return policy(z.flatten(0, 1), t.flatten(), cond, guidance).unflatten(0, t.shape)
 
-    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        micro = micro.to(policy.device)
-        distance = mean_over_pixels((self._predictions(policy, micro) - micro.extras["target"]).square(), 2)
-        return (micro.extras["weight"] * distance).mean(), {"teacher_distance": distance.detach().mean(1)}
+    def losses(self, now: Tensor, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
+        assert micro.steps is not None
+        distance = mean_over_pixels((now - micro.kept["target"]).square(), 2)
+        return (micro.steps.weight * distance).mean(dim=1), {"teacher_distance": distance.detach().mean(1)}

@@ -1,44 +1,64 @@
-"""Network passes on Monte-Carlo pairs, shared by all objectives that use the denoising surrogate."""
+"""Methods on the forward process: the network is asked at noisy copies of the final latents, pairs ``(t, eps)``."""
 
-from __future__ import annotations
-
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Literal
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.noise import STREAM_BASES, STREAM_PAIRS, image_generators, unit_noise
+from lit_vgrpo.core.noise import (
+    STREAM_BASES,
+    STREAM_PAIRS,
+    STREAM_TIMES,
+    image_generators,
+    seeded_generator,
+    unit_noise,
+)
 from lit_vgrpo.core.probability_paths import ProbabilityPath, Space, expand
+from lit_vgrpo.core.ranges import (
+    ClosedUnitInterval,
+    Count,
+    GuidanceScale,
+    HalfOpenUnitInterval,
+    NonNegativeFloat,
+    OnlyWith,
+    PositiveFloat,
+    Range,
+)
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import (
     ContinuousTimes,
     Pairs,
     SamplerTimes,
+    TimeGrid,
     TimePool,
     absolute_error,
     draw_pairs,
     mean_over_pixels,
     surrogate,
 )
-from lit_vgrpo.core.types import Experience, Rollout
-from lit_vgrpo.objectives.base import PrepareContext
+from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
+from lit_vgrpo.objectives.base import Copy, Metrics, Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
 
-TimeSource = Literal["sampler", "uniform"]
 Sharing = Literal["none", "group", "iteration"]
 """Images with the same times and noise: none, those of a group, or all in the iteration, on all ranks."""
+
+
+# --- drawing pairs --------------------------------------------------------------------------------------------------
 
 
 def rollout_pairs(
     context: PrepareContext,
     num_pairs: int,
     *,
-    shared: bool | Sharing,
-    stratified: bool,
-    times: TimeSource | TimePool,
-    shift: float = 1.0,
+    shared: Sharing,
+    times: TimePool,
+    stratified: bool = True,
     antithetic: bool = False,
     pure_noise: bool = False,
 ) -> Pairs:
@@ -48,18 +68,13 @@ def rollout_pairs(
 
     Args:
         num_pairs: N, even if ``antithetic``.
-        shared: Images that share a row; True means those of a group.
-        stratified: Draw one time from each of N parts of the times, or of N / 2 if ``antithetic``.
+        shared: Images that share a row.
         times: Schedule to draw the times from.
-        shift: Resolution shift of the continuous schedule, for ``times="uniform"``.
+        stratified: Draw one time from each of N parts of the times, or of N / 2 if ``antithetic``.
         antithetic: Draw N / 2 pairs, and use each with the negative noise too.
         pure_noise: Put the first drawn pair at ``t = 1``; the images of a row then share its network pass.
     """
     rollout = context.rollout
-    if times == "sampler":
-        times = SamplerTimes(rollout.schedule.cpu())
-    elif times == "uniform":
-        times = ContinuousTimes(shift)
     owners, rows = pair_owners(rollout, shared)
     generators = image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist())
     drawn = num_pairs // 2 if antithetic else num_pairs
@@ -82,100 +97,126 @@ def share_noisy_latents(context: PrepareContext, pairs: Pairs, all_ranks: Callab
         pairs: One row per group.
         all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; needed where ranks split groups.
     """
-    rollout, path = context.rollout, context.policy.path
+    rollout, path, device = context.rollout, context.policy.path, context.rollout.latents.device
     owners, rows = pair_owners(rollout, "group")
-    size, num_pairs, home = rollout.group_size, pairs.times.shape[1], rollout.latents.device
+    size, num_pairs = rollout.group_size, pairs.times.shape[1]
     generators = image_generators(STREAM_BASES, rollout.seed, rollout.iteration, owners.tolist())
     members = torch.stack([torch.randint(size, (num_pairs,), generator=generator) for generator in generators])
     image, pair = (owners[rows, None] * size + members[rows] == rollout.image_ids[:, None]).nonzero(as_tuple=True)
     bases = rollout.latents.new_zeros(len(owners), num_pairs, *rollout.latents.shape[1:])
-    bases[rows[image].to(home), pair.to(home)] = rollout.latents[image.to(home)]
+    bases[rows[image].to(device), pair.to(device)] = rollout.latents[image.to(device)]
     if len(rollout) < len(owners) * size:  # the image that a noisy latent starts from is on one of the group's ranks
-        found, groups = all_ranks(bases), all_ranks(owners)
-        bases = torch.stack([found[groups == owner].sum(dim=0) for owner in owners]).to(home)
+        everywhere, groups = all_ranks(bases), all_ranks(owners)
+        bases = torch.stack([everywhere[groups == owner].sum(dim=0) for owner in owners]).to(device)
     noisy = path.interpolate(bases.flatten(0, 1), pairs.noise.flatten(0, 1), pairs.times.flatten())
     return replace(pairs, noise=noisy.unflatten(0, pairs.times.shape), shared=num_pairs)
 
 
-def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool | Sharing) -> Pairs:
-    """Return pairs at given times, with separate noise for each of them.
+def pairs_at(
+    context: PrepareContext, times: Tensor, shared: Sharing = "none", antithetic: bool = False, pure_noise: bool = False
+) -> Pairs:
+    """Return pairs at given times, with separate noise for each row.
 
     Args:
-        times: ``(N,)`` for all images, or ``(K, N)``: a row for each group when ``shared``, else for each image.
-        shared: One row of noise for each group, in the order of the groups' numbers, or one for each image.
+        times: ``(N,)`` for all images, or ``(K, N)`` with a row for each group or image.
+        shared: Images that share a row.
+        antithetic: Use each pair with the negative noise too.
+        pure_noise: The first time is 1, and the images of a row share its network pass.
     """
     rollout = context.rollout
     owners, rows = pair_owners(rollout, shared)
     times = context.policy.path.snap(times.cpu()).expand(len(owners), -1)
-    shape = (times.shape[1], *rollout.latents.shape[1:])
     generators = image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist())
-    return Pairs(times, unit_noise(generators, shape), rows).to(rollout.latents.device)
+    noise = unit_noise(generators, (times.shape[1], *rollout.latents.shape[1:]))
+    pairs = Pairs(times, noise, rows, int(pure_noise))
+    return (with_negatives(pairs) if antithetic else pairs).to(rollout.latents.device)
 
 
-def pair_owners(rollout: Rollout, shared: bool | Sharing) -> tuple[Tensor, Tensor]:
+def pair_owners(rollout: Rollout, shared: Sharing) -> tuple[Tensor, Tensor]:
     """Return the numbers of the groups or images with a row of pairs ``(K,)``, and each image's row ``(B,)``.
 
     The numbers are global, and 0 for the one row of all images.
     """
     if shared == "iteration":
         return torch.zeros(1, dtype=torch.int64), torch.zeros(len(rollout), dtype=torch.int64)
-    if shared in (True, "group"):
+    if shared == "group":
         owners, rows = torch.unique(rollout.group_ids, return_inverse=True)
         return owners, rows
     return rollout.image_ids, torch.arange(len(rollout))
 
 
-def predict_pairs(
-    policy: Policy, micro: Experience, space: Space, cap: float | None, guidance: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the network on every pair of a micro-batch, in one pass of ``M N`` rows.
+# --- one pass of the network ----------------------------------------------------------------------------------------
+
+
+class PairPass:
+    """A pass of the network on every pair of a micro-batch: ``M`` images, ``N`` pairs each.
+
+    Attributes:
+        prediction: The network's predictions ``(M, N, ...)``.
+        times: ``t``, ``(M, N)``.
 
     Args:
-        micro: On any device; the results come back to it.
+        micro: On the policy's device.
         space: Space of the error.
         cap: Bound on the factor from the prediction's error to that space, where it diverges.
         guidance: Guidance scale of the network.
-
-    Returns:
-        The network's predictions ``(M, N, ...)``, the error ``estimate - truth`` in ``space`` (up to its sign)
-        ``(M, N, ...)``, and the factor from an error of the prediction to one in ``space``, ``(M, N, 1...)``.
     """
-    home, micro = micro.latents.device, micro.to(policy.device)
-    assert micro.pairs is not None
-    path, shared = policy.path, micro.pairs.shared
-    prediction = predictions(policy, micro, guidance).flatten(0, 1)
-    times, noise = micro.pairs.of_images()
-    if shared:
-        of_rows = _noise_from(path, micro.latents, noise[:, :shared], times[:, :shared])
-        noise = torch.cat([of_rows, noise[:, shared:]], dim=1)
-    t, x = times.flatten(), micro.latents.repeat_interleave(times.shape[1], dim=0)
-    scale = expand(path.error_scale(space, t, cap), x)
-    error = scale * (prediction - path.target(x, noise.flatten(0, 1), t))
-    prediction, error, scale = (value.unflatten(0, times.shape).to(home) for value in (prediction, error, scale))
-    return prediction, error, scale
+
+    def __init__(
+        self, policy: Policy, micro: Experience, space: Space, cap: float | None = None, guidance: float = 1.0
+    ) -> None:
+        assert micro.pairs is not None
+        self.path, self.space, self.cap = policy.path, space, cap
+        self.latents, self.pairs, self.times = micro.latents, micro.pairs, micro.pairs.times[micro.pairs.rows]
+        self.prediction = _predictions(policy, micro, micro.pairs, guidance)
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """The factor from an error of the prediction to one in the space, ``(M, N, 1...)``."""
+        scale = self.path.error_scale(self.space, self.times.flatten(), self.cap)
+        return expand(scale, self.prediction.flatten(0, 1)).unflatten(0, self.times.shape)
+
+    @cached_property
+    def error(self) -> Tensor:
+        """The error ``estimate - truth`` in the space, up to its sign, ``(M, N, ...)``."""
+        pairs, shared, t = self.pairs, self.pairs.shared, self.times.flatten()
+        noise = pairs.noise[pairs.rows]
+        if shared:
+            made = _noise_from(self.path, self.latents, noise[:, :shared], self.times[:, :shared])
+            noise = torch.cat([made, noise[:, shared:]], dim=1)
+        x = self.latents.repeat_interleave(self.times.shape[1], dim=0)
+        target = self.path.target(x, noise.flatten(0, 1), t).unflatten(0, self.times.shape)
+        return self.scale * (self.prediction - target)
+
+    def detach(self) -> "PairPass":
+        """Return the pass without its graph."""
+        other = copy.copy(self)
+        other.prediction, other.error = self.prediction.detach(), self.error.detach()
+        return other
 
 
-def predictions(policy: Policy, micro: Experience, guidance: float) -> Tensor:
-    """Return the network's predictions ``(M, N, ...)`` of :func:`predict_pairs`, of a micro-batch on any device."""
-    home, micro = micro.latents.device, micro.to(policy.device)
-    assert micro.pairs is not None
-    pairs, shared = micro.pairs, micro.pairs.shared
+def prediction(now: PairPass) -> Tensor:
+    """Return the predictions ``(M, N, ...)``, for a copy to keep."""
+    return now.prediction
+
+
+def _predictions(policy: Policy, micro: Experience, pairs: Pairs, guidance: float) -> Tensor:
+    """Return the network's predictions ``(M, N, ...)``; a pair that a row shares is passed once."""
+    shared = pairs.shared
     own = pairs.times.shape[1] - shared
     x = micro.latents.repeat_interleave(own, dim=0)
     t, eps = pairs.times[:, shared:][pairs.rows].flatten(), pairs.noise[:, shared:][pairs.rows].flatten(0, 1)
     z, rows = policy.path.interpolate(x, eps, t), micro.rows.repeat_interleave(own)
     if shared:
         used, place = torch.unique(pairs.rows, return_inverse=True)
-        row_of = micro.rows.new_zeros(len(used)).scatter(0, place, micro.rows)
+        row = micro.rows.new_zeros(len(used)).scatter(0, place, micro.rows)
         z = torch.cat([pairs.noise[used, :shared].flatten(0, 1), z])
         t = torch.cat([pairs.times[used, :shared].flatten(), t])
-        rows = torch.cat([row_of.repeat_interleave(shared), rows])
-    prediction = policy(z, t, micro.conditioning.select(rows), guidance)
-    of_rows, of_images = prediction.split([len(z) - len(x), len(x)])
-    of_images = of_images.unflatten(0, (len(micro), own))
-    if shared:
-        of_images = torch.cat([of_rows.unflatten(0, (len(used), shared))[place], of_images], dim=1)
-    return of_images.to(home)
+        rows = torch.cat([row.repeat_interleave(shared), rows])
+    everything = policy(z, t, micro.conditioning.select(rows), guidance)
+    once, each = everything.split([len(z) - len(x), len(x)])
+    each = each.unflatten(0, (len(micro), own))
+    return torch.cat([once.unflatten(0, (len(used), shared))[place], each], dim=1) if shared else each
 
 
 def _noise_from(path: ProbabilityPath, latents: Tensor, noisy: Tensor, times: Tensor) -> Tensor:
@@ -186,72 +227,29 @@ def _noise_from(path: ProbabilityPath, latents: Tensor, noisy: Tensor, times: Te
     return (noisy - a * latents[:, None]) / b
 
 
-def store_predictions(
-    experience: Experience,
-    name: str,
-    micros: Sequence[Experience],
-    predictions: Iterable[Tensor],
-    placed: Callable[[Tensor], Tensor] = lambda values: values,
-) -> None:
-    """Store the predictions ``(M, N, ...)`` of an experience's micro-batches; those of a shared pass once.
+# --- distances ------------------------------------------------------------------------------------------------------
+
+
+def distance_to(now: PairPass, other: Tensor) -> Tensor:
+    """Return ``m((v_theta - v_copy)^2)``, mean over the pairs, ``(M,)``."""
+    return surrogate(mean_over_pixels((now.prediction - other).square(), 2))
+
+
+def normalised_distance(now: PairPass, other: Tensor) -> Tensor:
+    """Return ``m((s (v_theta - v_copy))^2) / sg(m(|e|))``, mean over the pairs, ``(M,)``.
+
+    Both predictions start from the same noisy latent, so their errors differ by ``s (v_theta - v_copy)``. Divided by
+    the absolute error, the distance has the unit of the self-normalised surrogate, so that one weight fits every time.
 
     Args:
-        name: Name for :func:`stored`.
-        predictions: One tensor per micro-batch; a generator computes them one at a time.
-        placed: Scatters the values of the micro-batches' images to all images.
+        now: The policy's pass, with the error ``e`` in the space of the method's loss, and the factor ``s``.
+        other: The copy's predictions ``(M, N, ...)``.
     """
-    pairs, of_images = experience.pairs, []
-    assert pairs is not None
-    shared = pairs.shared
-    for micro, prediction in zip(micros, predictions, strict=True):
-        assert micro.pairs is not None
-        if shared:
-            if name not in pairs.predictions:
-                table = (len(pairs.times), shared, *prediction.shape[2:])
-                pairs.predictions[name] = prediction.new_full(table, math.nan)
-            pairs.predictions[name][micro.pairs.rows] = prediction[:, :shared]
-            prediction = prediction[:, shared:].clone()  # a view would keep the shared part
-        of_images.append(prediction)
-    if shared < pairs.times.shape[1]:
-        experience.extras[name] = placed(torch.cat(of_images))
+    squared = mean_over_pixels((now.scale * (now.prediction - other)).square(), 2)
+    return surrogate(squared / absolute_error(now.error))
 
 
-def stored(micro: Experience, name: str) -> Tensor | None:
-    """Return a micro-batch's values stored under a name, ``(M, N, ...)`` or ``(M, ...)``, or ``None``."""
-    own = micro.extras.get(name)
-    if micro.pairs is None or name not in micro.pairs.predictions:
-        return own
-    of_rows = micro.pairs.predictions[name][micro.pairs.rows]
-    return of_rows if own is None else torch.cat([of_rows, own], dim=1)
-
-
-@torch.no_grad()
-def stored_errors(
-    context: PrepareContext, experience: Experience, space: Space, cap: float | None, guidance: float
-) -> Tensor:
-    """Return the errors of :func:`predict_pairs` on all pairs ``(B, N, ...)``, with the current weights."""
-    policy, micros = context.policy, experience.micro_batches(context.micro_batch_size)
-    return torch.cat([predict_pairs(policy, micro, space, cap, guidance)[1] for micro in micros])
-
-
-def old_values(micro: Experience, name: str, current: Tensor) -> Tensor:
-    """Return the values that the old policy's passes stored under a name, else the current values, detached.
-
-    An iteration's first update trains the old policy itself, so its images need no passes: NaN marks them.
-    """
-    old = stored(micro, name)
-    return current.detach() if old is None else torch.where(old.isnan(), current.detach(), old)
-
-
-def distance_to(micro: Experience, copy: str, prediction: Tensor) -> Tensor:
-    """Return ``m((v_theta - v_copy)^2)``, mean over the pairs, ``(M,)``; zeros if the copy has none stored."""
-    of_copy = stored(micro, f"{copy}_prediction")
-    if of_copy is None:
-        return prediction.new_zeros(len(prediction))
-    return surrogate(mean_over_pixels((prediction - of_copy).square(), 2))
-
-
-def norm_excess(prediction: Tensor, of_reference: Tensor) -> Tensor:
+def norm_excess(prediction: Tensor, other: Tensor) -> Tensor:
     """Return ``relu(|v_theta| - |v_ref|)`` of each pair; ``(B, N, ...) -> (B, N)``.
 
     Norms are root mean squares, so that a weight does not depend on the latents' size: our choice, as is the use for
@@ -260,20 +258,210 @@ def norm_excess(prediction: Tensor, of_reference: Tensor) -> Tensor:
     Source:
         The abstract of arXiv 2606.27771 (NormGuard) and third-party summaries; its weight and scaling were not read.
     """
-    norm, start = (mean_over_pixels(v.square(), 2).clamp(min=1e-37).sqrt() for v in (prediction, of_reference))
+    norm, start = (mean_over_pixels(v.square(), 2).clamp(min=1e-37).sqrt() for v in (prediction, other))
     return (norm - start).relu()
 
 
-def distance_to_copy(prediction: Tensor, of_copy: Tensor, error: Tensor, scale: Tensor) -> Tensor:
-    """Return ``m((s (v_theta - v_copy))^2) / sg(m(|e|))`` of each pair; ``(B, N, ...) -> (B, N)``.
+# --- the base of the methods ----------------------------------------------------------------------------------------
 
-    Both predictions start from the same noisy latent, so their errors differ by ``s (v_theta - v_copy)``. Divided by
-    the absolute error, the distance has the unit of the self-normalised surrogate, so that one weight fits every time.
+
+@dataclass(eq=False)
+class PairObjective(Objective):
+    """Base of the methods that train on pairs (t, eps); holds their common options.
 
     Args:
-        prediction: The network's prediction; carries grad.
-        of_copy: The copy's prediction.
-        error: The policy's error in the space of the method's loss.
-        scale: Factor ``s`` from an error of the prediction to one in that space, ``(B, N, 1...)``.
+        rollout: Sampling of images; any ODE solver. Null takes the method's default.
+        anchor_weight: Weight of the pull to the anchor, :func:`normalised_distance`; 0 saves its passes.
+        anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
+        norm_weight: Weight of NormGuard (arXiv 2606.27771): the squared :func:`norm_excess` over the start's
+            predictions; 0 saves the reference's passes, if the method has no other use for them.
+        times: Train at the sampler's times, on a fixed grid, ``{grid: 10}``, which may have more times than the rollout
+            has steps, or at times from the continuous schedule, ``uniform``.
+        time_shift: Resolution shift of the continuous schedule.
+        time_range: Lowest and highest time to train at, in [0, 1], 1 = pure noise; null for all.
+        noisiest: Train only at this number of the noisiest times; null for all. On the continuous schedule
+            they are the same share of it.
+        antithetic: Draw half as many pairs, and use each with its noise and with the negative noise.
+        replay: Also train on the previous iteration's images, with their advantages and new pairs. Their old policy is
+            the policy at the start of this iteration. Updates and micro-batches then have twice as many images.
+        widen_over: Iterations over which the noisiest times widen linearly to all of them; null keeps them fixed.
+        training_guidance: Guidance scale of the policy during training; null is 1, or the rollout's scale if the
+            network embeds it, as in FLUX.1-dev.
+        reference_guidance: Guidance scale of the starting weights; null takes the training's.
     """
-    return mean_over_pixels((scale * (prediction - of_copy)).square(), 2) / absolute_error(error)
+
+    needs_ode: ClassVar[bool] = True
+    """True if SDEs are refused because the method is defined on samples of the ODE."""
+    repeats_times: ClassVar[bool] = False
+    """True if an image may have several pairs at one time."""
+    kl_weight = 0.0  # an option of most methods
+    share_passes = "none"  # an option of some
+
+    rollout: RolloutSpec | None = None
+    _: KW_ONLY
+    anchor_weight: NonNegativeFloat = 0.0
+    anchor_decay: HalfOpenUnitInterval | None = None
+    norm_weight: NonNegativeFloat = 0.0
+    times: Literal["sampler", "uniform"] | TimeGrid = "sampler"
+    time_shift: Annotated[PositiveFloat, OnlyWith("times", "uniform")] = 1.0
+    time_range: tuple[ClosedUnitInterval, ClosedUnitInterval] | None = None
+    noisiest: Annotated[int, Range(1, 1000)] | None = None
+    widen_over: Annotated[Count, OnlyWith("noisiest")] | None = None
+    antithetic: bool = False
+    replay: bool = False
+    training_guidance: GuidanceScale | None = None
+    reference_guidance: GuidanceScale | None = None
+
+    def __post_init__(self) -> None:
+        if self.time_range is not None:
+            low, high = self.time_range
+            if low >= high:
+                raise ValueError(f"model.objective.time_range={[low, high]} is empty. Use one such as [0.02, 0.98].")
+        if self.antithetic and self.num_pairs % 2:
+            raise ValueError(
+                f"model.objective has {self.num_pairs} pairs per image, but antithetic=true uses each noise sample "
+                "twice. Use an even number."
+            )
+        super().__post_init__()
+
+    # --- what a method defines -------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def num_pairs(self) -> int:
+        """Pairs per image."""
+
+    @abstractmethod
+    def draw(self, context: PrepareContext) -> Pairs:
+        """Draw the pairs of an iteration."""
+
+    def bounded(self, advantages: Tensor) -> Tensor:
+        """Return the advantages as the loss uses them."""
+        return advantages
+
+    def kl(self, now: PairPass, kept: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the distance ``(M,)`` that ``kl_weight`` weighs, or ``None`` if :meth:`losses` contains it."""
+        return distance_to(now, kept["reference"])
+
+    def space_of(self, policy: Policy) -> tuple[Space, float | None]:
+        """Return the space of the error and the bound on its factor: by default that of the network's prediction."""
+        return policy.path.prediction, None
+
+    # --- the driver's hooks ----------------------------------------------------------------------------------------
+
+    def copies_needed(self) -> dict[str, Copy]:
+        copies = {}
+        if self.kl_weight > 0 or self.norm_weight > 0:
+            copies["reference"] = Copy({"reference": prediction})
+        if self.anchor_weight > 0 and self.anchor_decay is not None:
+            copies["anchor"] = Copy({"anchor": prediction}, decay=self.anchor_decay)
+        return copies
+
+    def ask(self, context: PrepareContext) -> Experience:
+        return context.experience(self.draw(context), advantages=self.bounded(context.advantages))
+
+    def see(self, policy: Policy, micro: Experience, guidance: float) -> PairPass:
+        return PairPass(policy, micro, *self.space_of(policy), guidance)
+
+    def pull(self, losses: Tensor, metrics: Metrics, now: PairPass, kept: Mapping[str, Tensor]) -> Tensor:
+        if self.kl_weight > 0 and (distance := self.kl(now, kept)) is not None:
+            losses, metrics["kl"] = losses + self.kl_weight * distance, distance.detach()
+        if "anchor" in kept:
+            distance = normalised_distance(now, kept["anchor"])
+            losses, metrics["anchor_distance"] = losses + self.anchor_weight * distance, distance.detach()
+        if self.norm_weight > 0:
+            excess = norm_excess(now.prediction, kept["reference"])
+            losses = losses + self.norm_weight * surrogate(excess.square())
+            metrics["norm_excess"] = surrogate(excess.detach())
+        return losses
+
+    def asked_per_image(self, sizes: Sizes) -> float:
+        shared = {"none": 0, "pure_noise": 1 + self.antithetic, "group": self.num_pairs}[self.share_passes]
+        return shared * sizes.shared_passes + self.num_pairs - shared
+
+    # --- times -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_times_in_all(self) -> int:
+        """Number of the sampler's times, or of the grid's."""
+        return self.times.grid if isinstance(self.times, TimeGrid) else self.spec.network_calls
+
+    def time_pool(self, rollout: Rollout) -> TimePool:
+        """Return the times that an iteration is trained at; without ``t = 1`` if its pass is shared."""
+        # The noisiest times widen by a pure function of the iteration, so that resume is exact.
+        progress = 0.0 if self.widen_over is None else min(rollout.iteration, self.widen_over) / self.widen_over
+        if self.times == "uniform":
+            pool = ContinuousTimes(self.time_shift).within(self.time_range)  # contains 1 with probability 0
+            return pool if self.noisiest is None else pool.noisiest(self.noisiest / len(rollout.schedule), progress)
+        schedule = self.times.times() if isinstance(self.times, TimeGrid) else rollout.schedule.cpu()
+        times = SamplerTimes(schedule).within(self.time_range)
+        times = times if self.share_passes == "none" else times.below_one()
+        return times if self.noisiest is None else times.noisiest(self.noisiest, progress)
+
+    def draw_times(self, rollout: Rollout, number: int, owners: Tensor | None = None) -> Tensor:
+        """Draw times for each image ``(B, N)``, or ``(N,)`` for all.
+
+        Args:
+            number: N; half of the pairs if they are antithetic.
+            owners: ``(B,)``, int64: images with the same number have the same times. ``None`` for all images.
+        """
+        pool = self.time_pool(rollout)
+
+        def drawn(*key: int) -> Tensor:
+            generator = seeded_generator(rollout.seed, STREAM_TIMES, rollout.iteration, *key)
+            return pool.draw(number, True, generator) if self.repeats_times else pool.pick(number, generator)
+
+        if owners is None:
+            return drawn()
+        keys, rows = torch.unique(owners, return_inverse=True)
+        return torch.stack([drawn(key) for key in keys.tolist()])[rows]
+
+    @property
+    def num_drawn(self) -> int:
+        """Pairs per image to draw: half as many if each is used twice."""
+        return self.num_pairs // 2 if self.antithetic else self.num_pairs
+
+    # --- checks ----------------------------------------------------------------------------------------------------
+
+    def check(self, sizes: Sizes) -> list[str]:
+        errors, spec = super().check(sizes) + anchor_errors(self.anchor_weight, self.anchor_decay), self.spec
+        if self.share_passes != "none":
+            where = f"model.objective.share_passes={self.share_passes}"
+            if self.time_range is not None and self.time_range[1] < 1:
+                errors.append(f"{where} needs t = 1, but time_range={[*self.time_range]} excludes it.")
+            if self.share_passes == "group" and sizes.splits_groups:
+                errors.append(
+                    f"{where} needs whole groups, but updates_per_iteration={sizes.updates_per_iteration} splits the "
+                    f"{sizes.prompts_per_iteration} groups. Use a divisor, or data.split_updates=false."
+                )
+        most = min(self.noisiest or self.num_times_in_all, self.num_times_in_all)
+        wanted = 1 if self.repeats_times else self.num_drawn
+        if not 0 < wanted <= most:
+            errors.append(
+                f"{type(self).__name__} trains each image at {wanted} of {most} times. Lower "
+                "model.objective.num_times, or raise model.objective.noisiest and rollout.steps."
+            )
+        if self.needs_ode and spec.is_sde:
+            errors.append(
+                f"model.objective.rollout.solver={spec.solver} is an SDE, but {type(self).__name__} trains only on "
+                f"final images and samples with an ODE. Use {spec.as_ode().solver}."
+            )
+        return errors
+
+    def policy_errors(self, policy: type[Policy]) -> list[str]:
+        if self.share_passes != "none" and policy.path_kind != "flow":
+            return [
+                f"model.objective.share_passes={self.share_passes} needs a path that ends in pure noise, but that of "
+                f"{policy.__name__} keeps some of the image. Set it to none."
+            ]
+        return super().policy_errors(policy)
+
+
+def anchor_errors(weight: float, decay: float | None) -> list[str]:
+    """Return why half an anchor is set, in one line."""
+    if (weight > 0) == (decay is not None):
+        return []
+    return [
+        f"model.objective.anchor_weight={weight} and anchor_decay={decay} must be set together. Use values such as 1.0 "
+        "and 0.3, or 0 and null."
+    ]

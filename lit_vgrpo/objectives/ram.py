@@ -1,5 +1,6 @@
 """RAM (arXiv 2605.10759) and RVM (arXiv 2608.23664): regression of the velocity on a target that the reward moves."""
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -8,15 +9,12 @@ from torch import Tensor
 
 from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.probability_paths import expand
-from lit_vgrpo.core.ranges import NonNegativeFloat, OnlyWith, PositiveFloat, Range, checked
-from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.surrogate import TimeGrid, mean_over_pixels, surrogate
+from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, OnlyWith, PositiveFloat, Range, checked
+from lit_vgrpo.core.snapshots import Decay
+from lit_vgrpo.core.surrogate import Pairs, TimeGrid, mean_over_pixels, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
-from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.forward import DrawnTimesObjective
-from lit_vgrpo.objectives.pairs import Sharing, distance_to, rollout_pairs, stored
-from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass, Sharing, distance_to, prediction, rollout_pairs
 
 
 def velocity_matching(prediction: Tensor, step: Tensor) -> Tensor:
@@ -33,7 +31,7 @@ def velocity_matching(prediction: Tensor, step: Tensor) -> Tensor:
 
 @checked
 @dataclass(eq=False)
-class RAM(DrawnTimesObjective):
+class RAM(PairObjective):
     """RAM and, with other options, RVM: ``g = w A (v_old - u) + lambda (v - v_start)``, with ``u = eps - x``.
 
     In RAM the target ``v - g`` is ``v_start + w A (u - v_old)``, hence ``lambda = 1``, and a slow copy ``old`` samples
@@ -53,11 +51,9 @@ class RAM(DrawnTimesObjective):
         advantage_clip: Bound on the advantages; null for none, as in RAM; 5 in RVM.
         kl_weight: ``lambda``; 0 saves the reference's passes.
         time_power: ``k``: 1 in RAM; 0, uniform, in RVM.
-        old_decay_rate: ``old <- d old + (1 - d) theta`` after each of n gradient steps, ``d = min(max, rate n)``.
-        old_decay_max: Upper bound of ``d``; 0 for no copy.
+        old_decay: Decay of ``old``, moved after every gradient step; 0 for no copy.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective` and
-    :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`.
+    The other options are those of :class:`~lit_vgrpo.objectives.pairs.PairObjective`.
 
     Source:
         RAM's abstract and README, and third-party readings of its equation 17 and code; the code was not available.
@@ -65,8 +61,7 @@ class RAM(DrawnTimesObjective):
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
-    pairs_option: ClassVar[str] = "num_times"
-    acting_copy: ClassVar[str] = "old"
+    repeats_times: ClassVar[bool] = True
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("euler", steps=20)
 
     num_times: Annotated[int, Range(1, 1000)] = 8
@@ -78,57 +73,39 @@ class RAM(DrawnTimesObjective):
     advantage_clip: PositiveFloat | None = None
     kl_weight: NonNegativeFloat = 1.0
     time_power: NonNegativeFloat = 1.0
-    old_decay_rate: Annotated[NonNegativeFloat, OnlyWith("old_decay_max")] = 0.01
-    old_decay_max: Annotated[float, Range(least=0, below=1)] = 0.9
+    old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.01, max=0.9)
 
-    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        predictions = self.predictions_per_image(self.num_times, sizes)
-        passes: dict[str, float] = {"update": sizes.uses_per_image * predictions}
-        if self.old_decay_max > 0:
-            passes["old"] = predictions
-        return passes | self.pull_passes(predictions)
+    @property
+    def num_pairs(self) -> int:
+        return self.num_times
 
-    def setup(self, policy: Policy) -> None:
-        super().setup(policy)
-        if self.old_decay_max > 0:
-            self.copies["old"] = Snapshot(policy)
-
-    def prepare(self, context: PrepareContext) -> Experience:
-        shares = self.share_passes != "none"
-        pairs = rollout_pairs(
+    def draw(self, context: PrepareContext) -> Pairs:
+        return rollout_pairs(
             context,
             self.num_times,
             shared=self.share_pairs,
-            stratified=True,
-            times=self.time_pool(context.rollout, below_one=shares),
+            times=self.time_pool(context.rollout),
             antithetic=self.antithetic,
-            pure_noise=shares,
+            pure_noise=self.share_passes != "none",
         )
-        experience = context.experience(pairs, advantages=clamped(context.advantages, self.advantage_clip))
-        if "old" in self.copies:
-            self.store_copy(context, experience, "old")
-        self.store_pulls(context, experience)
-        return experience
 
-    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, _ = predicted = self.predict(policy, micro, "v")
-        assert micro.pairs is not None
-        times, _ = micro.pairs.of_images()
+    def bounded(self, advantages: Tensor) -> Tensor:
+        return clamped(advantages, self.advantage_clip)
+
+    def copies_needed(self) -> dict[str, Copy]:
+        old = Copy({"old": prediction}, decay=self.old_decay, moves="update", samples_from=0)
+        return super().copies_needed() | {"old": old}
+
+    def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
+        metrics = {"surrogate": surrogate(mean_over_pixels(now.error.detach().square(), 2))}
         with torch.no_grad():
-            old, start = (stored(micro, f"{name}_prediction") for name in ("old", "reference"))
-            old_error = error if old is None else error + (old - prediction)
-            step = self.reward_weight * expand(micro.advantages, error) * old_error
-            if start is not None:
-                step += self.kl_weight * (prediction - start)
-        density = (self.time_power + 1) * times**self.time_power
-        loss = surrogate(density * velocity_matching(prediction, step)).mean()
-        metrics = {
-            "surrogate": surrogate(mean_over_pixels(error.detach().square(), 2)),
-            "kl": distance_to(micro, "reference", prediction).detach(),
-        }
-        return self.with_pulls(loss, metrics, micro, predicted)
+            old_error = now.error + (kept["old"] - now.prediction)
+            step = self.reward_weight * expand(micro.advantages, old_error) * old_error
+            if self.kl_weight > 0:
+                step += self.kl_weight * (now.prediction - kept["reference"])
+                metrics["kl"] = distance_to(now, kept["reference"])
+        density = (self.time_power + 1) * now.times**self.time_power
+        return surrogate(density * velocity_matching(now.prediction, step)), metrics
 
-    def after_update(self, policy: Policy) -> None:
-        super().after_update(policy)
-        if "old" in self.copies:
-            self.copies["old"].move_towards(policy, min(self.old_decay_max, self.old_decay_rate * self.num_updates))
+    def kl(self, now: PairPass, kept: Mapping[str, Tensor]) -> None:
+        return None  # it is in the step

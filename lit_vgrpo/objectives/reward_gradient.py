@@ -1,22 +1,110 @@
 """Training on the gradient of a differentiable reward: FlowBP-Sparse, ReFL, DRaFT-K and DRaFT-LV."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.noise import STREAM_ACTIVE, seeded_generator
+from lit_vgrpo.core.batches import in_batches
+from lit_vgrpo.core.noise import (
+    STREAM_ACTIVE,
+    STREAM_CROPS,
+    STREAM_RENOISED,
+    image_generators,
+    seeded_generator,
+    unit_noise,
+)
 from lit_vgrpo.core.ranges import Finite, NonNegativeFloat, OnlyWith, Range, checked
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.types import Experience, RolloutSpec
-from lit_vgrpo.objectives.base import Objective, PrepareContext
-from lit_vgrpo.objectives.score_gradient import active_steps, expanded, linearised, renoised, score_gradient
+from lit_vgrpo.core.types import Experience, RolloutSpec, Steps
+from lit_vgrpo.objectives.base import Metrics, Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
 
 Variant = Literal["flowbp", "refl", "draft_k", "draft_lv"]
+
+
+def score_gradient(
+    context: PrepareContext, latents: Tensor, images: Tensor, crop: float | None = None, halved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Decode latents, score them, and return the scores ``(N,)`` and their gradient ``(N, C, h, w)``, float32.
+
+    The VAE's batches are decoded, scored and differentiated one by one, so that only one of them has a graph. Their
+    size is fixed: a gradient does not depend on the other images.
+
+    Args:
+        context: Its policy decodes, its reward scores.
+        latents: Clean latents ``(N, C, h, w)``.
+        images: The images of the rollout whose prompts they belong to, ``(N,)``, int64.
+        crop: Decode only a window with this share of each side, at a random place of each image.
+        halved: Decode at half the resolution.
+
+    Raises:
+        RuntimeError: The context has no reward.
+    """
+    if context.is_trial:  # measures the network
+        return latents.new_zeros(len(latents)), torch.zeros_like(latents)
+    reward, policy, rollout = context.reward, context.policy, context.rollout
+    if reward is None:
+        raise RuntimeError(
+            "This method needs the reward's gradient. Give PrepareContext reward, prompts and data_rows."
+        )
+    whole, sides = latents.shape[-2:], window(latents.shape[-2:], crop)
+    generators = image_generators(STREAM_CROPS, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
+    room = [1 + most - side for most, side in zip(whole, sides, strict=True)]
+    places = [[int(torch.randint(number, (), generator=drawn)) for number in room] for drawn in generators]
+
+    @torch.enable_grad()
+    def scores_and_gradient(part: Tensor, numbers: Tensor) -> Tensor:
+        leaf, chosen = part.detach().to(policy.device).float().requires_grad_(), numbers.tolist()
+        corners = [places[i] for i in chosen]
+        seen = [z[..., y : y + sides[0], x : x + sides[1]] for z, (y, x) in zip(leaf, corners, strict=True)]
+        prompts, rows = [context.prompts[i] for i in chosen], [dict(context.data_rows[i]) for i in chosen]
+        scores = reward.with_gradient(policy.decode_with_gradient(torch.stack(seen), halved), prompts, rows)
+        (gradient,) = torch.autograd.grad(scores.sum(), leaf)
+        return torch.cat([scores.detach()[:, None], gradient.flatten(1)], dim=1).to(latents.device)
+
+    both = in_batches(scores_and_gradient, policy.decode_batch_size, latents, images.cpu())
+    context.ledger.count_decoded(len(latents))
+    return both[:, 0].clone(), both[:, 1:].reshape(latents.shape)
+
+
+def window(sides: Sequence[int], crop: float | None) -> list[int]:
+    """Return the sides of the decoded window of latents; ``crop`` is its share of each side, ``None`` for all."""
+    return [side if crop is None else max(1, round(crop * side)) for side in sides]
+
+
+def active_steps(steps: int, number: int, late_bias: float, generator: torch.Generator) -> list[int]:
+    """Draw distinct steps of a rollout with probabilities proportional to ``(i + 1)^late_bias``, ascending."""
+    weights = torch.arange(1, steps + 1, dtype=torch.float64) ** late_bias
+    return sorted(torch.multinomial(weights, number, generator=generator).tolist())
+
+
+def renoised(context: PrepareContext, number: int, t: Tensor) -> Tensor:
+    """Return the rollout's images with new noise at a time ``t (1,)``, ``(B, number, C, h, w)``."""
+    rollout, device = context.rollout, context.rollout.latents.device
+    generators = image_generators(STREAM_RENOISED, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
+    noise = unit_noise(generators, (number, *rollout.latents.shape[1:])).to(device)
+    copies = rollout.latents.repeat_interleave(number, dim=0)
+    return context.policy.path.interpolate(copies, noise.flatten(0, 1), t.expand(len(copies)).to(device)).view_as(noise)
+
+
+def linearised(losses: Tensor, gradient: Tensor, images: Tensor) -> Tensor:
+    """Return ``l + <dl/dx, x - sg(x)>``, which has the value and the gradient of the loss where they were taken.
+
+    Args:
+        losses: ``(M, N)``.
+        gradient: Their gradient with respect to the images, ``(M, N, C, h, w)``.
+        images: ``(M, N, C, h, w)``, up to a constant; carries grad.
+    """
+    return losses + (gradient * (images - images.detach())).flatten(2).sum(2)
+
+
+def expanded(values: Tensor, like: Tensor) -> Tensor:
+    """Return values with trailing dimensions of size 1, up to the number of dimensions of ``like``."""
+    return values[(...,) + (None,) * (like.ndim - values.ndim)]
 
 
 @checked
@@ -101,9 +189,12 @@ class RewardGradient(Objective):
             return [f"model.objective=RewardGradient does not work on {policy.__name__}: its decode has no gradient."]
         return super().policy_errors(policy)
 
+    def asked_per_image(self, sizes: Sizes) -> float:
+        return self.copies_of_image if self.predicts else self.steps
+
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        passes: float = self.copies_of_image if self.predicts else self.steps
-        return {"update": sizes.uses_per_image * passes, **({"preview": passes} if self.predicts else {})}
+        passes = super().prediction_passes(sizes)
+        return passes | {"preview": self.asked_per_image(sizes)} if self.predicts else passes
 
     def decodes_per_image(self) -> float:
         return self.copies_of_image
@@ -119,7 +210,7 @@ class RewardGradient(Objective):
             return [steps - 1 - int(torch.randint(self.steps, (), generator=generator))]
         return [steps - self.steps]
 
-    def prepare(self, context: PrepareContext) -> Experience:
+    def ask(self, context: PrepareContext) -> Experience:
         rollout, chain = context.rollout, context.rollout.trajectory
         assert chain is not None
         times, first = torch.cat([rollout.schedule.cpu(), torch.zeros(1)]), self.recorded_steps(rollout.iteration)
@@ -132,51 +223,45 @@ class RewardGradient(Objective):
             t = torch.cat([t, context.policy.path.snap(t).expand(self.num_noises)])
             before, weight = torch.cat([before, renoised(context, self.num_noises, t[1:2])], dim=1), -t
         shape = len(rollout), max(len(t), before.shape[1])
-        of_steps = (value.expand(shape).to(before.device) for value in (t, weight))
-        experience = context.experience(extras=dict(zip(("before", "t", "weight"), (before, *of_steps), strict=True)))
+        t, weight = (value.expand(shape).to(before.device) for value in (t, weight))
+        experience = context.experience(steps=Steps(before, t, weight))
         images = self._predicted(context, experience) if self.predicts else rollout.latents[:, None]
         owners = torch.arange(len(rollout)).repeat_interleave(images.shape[1])
-        found = score_gradient(context, images.flatten(0, 1), owners, self.decode_crop, self.decode_half)
-        scores, gradient = (values.unflatten(0, images.shape[:2]) for values in found)
+        scored = score_gradient(context, images.flatten(0, 1), owners, self.decode_crop, self.decode_half)
+        scores, gradient = (values.unflatten(0, images.shape[:2]) for values in scored)
         trained = scores < (math.inf if self.target is None else self.target)  # not where a reward failed
         losses = torch.where(trained, (self.target or 0.0) - scores, 0.0)
-        experience.extras.update(
-            score=scores, loss=losses, gradient=torch.where(expanded(trained, gradient), -gradient, 0.0)
-        )
+        gradient = torch.where(expanded(trained, gradient), -gradient, 0.0)
+        experience.kept.update(score=scores, loss=losses, gradient=gradient)
         return experience
 
     @torch.no_grad()
     def _predicted(self, context: PrepareContext, experience: Experience) -> Tensor:
         """Return the clean images that the network predicts at the trained steps, ``(B, K, C, h, w)``."""
-        micros, before = experience.micro_batches(context.micro_batch_size), experience.extras["before"]
+        policy, guidance = context.policy, self.guidance_in("training", context.policy)
+        assert experience.steps is not None
+        before, micros = experience.steps.before, experience.micro_batches(context.micro_batch_size)
         with context.ledger.phase("preview"):
-            return before + torch.cat([self._moves(context.policy, micro).to(before.device) for micro in micros])
+            moves = [self.see(policy, micro.to(policy.device), guidance).to(before.device) for micro in micros]
+        return before + torch.cat(moves)
 
-    def _moves(self, policy: Policy, micro: Experience) -> Tensor:
-        """Return the weighted velocities at a micro-batch's latents, from a single pass, ``(M, K, C, h, w)``."""
-        micro = micro.to(policy.device)
-        z, t, weight = (micro.extras[name] for name in ("before", "t", "weight"))
-        rows = micro.rows.repeat_interleave(t.shape[1])
-        velocities = self._velocity(policy, micro, z.flatten(0, 1), t.flatten(), rows)
-        by_time = velocities.unflatten(0, t.shape)
-        return by_time * expanded(weight, by_time)
-
-    def _velocity(self, policy: Policy, micro: Experience, z: Tensor, t: Tensor, rows: Tensor) -> Tensor:
-        """Return the guided velocities at ``z (N, C, h, w)``; carries the grad of the prompts' pass."""
-        return policy(z, t, micro.conditioning.select(rows), self.guidance_in("training", policy), detach_negative=True)
-
-    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        micro = micro.to(policy.device)
-        extras = micro.extras
+    def see(self, policy: Policy, micro: Experience, guidance: float) -> Tensor:
+        """Return the images of the trained steps, up to a part without grad, or a chain's end; ``(M, K, C, h, w)``."""
+        assert micro.steps is not None
+        steps, rows = micro.steps, micro.rows
         if self.variant == "draft_k":
-            images = extras["before"]
-            for t, weight in zip(extras["t"].unbind(1), extras["weight"].unbind(1), strict=True):
-                velocity = self._velocity(policy, micro, images[:, 0], t, micro.rows)
-                images = images + (expanded(weight, velocity) * velocity)[:, None]
-        else:
-            images = self._moves(policy, micro)  # without the part that carries no grad
-        if self.variant == "flowbp":
-            images = images.sum(dim=1, keepdim=True)
-        losses = linearised(extras["loss"], extras["gradient"], images)
-        length = extras["gradient"].flatten(1).norm(dim=1)
-        return losses.mean(), {"trained_reward": extras["score"].mean(dim=1), "image_gradient": length}
+            images = steps.before[:, 0]
+            for t, weight in zip(steps.t.unbind(1), steps.weight.unbind(1), strict=True):
+                velocity = policy(images, t, micro.conditioning.select(rows), guidance, detach_negative=True)
+                images = images + expanded(weight, velocity) * velocity
+            return images[:, None]
+        cond = micro.conditioning.select(rows.repeat_interleave(steps.t.shape[1]))
+        velocity = policy(steps.before.flatten(0, 1), steps.t.flatten(), cond, guidance, detach_negative=True)
+        velocity = velocity.unflatten(0, steps.t.shape)
+        return velocity * expanded(steps.weight, velocity)
+
+    def losses(self, now: Tensor, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
+        images = now.sum(dim=1, keepdim=True) if self.variant == "flowbp" else now
+        losses = linearised(micro.kept["loss"], micro.kept["gradient"], images)
+        length = micro.kept["gradient"].flatten(1).norm(dim=1)
+        return losses.mean(dim=1), {"trained_reward": micro.kept["score"].mean(dim=1), "image_gradient": length}

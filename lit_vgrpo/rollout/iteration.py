@@ -13,7 +13,7 @@ from lit_vgrpo.core.gather import image_ranks, of_all_ranks
 from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
 from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
-from lit_vgrpo.core.types import Conditioning, Experience, Rollout
+from lit_vgrpo.core.types import Conditioning, Experience, Rollout, Steps
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
@@ -139,7 +139,7 @@ class Iteration:
         wanted = wanted if order is None else wanted[order]
         experience = None
         if state["record"]["iteration"] == batch.iteration:
-            experience = scattered(state, wanted, device)
+            experience = scattered(state, wanted, batch.group_size, device)
         if experience is None:
             raise RuntimeError(
                 f"The checkpoint was saved during iteration {state['record']['iteration'] + 1}, with different prompts "
@@ -168,12 +168,14 @@ class Replay:
         """
         kept = self._kept
         if self._saved is not None:
-            experience = scattered(self._saved, rollout.image_ids, rollout.latents.device)
+            experience = scattered(self._saved, rollout.image_ids, rollout.group_size, rollout.latents.device)
             if experience is None:
                 raise RuntimeError("The checkpoint has other sizes. Resume with its recipe (RUN/config.yaml).")
             kept, self._saved = (experience, rollout.image_ids), None
         values = advantages.to(rollout.latents.device)
-        self._kept = Experience(rollout.latents, values, rollout.conditioning, rollout.rows), rollout.image_ids
+        groups, size = rollout.group_ids.to(values.device), rollout.group_size
+        kept_now = Experience(rollout.latents, values, rollout.conditioning, rollout.rows, groups, size)
+        self._kept = kept_now, rollout.image_ids
         if kept is None:
             return None
         old, image_ids = kept
@@ -221,7 +223,9 @@ def gathered(own: Experience, image_ids: Tensor) -> dict[str, Any]:
         "image_ids": of_all_ranks(image_ids),
         "latents": of_all_ranks(own.latents),
         "advantages": of_all_ranks(own.advantages),
-        "extras": {name: of_all_ranks(value) for name, value in sorted(own.extras.items())},
+        "steps": None if own.steps is None else own.steps.map(of_all_ranks).tensors(),
+        "kept": {name: of_all_ranks(value) for name, value in sorted(own.kept.items())},
+        "weights": None if own.weights is None else of_all_ranks(own.weights),
         **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors), strict=True)),
         "pairs": None,
     }
@@ -231,7 +235,7 @@ def gathered(own: Experience, image_ids: Tensor) -> dict[str, Any]:
     return state
 
 
-def scattered(state: dict[str, Any], wanted: Tensor, device: torch.device) -> Experience | None:
+def scattered(state: dict[str, Any], wanted: Tensor, group_size: int, device: torch.device) -> Experience | None:
     """Return the images with the wanted global indices ``(B,)``, or ``None`` if one is missing."""
     saved = state["image_ids"].argsort()
     position = saved[torch.searchsorted(state["image_ids"][saved], wanted).clamp(max=len(saved) - 1)]
@@ -242,13 +246,21 @@ def scattered(state: dict[str, Any], wanted: Tensor, device: torch.device) -> Ex
     if (of_pairs := state["pairs"]) is not None:
         pair_rows, values = _compact(of_pairs["rows"][position], of_pairs["values"], device)
         pairs = Pairs(values.pop("times"), values.pop("noise"), pair_rows, of_pairs["shared"], values)
+
+    def own(value: Tensor) -> Tensor:
+        return value[position].to(device)
+
     return Experience(
-        latents=state["latents"][position].to(device),
-        advantages=state["advantages"][position].to(device),
+        latents=own(state["latents"]),
+        advantages=own(state["advantages"]),
         conditioning=Conditioning(conditioning),
         rows=rows,
+        group_ids=(wanted // group_size).to(device),
+        group_size=group_size,
         pairs=pairs,
-        extras={name: value[position].to(device) for name, value in state["extras"].items()},
+        steps=None if state["steps"] is None else Steps(**state["steps"]).map(own),
+        kept={name: own(value) for name, value in state["kept"].items()},
+        weights=None if state["weights"] is None else own(state["weights"]),
     )
 
 

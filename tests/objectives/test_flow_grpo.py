@@ -3,7 +3,6 @@
 import pytest
 import torch
 from chain_in_float64 import (
-    ADVANTAGES,
     Steps,
     assert_same_direction,
     between,

@@ -42,7 +42,7 @@ COSTS = {
 }
 METHODS = {
     **COSTS,
-    "DiffusionNFT, on-policy": (lambda: DiffusionNFT(RolloutSpec(steps=S), decay_type=0), 1, (S, S - 1, S - 1)),
+    "DiffusionNFT, on-policy": (lambda: DiffusionNFT(RolloutSpec(steps=S), old_decay=0.0), 1, (S, S - 1, S - 1)),
     "V-GRPO, shared passes": (lambda: shared_passes(clip=0.01), 2, (S, 2 * 3 / 4, 2 * 3 / 4)),
     "V-GRPO, widening": (lambda: VGRPO(RolloutSpec(steps=S), **WIDENING), 1, (S, 4, 0)),
     "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True, kl_weight=0.04), 1, (S, 3, 3)),
@@ -57,16 +57,16 @@ METHODS = {
     "DanceGRPO": (lambda: DanceGRPO(RolloutSpec("dance_sde", S, shared_noise=True)), 1, (S, 3, 0)),
     "DGPO, moving": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5, reference="moving"), 1, (S, 4, 8)),
     "EPG": (lambda: EPG(RolloutSpec(steps=S)), 1, (S, S - 1, 2 * (S - 1))),
-    "PEPG, on-policy": (lambda: EPG(RolloutSpec(steps=S), decay_type=0, proximal=True), 2, (S, 2 * S - 2, 2 * S - 2)),
+    "PEPG, on-policy": (lambda: EPG(RolloutSpec(steps=S), old_decay=0.0, proximal=True), 2, (S, 2 * S - 2, 2 * S - 2)),
     "RAM": (lambda: RAM(RolloutSpec(steps=S), 4), 1, (S, 4, 8)),
     "RAM, pure noise": (lambda: RAM(RolloutSpec(steps=S), 2, **PURE_NOISE), 2, (S, 2 + 2 / 4, 2 * (1 + 1 / 4))),
     "CRD": (lambda: CRD(RolloutSpec("dpm++", S), noisiest=5), 1, (S, 4, 8)),
     "CRD, pure noise": (
-        lambda: CRD(RolloutSpec("dpm++", S), 2, temperature=0.2, sampler_decay_type=0, share_passes="pure_noise"),
+        lambda: CRD(RolloutSpec("dpm++", S), 2, temperature=0.2, sampler_decay=0.0, share_passes="pure_noise"),
         2,
         (S, 2 * (1 + 1 / 4), 3 * (1 + 1 / 4)),
     ),
-    "RVM": (lambda: RAM(RolloutSpec(steps=S), 4, old_decay_max=0.0, kl_weight=0.0), 1, (S, 4, 0)),
+    "RVM": (lambda: RAM(RolloutSpec(steps=S), 4, old_decay=0.0, kl_weight=0.0), 1, (S, 4, 0)),
     "AWM, anchor": (lambda: AWM(RolloutSpec(steps=S), kl_weight=0.0, ema_weight=0.0, **ANCHOR), 1, (S, 6, 6)),
     "FlowBP": (lambda: RewardGradient(RolloutSpec(steps=S)), 1, (S, 4, 0)),
     "ReFL": (lambda: RewardGradient(RolloutSpec(steps=S), "refl"), 1, (S, 1, 1)),

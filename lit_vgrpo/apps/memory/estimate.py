@@ -12,7 +12,7 @@ import torch
 from lit_vgrpo.apps.memory.shares import bytes_of, restored_at_once, shares, tensors_of
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import image_ranks
-from lit_vgrpo.objectives.score_gradient import window
+from lit_vgrpo.objectives.reward_gradient import RewardGradient, window
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.rewards import Reward
@@ -123,7 +123,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         TRAINING: peak_of(asked.trained) + round(latent * asked.loss),
         STEP: share.step,
     }
-    if module.objective.takes_reward_gradient:
+    if isinstance(module.objective, RewardGradient):
         phases[GRADIENT] = gradient_peak(policy, module.objective.decode_crop, module.objective.decode_half)
     if asked.stored is not None:
         phases[STORED] = peak_of(asked.stored) + bool(asked.copies) * share.trained
