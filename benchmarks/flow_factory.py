@@ -42,7 +42,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "grpo": {"kl_beta": 0.0, "clip_range": 1e-4},
 }  # fmt: skip
 OURS = {
-    "nft": ["model.objective=DiffusionNFT", "model.objective.num_times=4", "model.objective.decay_type=0",
+    "nft": ["model.objective=DiffusionNFT", "model.objective.num_times=4", "model.objective.old_decay=0",
             "model.objective.kl_weight=0"],
     "awm": ["model.objective=AWM", "model.objective.num_times=4", "model.objective.ema_weight=0",
             "model.objective.kl_weight=0"],

@@ -167,7 +167,7 @@ class OverflowingAnchor(Loud, VGRPO):
 @pytest.mark.parametrize("copy", ["old", "anchor"])
 def test_a_step_that_the_scaler_skips_moves_no_clock(tiny_sd3, tmp_path, copy):
     objective = {
-        "old": Overflowing(RolloutSpec("dpm++", S), noisiest=5, old_decay_rate=0.2),
+        "old": Overflowing(RolloutSpec("dpm++", S), noisiest=5, old_decay=0.2),
         "anchor": OverflowingAnchor(RolloutSpec(steps=2), anchor_weight=1.0, anchor_decay=0.3),
     }[copy]
     module, ema = make_module(tiny_sd3, objective), EMA(0.5)

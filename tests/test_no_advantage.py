@@ -57,7 +57,7 @@ def test_a_constant_reward_moves_nothing(tiny_sd3, tmp_path, plugins):
     with pytest.warns(UserWarning, match="no reward spread at iteration 1, so no step is taken"):
         module, trainer, ema, table = train(tiny_sd3, tmp_path, Constant(), 3, plugins=plugins)
     start = module.reference.state_dict()
-    for copy in (module.objective.anchor, ema.average):
+    for copy in (module.objective.copies["anchor"], ema.average):
         assert all(torch.equal(value, start[name.removeprefix("policy.")]) for name, value in copy.state_dict().items())
     assert all(torch.equal(value, start[name]) for name, value in weights(module).items())
     assert trainer.optimizers[0].state == {}

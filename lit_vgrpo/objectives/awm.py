@@ -86,10 +86,6 @@ class AWM(PairObjective):
     ema_decay: Annotated[HalfOpenUnitInterval | Decay, OnlyWith("ema_weight")] = Decay(rate=0.001, max=0.3)
     advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
 
-    @property
-    def num_pairs(self) -> int:
-        return self.num_times
-
     def draw(self, context: PrepareContext) -> Pairs:
         # One draw per micro-batch; these are numbered over all ranks, whose number does not matter.
         micro_batches = context.rollout.image_ids // context.micro_batch_size

@@ -106,10 +106,6 @@ class DGPO(PairObjective):
     advantage_clip: PositiveFloat | None = 5.0
     share_passes: Literal["none", "pure_noise"] = "none"
 
-    @property
-    def num_pairs(self) -> int:
-        return self.num_times
-
     def check(self, sizes: Sizes) -> list[str]:
         return super().check(sizes) + group_errors(self, sizes)
 

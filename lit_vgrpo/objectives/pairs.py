@@ -294,6 +294,8 @@ class PairObjective(Objective):
     """True if SDEs are refused because the method is defined on samples of the ODE."""
     repeats_times: ClassVar[bool] = False
     """True if an image may have several pairs at one time."""
+    pairs_option: ClassVar[str] = "num_times"
+    """Name of the option for the number of pairs per image."""
     kl_weight = 0.0  # an option of most methods
     share_passes = "none"  # an option of some
 
@@ -318,18 +320,16 @@ class PairObjective(Objective):
             if low >= high:
                 raise ValueError(f"model.objective.time_range={[low, high]} is empty. Use one such as [0.02, 0.98].")
         if self.antithetic and self.num_pairs % 2:
-            raise ValueError(
-                f"model.objective has {self.num_pairs} pairs per image, but antithetic=true uses each noise sample "
-                "twice. Use an even number."
-            )
+            option = f"model.objective.{self.pairs_option}={self.num_pairs}"
+            raise ValueError(f"{option} is odd, but antithetic=true uses each noise sample twice. Use an even number.")
         super().__post_init__()
 
     # --- what a method defines -------------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def num_pairs(self) -> int:
         """Pairs per image."""
+        return int(getattr(self, self.pairs_option))
 
     @abstractmethod
     def draw(self, context: PrepareContext) -> Pairs:

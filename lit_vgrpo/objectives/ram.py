@@ -75,10 +75,6 @@ class RAM(PairObjective):
     time_power: NonNegativeFloat = 1.0
     old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.01, max=0.9)
 
-    @property
-    def num_pairs(self) -> int:
-        return self.num_times
-
     def draw(self, context: PrepareContext) -> Pairs:
         return rollout_pairs(
             context,

@@ -64,6 +64,7 @@ class VGRPO(PairObjective):
 
     needs_ode: ClassVar[bool] = False  # any sampler works: only the final latents are trained on
     repeats_times: ClassVar[bool] = True
+    pairs_option: ClassVar[str] = "num_mc_samples"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec()
 
     num_mc_samples: Annotated[int, Range(1, 1000)] = 4
@@ -77,10 +78,6 @@ class VGRPO(PairObjective):
     soft_clip: Annotated[float, Range(above=0)] | None = None
     kl_weight: NonNegativeFloat = 0.0
     kl_to: Annotated[KLTarget, OnlyWith("kl_weight")] | None = None
-
-    @property
-    def num_pairs(self) -> int:
-        return self.num_mc_samples
 
     def check(self, sizes: Sizes) -> list[str]:
         errors, unmoved = super().check(sizes), sizes.updates_per_iteration == 1

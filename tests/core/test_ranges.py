@@ -202,8 +202,7 @@ SDES = "flow_sde or cps or dance_sde or ddim_sde"
         (objectives.MixGRPO, {"flash_share": 0.5}, "with flash=False."),
         (objectives.VGRPO, {"kl_to": "reference"}, "with kl_weight=0.0."),
         (objectives.VGRPO, {"space": "eps", "scale_cap": 2.0}, "with space=eps. Set scale_cap=5.0, or space=x or v."),
-        (objectives.DGPO, {"old_decay_max": 0.0, "old_decay_rate": 0.5}, "with old_decay_max=0.0."),
-        (objectives.AWM, {"ema_decay_max": 0.0, "ema_decay_rate": 0.5}, "with ema_decay_max=0.0."),
+        (objectives.AWM, {"ema_weight": 0.0, "ema_decay": 0.5}, "with ema_weight=0.0."),
     ],
 )
 def test_an_option_without_effect_is_refused(cls, given, message):

@@ -57,10 +57,10 @@ def assert_the_pull_is(policy, name, objective, experience, ledger, expected, di
     assert ledger.counts["anchor"] == {"with_grad": 0, "without_grad": 6 * planned["anchor"]}
     assert "anchor" not in make(name).prediction_passes(SIZES)
     objective.before_update(policy, [experience])
-    stored = {key for key in experience.extras if key.startswith("anchor")}
-    assert len(stored) == 1
-    bare = replace(experience, extras={k: v for k, v in experience.extras.items() if k not in stored})
-    (loss, gradient), (less, rest) = (loss_and_gradient(policy, objective, [e]) for e in (experience, bare))
+    bare = replace(experience, kept={name: value for name, value in experience.kept.items() if name != "anchor"})
+    assert len(bare.kept) == len(experience.kept) - 1
+    cases = (objective, experience), (make(name), bare)
+    (loss, gradient), (less, rest) = (loss_and_gradient(policy, one, [images]) for one, images in cases)
     assert loss - less == pytest.approx(3 * expected, rel=2e-3)
     assert_same_gradient(gradient - rest, 3 * direction, rtol=5e-3)
     distances = objective.loss(policy, experience)[1]["anchor_distance"]
@@ -115,16 +115,16 @@ def test_the_anchor_moves_once_an_iteration_and_comes_back(policy, name):
     start = weights(policy)
     nudge(policy)
     objective.after_update(policy)
-    assert all(torch.equal(tensor, start[key]) for key, tensor in objective.anchor.tensors.items())
+    assert all(torch.equal(tensor, start[key]) for key, tensor in objective.copies["anchor"].tensors.items())
     objective.after_iteration(policy)
     moved = weights(policy)
-    for key, tensor in objective.anchor.tensors.items():
+    for key, tensor in objective.copies["anchor"].tensors.items():
         expected = 0.3 * start[key].double() + 0.7 * moved[key].double()
         torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
     assert_state_comes_back(policy, make(name, **ANCHOR), make(name, **ANCHOR))
     plain = make(name)
     plain.setup(policy)
-    assert plain.anchor is None
+    assert "anchor" not in plain.copies
     with pytest.raises(RuntimeError, match=r"copies of the weights \(.*anchor.*\) that differ"):
         plain.load_state_dict(objective.state_dict())
 

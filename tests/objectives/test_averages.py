@@ -11,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lit_vgrpo.callbacks import EMA
+from lit_vgrpo.core.snapshots import Decay
 from lit_vgrpo.objectives import AWM, CRD, DGPO, EPG, RAM, VGRPO, DiffusionNFT
 from lit_vgrpo.system.paths import resolve_path
 
@@ -82,7 +83,7 @@ def at_most(most, rate, first=0):
 TYPE_1, TYPE_2 = at_most(0.5, 0.001), at_most(0.999, 0.0075, 75)
 METHODS = {
     "DiffusionNFT": (DiffusionNFT, "old", TYPE_1),
-    "DiffusionNFT, type 2": (lambda: DiffusionNFT(decay_type=2), "old", TYPE_2),
+    "DiffusionNFT, type 2": (lambda: DiffusionNFT(old_decay=Decay(rate=0.0075, max=0.999, after=75)), "old", TYPE_2),
     "EPG": (EPG, "old", TYPE_1),
     "AWM": (AWM, "ema", at_most(0.3, 0.001)),
     "DGPO": (DGPO, "old", at_most(0.3, 0.001, 1)),  # it counts steps from 0

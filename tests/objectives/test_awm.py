@@ -123,4 +123,4 @@ def test_the_published_cost():
 def test_the_first_time_can_be_left_out(policy):
     objective = AWM(noisiest=11, time_range=(0.0, 0.99))  # the published ``discrete_wo_init``
     rollout = roll(policy, objective)
-    assert torch.equal(objective.sampler_times(rollout).times, rollout.schedule[1:12])
+    assert torch.equal(objective.time_pool(rollout).times, rollout.schedule[1:12])

@@ -280,14 +280,14 @@ def test_reference_means_are_those_of_the_start(tiny_sd3, lora, reference_guidan
         steps = Steps(rollout)
         outputs = steps.outputs(policy, reference_guidance or 2.0)
     expected = torch.stack([mean for mean, _, _ in steps.distributions(outputs)]).unflatten(0, (6, 3))
-    torch.testing.assert_close(experience.extras["reference_mean"].double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(experience.kept["reference"].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_without_kl_nothing_is_kept(policy):
     objective = FlowGRPO(CHAIN, kl_weight=0.0, drop_zero_advantages=False)
     _, experience = prepared(policy, objective)
     assert objective.copies == {}
-    assert set(experience.extras) == {"before", "after", "log_prob", "t", "t_next", "second_time"}
+    assert experience.kept.keys() == {"old"}  # of the rollout
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ def test_at_first_its_gradient_is_that_of_awm(policy):
     objective.setup(policy)
     experience = prepare(policy, objective)
     _, gradient = updated(policy, objective, [experience])
+    experience.kept.clear()
     _, expected = loss_and_gradient(policy, awm, [experience])
     assert_same_gradient(gradient, expected, rtol=1e-4)
 
@@ -102,11 +103,11 @@ def test_the_copies_follow_steps_and_iterations(policy):
         for name, tensor in objective.copies[copy].tensors.items():
             expected = kept * start[name].double() + (1 - kept) * moved[name].double()
             torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
-    assert objective.old_decay_max == 0.5
+    assert objective.old_decay(9000) == 0.5
 
 
 def test_passes_and_what_is_refused(policy):
-    objective, ledger = CRD(STEPS, 3, sampler_decay_type=0, kl_weight=0.0), PassLedger()
+    objective, ledger = CRD(STEPS, 3, sampler_decay=0.0, kl_weight=0.0), PassLedger()
     objective.setup(policy)
     assert objective.copies.keys() == {"old"}
     experience = prepare(policy, objective)

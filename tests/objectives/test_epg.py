@@ -80,4 +80,5 @@ def test_the_public_codes_par_has_the_gradient_of_pepg(policy):
 def test_published_settings():
     objective = EPG()
     assert (objective.advantage_std, objective.advantage_scale, objective.kl_weight) == ("none", 10.0, 1e-4)
-    assert (objective.decay_type, objective.num_times, objective.spec.steps) == (1, None, 10)
+    assert (objective.old_decay(100), objective.old_decay(900)) == (0.1, 0.5)
+    assert (objective.num_times, objective.spec.steps) == (None, 10)

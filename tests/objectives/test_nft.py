@@ -17,9 +17,9 @@ from pair_methods import (
 
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import Decay
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT
-from lit_vgrpo.objectives.forward import nft_decay
 from lit_vgrpo.objectives.nft import optimality
 
 
@@ -71,9 +71,9 @@ def test_on_policy_its_gradient_is_that_of_vgrpo(policy):
 
 
 def test_the_decay_types():
-    assert [nft_decay(0, n) for n in (0, 1, 1000)] == [0, 0, 0]
-    assert [nft_decay(1, n) for n in (0, 1, 499, 500, 9000)] == pytest.approx([0, 0.001, 0.499, 0.5, 0.5])
-    assert [nft_decay(2, n) for n in (0, 74, 75, 76, 100, 208, 209, 9000)] == pytest.approx(
+    first, second = DiffusionNFT().old_decay, Decay(rate=0.0075, max=0.999, after=75)
+    assert [first(n) for n in (0, 1, 499, 500, 9000)] == pytest.approx([0, 0.001, 0.499, 0.5, 0.5])
+    assert [second(n) for n in (0, 74, 75, 76, 100, 208, 209, 9000)] == pytest.approx(
         [0, 0, 0, 0.0075, 0.1875, 0.9975, 0.999, 0.999]
     )
 
@@ -111,7 +111,7 @@ def test_every_image_has_all_times_but_one_in_its_own_order_and_noise_of_its_own
 
 @pytest.mark.parametrize("network", ["flow", "flow-lora", "epsilon"], indirect=True)
 def test_on_policy_the_old_passes_change_no_bit_and_are_left_out(network):
-    objective, ledger = DiffusionNFT(spec_for(network), beta=0.1, decay_type=0), PassLedger()
+    objective, ledger = DiffusionNFT(spec_for(network), beta=0.1, old_decay=0.0), PassLedger()
     ledger.attach(network.network)
     objective.setup(network)
     nudge(network)

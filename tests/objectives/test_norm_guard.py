@@ -1,5 +1,7 @@
 """NormGuard in every method on pairs: the penalty and its gradient in float64, and the passes it costs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from pair_methods import Pairs64, assert_same_gradient, loss_and_gradient, nudge, pixel_mean, prepare, spread_copies
@@ -13,7 +15,7 @@ from lit_vgrpo.objectives.awm import log_likelihood
 from lit_vgrpo.objectives.chain import step_kl
 from lit_vgrpo.objectives.epg import exact_policy_gradient
 from lit_vgrpo.objectives.nft import contrastive_error
-from lit_vgrpo.objectives.pairs import distance_to_copy, norm_excess
+from lit_vgrpo.objectives.pairs import norm_excess, normalised_distance
 from lit_vgrpo.objectives.ram import velocity_matching
 
 SIZES = Sizes(2, 3, micro_batch_size=6)
@@ -43,7 +45,7 @@ NOTHING = torch.zeros(2, 2, 1, 3, 3)
 OF_ZEROS = {
     "norm_excess": lambda v: norm_excess(v, NOTHING),
     "norm_excess, start": lambda v: norm_excess(v, NOTHING + 1),
-    "distance_to_copy": lambda v: distance_to_copy(v, NOTHING, v, NOTHING[..., :1, :1, :1] + 1),
+    "normalised_distance": lambda v: normalised_distance(SimpleNamespace(prediction=v, error=v, scale=1.0), NOTHING),
     "denoising_error": lambda v: denoising_error(v, self_normalised=True),
     "contrastive_error": lambda v: contrastive_error(v, NOTHING, SHARE, 0.5),
     "exact_policy_gradient": lambda v: exact_policy_gradient(-denoising_error(v, True), TIMES * 0, SHARE, True),

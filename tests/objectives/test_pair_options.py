@@ -71,7 +71,7 @@ def test_the_kl_to_the_reference_in_float64(policy):
     spread_copies(policy, objective)
     before = weights(policy)
     experience = prepare(policy, objective)
-    assert experience.extras.keys() == {"reference_prediction"}
+    assert experience.kept.keys() == {"reference"}
     assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())
     pairs = Pairs64(policy, experience)
     start = pairs.x_of(pairs.predict_with(objective.copies["reference"]))
@@ -92,8 +92,8 @@ def test_the_kl_to_the_reference_in_float64(policy):
 @pytest.mark.parametrize(
     ("objective", "names"),
     [
-        (VGRPO(EIGHT, 2, clip=0.9, kl_weight=0.5), {"old_surrogate", "kl_prediction"}),
-        (AWM(EIGHT, 2, kl_weight=0.0, ema_weight=0.0), {"old_log_likelihood"}),
+        (VGRPO(EIGHT, 2, clip=0.9, kl_weight=0.5), {"elbo", "behaviour"}),
+        (AWM(EIGHT, 2, kl_weight=0.0, ema_weight=0.0), {"old"}),
     ],
     ids=["V-GRPO", "AWM"],
 )
@@ -105,7 +105,7 @@ def test_the_first_share_of_split_updates_needs_no_old_passes(policy, objective,
     def shares(later):
         context = PrepareContext(policy, rollout, ADVANTAGES, 1, updates=2, ledger=ledger, later=later)
         experience = objective.prepare(context).select(order)
-        assert experience.extras.keys() == names
+        assert experience.kept.keys() == names
         return [experience.select(slice(0, 3)), experience.select(slice(3, 6))]
 
     whole = shares(None)

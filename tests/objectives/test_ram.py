@@ -20,7 +20,7 @@ from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import AWM, RAM
 
 STEPS = RolloutSpec(steps=4)
-ON_POLICY = {"old_decay_max": 0.0, "time_power": 0.0}
+ON_POLICY = {"old_decay": 0.0, "time_power": 0.0}
 SETTINGS = {
     "RAM": {"reward_weight": 20.0},
     "RAM, clamped": {"reward_weight": 20.0, "advantage_clip": 0.7, "kl_weight": 3.0, "times": "sampler"},
@@ -104,11 +104,9 @@ def test_the_slow_copy_rolls_out_and_follows_every_step(policy):
 def test_what_is_refused():
     with pytest.raises(ValueError, match="share_passes='pure_noise' has no effect with share_pairs=none"):
         RAM(share_passes="pure_noise")
-    with pytest.raises(ValueError, match=r"old_decay_rate=0.5 has no effect with old_decay_max=0"):
-        RAM(old_decay_rate=0.5, old_decay_max=0.0)
 
 
 def test_published_settings():
     objective = RAM()
     assert (objective.num_times, objective.reward_weight, objective.kl_weight) == (8, 100.0, 1.0)
-    assert (objective.spec.solver, objective.spec.steps, objective.old_decay_max) == ("euler", 20, 0.9)
+    assert (objective.spec.solver, objective.spec.steps, objective.old_decay(9000)) == ("euler", 20, 0.9)

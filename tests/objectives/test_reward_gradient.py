@@ -13,7 +13,7 @@ from lit_vgrpo.core.noise import STREAM_RENOISED, STREAM_ROLLOUT, image_generato
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import Conditioning, RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.score_gradient import active_steps, score_gradient
+from lit_vgrpo.objectives.reward_gradient import active_steps, score_gradient
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
 from lit_vgrpo.rewards import JPEGCompressibility, PythonReward, ShapesReward, SmoothShapesReward, Weighted
 from lit_vgrpo.training.settings import gradient_note, module_errors
@@ -178,7 +178,7 @@ def test_windows_lie_elsewhere_in_every_image_and_iteration(policy):
 
 def test_half_the_resolution_has_the_gradient_of_the_averaged_latents(policy):
     context = context_of(policy, make())
-    found = make(decode_half=True).prepare(context).extras
+    found = make(decode_half=True).prepare(context).kept
     means = context.rollout.latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).mean((3, 5)).requires_grad_()
     pictures = policy.decode_with_gradient(means)
     assert pictures.shape[2:] == torch.Size([side // 2 for side in policy.decode(context.rollout.latents).shape[2:]])
@@ -218,9 +218,9 @@ def test_later_steps_are_drawn_more_often():
 
 def test_an_image_at_the_target_is_not_trained_on(policy):
     objective = make(num_steps=2)
-    scores = objective.prepare(context_of(policy, objective)).extras["score"]
+    scores = objective.prepare(context_of(policy, objective)).kept["score"]
     objective.target = float(scores.median())
-    trained = objective.prepare(context_of(policy, objective)).extras["gradient"].flatten(1).any(dim=1)
+    trained = objective.prepare(context_of(policy, objective)).kept["gradient"].flatten(1).any(dim=1)
     assert torch.equal(trained, scores[:, 0] < objective.target)
     assert (scores == objective.target).any()
 
@@ -315,5 +315,5 @@ def test_images_whose_reward_failed_are_left_out(policy):
     whole = objective.prepare(context)
     failing = Weighted([PythonReward(without_squares, differentiable=True)])
     partly = objective.prepare(replace(context, reward=failing))
-    assert torch.equal(partly.extras["gradient"][:3], whole.extras["gradient"][:3])
-    assert partly.extras["gradient"][3:].abs().max() == partly.extras["loss"][3:].abs().max() == 0
+    assert torch.equal(partly.kept["gradient"][:3], whole.kept["gradient"][:3])
+    assert partly.kept["gradient"][3:].abs().max() == partly.kept["loss"][3:].abs().max() == 0

@@ -16,7 +16,7 @@ from lit_vgrpo.core.surrogate import Pairs
 from lit_vgrpo.core.types import Rollout, RolloutSpec
 from lit_vgrpo.objectives import DGPO, VGRPO
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.pairs import share_noisy_latents, stored
+from lit_vgrpo.objectives.pairs import share_noisy_latents
 from lit_vgrpo.policies import UNetPolicy
 
 SIZES = Sizes(2, GROUP, micro_batch_size=6)
@@ -30,10 +30,8 @@ OPTIONS = {
 def unshared(experience):
     """The same pairs with a pass for each image, and what was stored of them."""
     pairs = experience.pairs
-    of_images = {name: values[pairs.rows] for name, values in pairs.predictions.items()}
-    joined = {name: torch.cat([values, experience.extras[name]], dim=1) for name, values in of_images.items()}
     plain = Pairs(pairs.times, pairs.noise, pairs.rows)
-    return replace(experience, pairs=plain, extras={**experience.extras, **joined})
+    return replace(experience, pairs=plain, kept={name: experience.kept_values(name) for name in experience.kept})
 
 
 def assert_exact(policy, objective, updates):
@@ -152,9 +150,9 @@ def test_replayed_images_are_prepared_as_if_alone(policy, options):
     for number, expected in enumerate(alone):
         found = both.select(slice(number * len(new), (number + 1) * len(new)))
         assert torch.equal(found.latents, expected.latents)
-        assert torch.equal(stored(found, "anchor_prediction"), stored(expected, "anchor_prediction"))
+        assert torch.equal(found.kept_values("anchor"), expected.kept_values("anchor"))
         assert all(torch.equal(*each) for each in zip(found.pairs.of_images(), expected.pairs.of_images(), strict=True))
-        assert found.extras.keys() == expected.extras.keys()
-        assert all(torch.equal(values, expected.extras[name]) for name, values in found.extras.items())
+        assert found.kept.keys() == expected.kept.keys()
+        assert all(torch.equal(values, expected.kept[name]) for name, values in found.kept.items())
         prompts = [one.conditioning.select(one.rows).tensors for one in (found, expected)]
         assert all(torch.equal(values, prompts[1][name]) for name, values in prompts[0].items())

@@ -320,5 +320,5 @@ def test_the_ratio_is_1_before_an_update_in_either_precision(sd3, dtype, outer):
     )
     with torch.autocast("cpu", outer or torch.bfloat16, enabled=outer is not None):
         _, metrics = objective.loss(policy, experience)
-    assert experience.extras["old_surrogate"].dtype == torch.float32
-    assert torch.equal(metrics["surrogate"], experience.extras["old_surrogate"])
+    assert experience.kept["elbo"].dtype == torch.float32
+    assert torch.equal(metrics["surrogate"], experience.kept["elbo"])

@@ -99,7 +99,7 @@ def test_replay_trains_on_the_previous_images_with_their_own_advantages(policy, 
 def test_the_first_update_of_a_share_needs_no_old_passes_of_replayed_images(policy):
     run = Run(policy)
     run.take(0)
-    old = run.take(1).experience.extras["old_surrogate"]
+    old = run.take(1).experience.kept["elbo"]
     assert old[:IMAGES].isnan().all()
     assert old[IMAGES:].isfinite().all()
 
