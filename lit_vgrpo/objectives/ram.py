@@ -35,7 +35,7 @@ class RAM(PairObjective):
     """RAM and, with other options, RVM: ``g = w A (v_old - u) + lambda (v - v_start)``, with ``u = eps - x``.
 
     In RAM the target ``v - g`` is ``v_start + w A (u - v_old)``, hence ``lambda = 1``, and a slow copy ``old`` samples
-    the images. With ``old_decay_max: 0``, ``old`` is the policy itself, as in RVM: it samples and needs no passes. RVM
+    the images. With ``old_decay: 0``, ``old`` is the policy itself, as in RVM: it samples and needs no passes. RVM
     then has half the gradient of AWM with ``weighting: uniform``, in an iteration's first update.
     A pair's loss is weighted by ``(k + 1) t^k``, which in expectation equals drawing times with this density.
 

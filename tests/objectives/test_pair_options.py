@@ -17,7 +17,7 @@ from pair_methods import (
 
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.objectives import AWM, VGRPO
+from lit_vgrpo.objectives import AWM, DGPO, VGRPO, DiffusionNFT
 from lit_vgrpo.objectives.base import PrepareContext
 
 EIGHT = RolloutSpec(steps=8)
@@ -58,6 +58,18 @@ def test_antithetic_pairs_are_every_noise_and_its_negative_at_one_time(policy, m
     assert len({tuple(row) for row in times.tolist()}) > 1 or method is AWM
     experience = prepare(policy, objective, updates=2)
     assert objective.loss(policy, experience)[1]["ratio_deviation"].max() == 0
+
+
+@pytest.mark.parametrize("times", ["sampler", "uniform"])
+@pytest.mark.parametrize("method", [DiffusionNFT, DGPO])
+def test_antithetic_pairs_at_distinct_times(policy, method, times):
+    objective = method(EIGHT, num_times=6, times=times, antithetic=True, time_range=(0.3, 1.0), noisiest=None)
+    drawn, noise = pairs_of(policy, objective).of_images()
+    assert drawn.shape == (6, 6)
+    assert torch.equal(drawn[:, ::2], drawn[:, 1::2])
+    assert torch.equal(noise[:, ::2], -noise[:, 1::2])
+    assert all(len(set(row)) == 3 and min(row) >= 0.3 for row in drawn.tolist())
+    assert (len(set(map(tuple, drawn.tolist()))) == 1) == (method is DGPO)
 
 
 @pytest.mark.parametrize(("method", "name"), [(VGRPO, "num_mc_samples"), (AWM, "num_times")])

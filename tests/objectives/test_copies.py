@@ -1,0 +1,113 @@
+"""A method's copies: which passes they need, what is kept where the weights are the policy's, and when they move."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from pair_methods import Pairs64, nudge, prepare, roll, spread_copies, weights
+
+from lit_vgrpo.core.records import PassLedger
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import Decay
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.objectives.base import Copy
+from lit_vgrpo.objectives.pairs import PairObjective, prediction, rollout_pairs
+
+
+@dataclass(eq=False)
+class Measured(PairObjective):
+    """Its loss is the distance to what each copy keeps."""
+
+    default_rollout = RolloutSpec(steps=2)
+    repeats_times = True
+    num_times: int = 2
+    copy: Copy = Copy({"copy": prediction})  # noqa: RUF009  it is frozen
+
+    def draw(self, context):
+        return rollout_pairs(context, self.num_times, shared="group", times=self.time_pool(context.rollout))
+
+    def copies_needed(self):
+        return super().copies_needed() | {"copy": self.copy}
+
+    def losses(self, now, kept, micro):
+        distance = (now.prediction - kept["copy"]).square().flatten(1).mean(1)
+        return distance + micro.advantages * now.error.square().flatten(1).mean(1), {"distance": distance.detach()}
+
+
+KEEPS = {"copy": prediction}
+CASES = {
+    # decay, moves, asked: passes per image in an iteration of two updates, and with one
+    "the start": (Copy(KEEPS), 2, 2),
+    "of the iteration's start": (Copy(KEEPS, decay=0.0), 2, None),
+    "of now": (Copy(KEEPS, decay=0.0, moves="update"), None, None),
+    "follows iterations": (Copy(KEEPS, decay=0.5), 2, 2),
+    "follows updates": (Copy(KEEPS, decay=0.5, moves="update", asked="update"), 4, 2),
+    "of the rollout": (Copy(KEEPS, decay=0.0, asked="rollout"), None, None),
+    "samples only": (Copy(decay=Decay(rate=0.1, max=0.5), samples_from=0), None, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_passes_follow_from_the_declaration(policy, name):
+    copy, of_two, of_one = CASES[name]
+    objective, ledger = Measured(copy=copy), PassLedger()
+    objective.setup(policy)
+    assert (objective.copies == {}) == (copy.decay == 0)
+    ledger.attach(policy.network)
+    for updates, expected in ((2, of_two), (1, of_one)):
+        planned = objective.prediction_passes(Sizes(2, 3, updates, micro_batch_size=6))
+        assert planned == {"update": 2 * updates, **({} if expected is None else {"copy": expected})}
+        if not copy.keeps:
+            continue
+        ledger.counts.clear()
+        with ledger.phase("rollout"):
+            experience = prepare(policy, objective, updates=updates, ledger=ledger)
+        for _ in range(updates):
+            objective.before_update(policy, [experience], ledger)
+        counted = sum(ledger.counts.get("copy", {}).values()) / 6
+        assert counted == (expected or 0)
+
+
+def test_what_is_kept_is_of_the_weights_that_are_declared(policy):
+    for copy, moved in ((Copy(KEEPS, decay=0.0), True), (Copy(KEEPS, decay=0.0, moves="update"), False)):
+        objective = Measured(copy=copy)
+        objective.setup(policy)
+        experience = prepare(policy, objective, updates=2)
+        assert objective.loss(policy, experience)[1]["distance"].max() == 0
+        nudge(policy)
+        assert (objective.loss(policy, experience)[1]["distance"].min() > 0) == moved
+    start = Measured()
+    spread_copies(policy, start)
+    experience = prepare(policy, start)
+    expected = Pairs64(policy, experience).predict_with(start.copies["copy"])
+    torch.testing.assert_close(experience.kept["copy"].double(), expected, rtol=1e-4, atol=1e-5)
+    assert start.loss(policy, experience)[1]["distance"].min() > 0
+
+
+def test_a_forgotten_pass_is_one_line(policy):
+    objective = Measured(copy=Copy(KEEPS, decay=0.5, moves="update", asked="update"))
+    objective.setup(policy)
+    experience = prepare(policy, objective)
+    with pytest.raises(RuntimeError, match="The experience lacks copy. Call prepare, and before_update for every upd"):
+        objective.loss(policy, experience)
+
+
+@pytest.mark.parametrize("moves", ["iteration", "update"])
+def test_a_copy_moves_and_samples_as_declared(policy, moves):
+    objective = Measured(copy=Copy(KEEPS, Decay(rate=0.1, max=0.5, start=0.2), moves, samples_from=3))
+    objective.setup(policy)
+    at_start, start = roll(policy, objective).latents, weights(policy)
+    nudge(policy)
+    moved = weights(policy)
+    assert not torch.equal(roll(policy, objective).latents, at_start)
+    objective.num_updates = 3
+    assert torch.equal(roll(policy, objective).latents, at_start)
+    objective.num_updates = 1
+    first, second = objective.after_update, objective.after_iteration
+    for step, expected in ((first, 0.4 if moves == "update" else 1), (second, 0.4)):
+        step(policy)
+        for name, tensor in objective.copies["copy"].tensors.items():
+            mixed = expected * start[name].double() + (1 - expected) * moved[name].double()
+            torch.testing.assert_close(tensor.double(), mixed, rtol=1e-5, atol=1e-6)
+    assert objective.state_dict()["copies"].keys() == {"copy"}
+    assert Measured().state_dict()["copies"] == {}
