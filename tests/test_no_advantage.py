@@ -81,4 +81,4 @@ def test_the_iterations_beside_it_train_and_it_resumes(tiny_sd3, tmp_path):
     assert again.global_step == 6
     assert same(weights(whole), weights(resumed))
     assert same(ema.average.state_dict(), average.average.state_dict())
-    assert same(whole.objective.anchor.state_dict(), resumed.objective.anchor.state_dict())
+    assert same(whole.objective.copies["anchor"].state_dict(), resumed.objective.copies["anchor"].state_dict())
