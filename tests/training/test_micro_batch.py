@@ -80,7 +80,8 @@ def test_less_memory_makes_smaller_micro_batches(tiny_sd3, tmp_path, capsys, mon
     said = capsys.readouterr().out
     assert f"micro_batch_size: {size} of 8 images per update fit: {shown(tried[size])} of " in said
     room = float(said.partition(" of ")[2].partition(" of ")[2].split()[0]) * 2**20
-    assert tried[size] <= room + 2**17 < 2 * tried[size]
+    rounding = 0.05 * 2**20  # MiB are printed with one digit
+    assert tried[size] - rounding <= room < 2 * tried[size] + rounding
     resumed, again, data = fit(tiny_sd3, tmp_path, make, "auto", 2, ckpt=tmp_path / "middle.ckpt")
     assert data.sizes.micro_batch_size == size
     assert again.global_step == trainer.global_step
