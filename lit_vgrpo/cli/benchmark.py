@@ -22,9 +22,8 @@ from lit_vgrpo.config.tree import apply_override
 from lit_vgrpo.errors import UserError, counted, say, suggestion
 from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.loading import config_folder, find_pipeline_class
+from lit_vgrpo.policies.loading import INDEX, config_folder, find_pipeline_class
 from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
-from lit_vgrpo.policies.pipeline import INDEX
 from lit_vgrpo.system.hub import LoadError, base_name, local_folder
 from lit_vgrpo.system.paths import import_from_here, typed_path, write_atomically
 from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights

@@ -322,7 +322,7 @@ def export(
     with _loading():
         from lit_vgrpo.cli.export import ExportOptions, read_target
         from lit_vgrpo.cli.export import export as body
-        from lit_vgrpo.policies.pipeline import DTYPES
+        from lit_vgrpo.policies.base import DTYPES
     options = ExportOptions(
         words=[run, *(words or [])],
         to=read_target(to),

@@ -70,7 +70,7 @@ def evaluate(options: EvaluateOptions) -> int:
     saved, variant = options.read_weights()
     cli = build([f"{options.run / CONFIG_NAME}", *options.words, *OVERRIDES], make_folder=False)
     if not options.reference:
-        cli.model.policy.ignore_start()
+        cli.model.policy.start_from = None  # the checkpoint replaces its weights
     rows, data = heldout_rows(cli), cli.datamodule
     fids, network = image_metrics(cli, options)
     rewards = rewards_with_similarity(cli.model.evaluator.observed, network)

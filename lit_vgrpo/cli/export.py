@@ -14,7 +14,8 @@ from lit_vgrpo.apps.report.model_card import add_card
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.errors import UserError, one_line, say
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.export import save_comfyui, save_kohya, save_merged
+from lit_vgrpo.policies.export import merge_adapter, save_comfyui, save_kohya, save_pipeline
+from lit_vgrpo.system.hub import base_name
 from lit_vgrpo.system.paths import typed_path, vacant_folder, write_new_folder
 from lit_vgrpo.training.folder import candidates
 
@@ -63,7 +64,7 @@ def export(options: ExportOptions) -> int:
     recipe = recipe_of(options.run, options.words, ["model.policy"], "an export")
     policy = build_policy(recipe)
     refuse_misfit(policy, options)
-    policy.ignore_quantisation()  # no frozen weight is written, and a merge must not round them
+    policy.quantisation = None  # no frozen weight is written, and a merge must not round them
     saved, variant = options.read_weights()
     folder, repository = options.to
     if repository is not None:
@@ -75,14 +76,17 @@ def export(options: ExportOptions) -> int:
     advice = "Choose another folder: --to DIR."
     with write_new_folder(folder, advice) as draft:
         if options.merge:
-            save_merged(policy, draft, options.dtype)
+            merge_adapter(policy.networks().values())
+            save_pipeline(policy.pipeline, policy.networks(), draft, dtype=options.dtype)
         elif options.format == KOHYA:
-            save_kohya(policy, draft / options.named_file.name, options.dtype)
+            base = base_name(policy.checkpoint)
+            save_kohya(policy.network, draft / options.named_file.name, base, options.dtype)
         else:
             policy.save(draft, dtype=options.dtype)
     if options.format == COMFYUI:  # diffusers cannot read ComfyUI's file
         with write_new_folder(folder, advice, replace=True) as draft:
-            save_comfyui(policy, draft / options.named_file.name, options.dtype)
+            file, networks = draft / options.named_file.name, policy.networks().values()
+            save_comfyui(networks, policy.comfyui_names, file, options.dtype)
     run, whole = options.run, saved.is_whole
     what, lines = add_card(folder, run, policy, loaded_from, variant, iterations, options.dtype, options.merge, whole)
     say(f"Written: {written} ({what}): {saved.origin(variant)}")

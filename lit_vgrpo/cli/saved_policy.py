@@ -77,9 +77,9 @@ def load_saved_policy(policy: Policy, saved: SavedWeights | None, variant: str) 
     Raises:
         UserError: Something cannot be loaded, or the checkpoint belongs to another policy.
     """
-    policy.ignore_speed()
+    policy.compile_network, policy.attention_backend = False, None  # slow to start, and chosen elsewhere
     if variant != REFERENCE:
-        policy.ignore_start()
+        policy.start_from = None
     try:
         load_policy(policy)
     except (LoadError, ModuleNotFoundError) as error:

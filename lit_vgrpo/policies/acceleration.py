@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_vgrpo.core.sharding import is_sharded
 from lit_vgrpo.errors import one_line, suggestion
-from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 MOST_GRAPHS = 64
@@ -106,36 +104,26 @@ def lora_layers(network: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in network.named_modules() if isinstance(module, LoraLayer)}
 
 
-def is_folded(policy: PipelinePolicy) -> bool:
-    """Return whether a policy's adapter is merged for sampling: all its weights are whole and in float32.
-
-    In 16 bits rounding would lose up to 92 % of a small update.
-    """
-    if policy.fold_lora is False or policy.lora_rank is None or policy.quantisation is not None:
-        return False
-    weights = [layer.get_base_layer().weight for layer in lora_layers(policy.network).values()]
-    return policy.dtype == torch.float32 and not any(w.dtype != torch.float32 or is_sharded(w) for w in weights)
-
-
 class FoldedNetwork:
-    """A view of a policy's network in which the adapter is merged into copies of the weights.
+    """A view of a network in which the adapter is merged into copies of the weights.
 
     Use it only where predictions enter no likelihood ratio: merged and unmerged layers round differently.
 
     Args:
-        policy: A loaded policy with an adapter on float32 linear or convolutional layers.
+        network: A network with an adapter on float32 linear or convolutional layers.
+        compiled: Compile the view.
     """
 
-    def __init__(self, policy: PipelinePolicy) -> None:
-        self.source = policy.network
-        self.network = shared_view(policy.network)
+    def __init__(self, network: Any, compiled: bool = False) -> None:
+        self.source = network
+        self.network = shared_view(network)
         self._layers: list[tuple[nn.Module, Any]] = []
-        for name, layer in lora_layers(policy.network).items():
+        for name, layer in lora_layers(network).items():
             merged = copy.copy(layer.get_base_layer())
             merged.__dict__["_parameters"] = dict(merged._parameters)  # no longer shared
             self.network.set_submodule(name, merged)
             self._layers.append((merged, layer))
-        if policy.compile_network:
+        if compiled:
             compile_network(self.network)
 
     @contextmanager

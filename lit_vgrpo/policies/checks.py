@@ -255,7 +255,7 @@ def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Con
     try:
         with quiet_libraries(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # peft warns of another adapter
-            for options in lora_options(policy):
+            for options in lora_options(policy.network_names):
                 policy.pipeline.load_lora_weights(str(folder), adapter_name="read_back", **options)
         for network in networks.values():
             network.set_adapter("read_back")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import uuid
@@ -12,14 +11,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.system.hub import of_the_model
 
 PREFIX, SUFFIX = "embeddings-", ".row"
@@ -28,6 +26,38 @@ SAMPLED_VALUES = 4096
 """Values sampled per parameter: all of a small one, evenly spaced ones of a large one."""
 
 Row = Mapping[str, Tensor]
+
+
+class Embedder(Protocol):
+    """What the encoding of prompts reads of a :class:`~lit_vgrpo.policies.base.Policy`."""
+
+    edits: ClassVar[bool]
+    checkpoint: str
+    pipeline: Any
+    negative_prompt: str
+    embedding_cache: str | None
+    embedding_cache_gb: float
+    offload_encoders: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def image_size(self) -> tuple[int, int] | None: ...
+
+    def encoders(self) -> list[nn.Module]: ...
+
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]: ...
+
+    def encode_negative(self) -> dict[str, Tensor]: ...
+
+    def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]: ...
+
+    def prompt_length(self) -> int | None: ...
+
+    def prompt_limit(self) -> tuple[Any, int, str]: ...
+
+    def family_options(self) -> dict[str, Any]: ...
 
 
 class EmbeddingCache:
@@ -120,7 +150,7 @@ def _crc(path: Path, content: bytes) -> bytes:
 
 
 @torch.no_grad()
-def encoder_fingerprint(policy: PipelinePolicy) -> str:
+def encoder_fingerprint(policy: Embedder) -> str:
     """Return a fingerprint of the encoders, independent of their files' location: 64 hex digits.
 
     Covers the text encoders (class, config, type, weights, large ones sampled), the VAE too in a family that edits, the
@@ -132,9 +162,7 @@ def encoder_fingerprint(policy: PipelinePolicy) -> str:
         digest.update(json.dumps(what, sort_keys=True, default=str).encode())
 
     pipeline = policy.pipeline
-    known = inspect.signature(PipelinePolicy).parameters
-    options = {name for cls in type(policy).__mro__ for name in inspect.signature(cls).parameters} - known.keys()
-    add(type(policy).__name__, {name: getattr(policy, name, None) for name in sorted(options)})
+    add(type(policy).__name__, policy.family_options())
     settings = of_the_model(dict(pipeline.config))
     add(type(pipeline).__name__, {k: v for k, v in settings.items() if not isinstance(v, list | tuple)})
     encoders = [*policy.encoders(), *([pipeline.vae] if policy.edits else [])]

@@ -9,55 +9,76 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.placement import written_in
-from lit_vgrpo.system.hub import base_name, quiet_libraries
+from lit_vgrpo.system.hub import quiet_libraries
 
 SD2_TEXT_WIDTH = 1024  # of the text encoder of Stable Diffusion 2.x
 
 
-def save_policy(policy: PipelinePolicy, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
-    """Write the trained weights as an adapter or a pipeline folder, see :meth:`lit_vgrpo.policies.Policy.save`."""
-    if policy.lora_rank is None:
-        _save_pipeline(policy, folder, weights, dtype)
-        return
-    name = f"{policy.network_name}_lora"
-    for (key, network), options in zip(policy.networks().items(), lora_options(policy), strict=True):
-        config = {
-            **network.peft_config["default"].to_dict(),
-            "lora_alpha": policy.lora_rank,
-            "base_model_name_or_path": base_name(policy.checkpoint),
-        }
-        layers = _layers_of_adapter(network, _weights_of(policy, key, weights), dtype)
-        given = {f"{name}_layers": layers, f"{name}_adapter_metadata": config}
-        policy.pipeline.save_lora_weights(folder, weight_name=options.get("weight_name"), **given)
-
-
-def lora_options(policy: PipelinePolicy) -> list[dict[str, Any]]:
-    """Return the options of ``load_lora_weights`` for an adapter's files, one per network of the pipeline."""
-    if len(policy.network_names) == 1:
-        return [{}]
-    name = "pytorch_lora_weights"
-    second = {"weight_name": f"{name}_2.safetensors", f"load_into_{policy.network_names[1]}": True}
-    return [{"weight_name": f"{name}.safetensors"}, second]
-
-
-def save_merged(policy: PipelinePolicy, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Merge the adapter into the weights and write a pipeline folder; the policy is unusable afterwards.
-
-    Weights are added in float32, which represents frozen weights of any type exactly.
+def save_adapter(
+    pipeline: Any,
+    networks: Mapping[str, Any],
+    folder: Path,
+    weights: Mapping[str, Tensor] | None,
+    dtype: torch.dtype,
+    base: str,
+) -> None:
+    """Write the adapters of a pipeline's networks, see :meth:`lit_vgrpo.policies.Policy.save`.
 
     Args:
-        dtype: Dtype of everything written; a 16-bit type loses small updates by rounding.
+        networks: The trained networks by their names in the pipeline.
+        base: Name of the base model.
     """
-    for network in policy.networks().values():
+    name = f"{next(iter(networks))}_lora"
+    for (key, network), options in zip(networks.items(), lora_options(networks), strict=True):
+        config = network.peft_config["default"].to_dict()
+        config |= {"lora_alpha": config["r"], "base_model_name_or_path": base}
+        layers = _layers_of_adapter(network, _own_weights(networks, key, weights), dtype)
+        given = {f"{name}_layers": layers, f"{name}_adapter_metadata": config}
+        pipeline.save_lora_weights(folder, weight_name=options.get("weight_name"), **given)
+
+
+def lora_options(networks: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the options of ``load_lora_weights`` for an adapter's files, one per network of the pipeline."""
+    _, *second = networks
+    if not second:
+        return [{}]
+    name = "pytorch_lora_weights"
+    others = {"weight_name": f"{name}_2.safetensors", f"load_into_{second[0]}": True}
+    return [{"weight_name": f"{name}.safetensors"}, others]
+
+
+def save_pipeline(
+    pipeline: Any,
+    networks: Mapping[str, Any],
+    folder: Path,
+    weights: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a pipeline folder, with the given weights in its networks, see :meth:`lit_vgrpo.policies.Policy.save`."""
+    whole = dict(networks)
+    for name, network in networks.items() if weights is not None else ():
+        whole[name] = _whole(network, _own_weights(networks, name, weights) or {})
+    try:
+        for name, network in whole.items():
+            setattr(pipeline, name, network)
+        modules = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+        with quiet_libraries(), written_in(modules, dtype):
+            pipeline.save_pretrained(folder)
+    finally:
+        for name, network in networks.items():
+            setattr(pipeline, name, network)
+
+
+def merge_adapter(networks: Iterable[Any]) -> None:
+    """Merge the adapter into the weights, in float32, which represents frozen weights of any type exactly."""
+    for network in networks:
         network.float()
         network.fuse_lora()
         network.unload_lora()
-    _save_pipeline(policy, folder, None, dtype)
 
 
-def save_kohya(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.float32) -> None:
+def save_kohya(network: Any, file: Path, base: str, dtype: torch.dtype = torch.float32) -> None:
     """Write a UNet's adapter under the names of kohya's trainer, which programs without diffusers expect.
 
     The header names the base model; without it, WebUI assumes Stable Diffusion 1.
@@ -65,12 +86,12 @@ def save_kohya(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.fl
     from diffusers.utils import convert_state_dict_to_kohya
     from safetensors.torch import save_file
 
-    layers = {f"unet.{name}": tensor for name, tensor in _layers_of_adapter(policy.network, None, dtype).items()}
-    config, rank = policy.network.config, str(policy.lora_rank)
+    layers = {f"unet.{name}": tensor for name, tensor in _layers_of_adapter(network, None, dtype).items()}
+    config, rank = network.config, str(network.peft_config["default"].r)
     is_xl, is_second = config.addition_embed_type == "text_time", config.cross_attention_dim == SD2_TEXT_WIDTH
     header = {
         "ss_base_model_version": "sdxl_base_v1-0" if is_xl else "sd_v2" if is_second else "sd_v1",
-        "ss_sd_model_name": base_name(policy.checkpoint),
+        "ss_sd_model_name": base,
         "ss_v2": str(is_second),
         "ss_network_module": "networks.lora",
         "ss_network_dim": rank,
@@ -79,15 +100,17 @@ def save_kohya(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.fl
     save_file(convert_state_dict_to_kohya(layers), file, header)
 
 
-def save_comfyui(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write an adapter of linear layers under ComfyUI's names (:attr:`PipelinePolicy.comfyui_names`).
+def save_comfyui(
+    networks: Iterable[Any], comfyui_names: Mapping[str, str], file: Path, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write an adapter of linear layers under ComfyUI's names (:attr:`lit_vgrpo.policies.Policy.comfyui_names`).
 
     For a module that fuses several of diffusers', ``B`` is block-diagonal and the rank is the sum of their ranks. The
     file of a second network has ``_2`` at the end of its name.
     """
-    for number, network in enumerate(policy.networks().values(), start=1):
+    for number, network in enumerate(networks, start=1):
         place = file if number == 1 else file.with_stem(f"{file.stem}_{number}")
-        _save_comfyui(network, policy.comfyui_names, place, dtype)
+        _save_comfyui(network, comfyui_names, place, dtype)
 
 
 def fused_modules(modules: Iterable[str], comfyui_names: Mapping[str, str]) -> dict[str, list[str]]:
@@ -120,9 +143,11 @@ def _save_comfyui(network: Any, comfyui_names: Mapping[str, str], file: Path, dt
     save_file(tensors, file)
 
 
-def _weights_of(policy: PipelinePolicy, name: str, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Return the weights of one of a policy's networks, by their names in that network."""
-    if weights is None or len(policy.network_names) == 1:
+def _own_weights(
+    networks: Mapping[str, Any], name: str, weights: Mapping[str, Tensor] | None
+) -> dict[str, Tensor] | None:
+    """Return the weights of one of several networks, by their names in that network."""
+    if weights is None or len(networks) == 1:
         return None if weights is None else dict(weights)
     prefix = f"{name}."
     return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
@@ -140,22 +165,6 @@ def _layers_of_adapter(network: Any, weights: dict[str, Tensor] | None, dtype: t
     scale = config.lora_alpha / config.r
     scaled = {name: scale * tensor if ".lora_B." in name else tensor for name, tensor in layers.items()}
     return {name: tensor.to(dtype).contiguous() for name, tensor in scaled.items()}
-
-
-def _save_pipeline(
-    policy: PipelinePolicy, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
-) -> None:
-    pipeline, networks, whole = policy.pipeline, policy.networks(), policy.networks()
-    for name, network in networks.items() if weights is not None else ():
-        whole[name] = _whole(network, _weights_of(policy, name, weights) or {})
-    try:
-        for name, network in whole.items():
-            setattr(pipeline, name, network)
-        with quiet_libraries(), written_in([*policy.helpers(), *whole.values()], dtype):
-            pipeline.save_pretrained(folder)
-    finally:
-        for name, network in networks.items():
-            setattr(pipeline, name, network)
 
 
 def _whole(network: Any, weights: Mapping[str, Tensor]) -> nn.Module:

@@ -69,15 +69,18 @@ class FlowPolicy(Policy, ABC):
         return self.takes_guidance and config_value(self, f"{self.network_name}/config.json", name) is not False
 
     def misfit(self, pipeline: Any) -> str | None:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
         if self.negative_prompt and self.takes_guidance and pipeline.transformer.config.get("guidance_embeds", True):
             return "takes guidance as an input, so model.policy.negative_prompt has no effect. Leave it out."
-        scheduler, config = pipeline.scheduler, pipeline.scheduler.config
-        odd = [name for name in ("stochastic_sampling", "invert_sigmas") if config.get(name)]
-        odd += ["num_train_timesteps"] if config.num_train_timesteps != TIMESTEPS else []
+        return self.scheduler_misfit(pipeline.scheduler) or super().misfit(pipeline)
+
+    def scheduler_misfit(self, scheduler: Any) -> str | None:
+        """Return why the pipeline's scheduler is none of the family's, as a phrase that follows its name."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        odd = [name for name in ("stochastic_sampling", "invert_sigmas") if scheduler.config.get(name)]
+        odd += ["num_train_timesteps"] if scheduler.config.num_train_timesteps != TIMESTEPS else []
         if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not odd:
-            return super().misfit(pipeline)
+            return None
         return (
             f"comes with {' and '.join([type(scheduler).__name__, *odd])}: a rectified flow needs "
             f"FlowMatchEulerDiscreteScheduler with {TIMESTEPS} steps, without stochastic_sampling and invert_sigmas."

@@ -15,8 +15,7 @@ from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.flow import PATCH
 from lit_vgrpo.policies.flux import REFERENCE_LATENTS
 from lit_vgrpo.policies.language_model import LanguageModelPolicy
-from lit_vgrpo.policies.loading import config_value
-from lit_vgrpo.policies.pipeline import INDEX
+from lit_vgrpo.policies.loading import INDEX, config_value
 from lit_vgrpo.system.hub import LoadError
 
 STEP = 10  # between the positions of images

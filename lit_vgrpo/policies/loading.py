@@ -8,12 +8,11 @@ import re
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
-from lit_vgrpo.policies.pipeline import INDEX, PipelinePolicy
 from lit_vgrpo.system.hub import (
     LoadError,
     cached_file,
@@ -29,6 +28,7 @@ from lit_vgrpo.system.hub import (
 )
 
 KEY = "model.policy.checkpoint"
+INDEX = "model_index.json"
 REMEDY = f"Download or save it again, or set {KEY} to a different pipeline."
 LIBRARIES = ("diffusers", "transformers")
 ONE_FILE = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
@@ -40,7 +40,29 @@ DISTILLED_NAMES = re.compile(r"(?:^|[-_.])(schnell|turbo|lightning|lcm|hyper|dis
 """Words in the names of models distilled to a few steps; their files seldom show it."""
 
 
-def find_folder(policy: PipelinePolicy) -> Path | None:
+class Loadable(Protocol):
+    """What this file reads of a :class:`~lit_vgrpo.policies.base.Policy`, which it must not import."""
+
+    pipeline_class: ClassVar[str]
+    network_name: ClassVar[str]
+    may_lack: ClassVar[tuple[str, ...]]
+    checkpoint: str
+    variant: str | None
+    revision: str | None
+    lora_rank: int | None
+    dtype: torch.dtype
+    given: Any
+    draft: Any
+
+    @property
+    def network_names(self) -> tuple[str, ...]: ...
+
+    def null_components(self, folder: Path) -> dict[str, None]: ...
+
+    def misfit(self, pipeline: Any) -> str | None: ...
+
+
+def find_folder(policy: Loadable) -> Path | None:
     """Return the folder of a policy's pipeline, which may be incomplete in the hub's cache; ``None`` if it is not here.
 
     Raises:
@@ -77,14 +99,14 @@ def find_folder(policy: PipelinePolicy) -> Path | None:
     return folder
 
 
-def _family(policy: PipelinePolicy) -> Any:
+def _family(policy: Loadable) -> Any:
     """Return the class of a policy's pipeline."""
     import diffusers
 
     return getattr(diffusers, policy.pipeline_class)  # imports lazily
 
 
-def _parts(policy: PipelinePolicy, folder: Path) -> dict[str, Any]:
+def _parts(policy: Loadable, folder: Path) -> dict[str, Any]:
     """Return the classes of a folder's parts by name, without those that are null or left out.
 
     Raises:
@@ -101,7 +123,7 @@ def _parts(policy: PipelinePolicy, folder: Path) -> dict[str, Any]:
     return parts
 
 
-def _lacking(policy: PipelinePolicy, present: dict[str, Any]) -> str | None:
+def _lacking(policy: Loadable, present: dict[str, Any]) -> str | None:
     """Return which needed parts are not among those of a pipeline, as a phrase, or ``None``."""
     parts = [name for name in inspect.signature(_family(policy)).parameters if NEEDED.fullmatch(name)]
     spared = [name for name in policy.may_lack if present.get(name) is None]
@@ -110,7 +132,7 @@ def _lacking(policy: PipelinePolicy, present: dict[str, Any]) -> str | None:
     return f"has no {' and no '.join(names)}, but {type(policy).__name__} needs it." if names else None
 
 
-def pipeline_misfit(policy: PipelinePolicy, pipeline: Any) -> str | None:
+def pipeline_misfit(policy: Loadable, pipeline: Any) -> str | None:
     """Return why a pipeline would be trained wrongly or not at all, as a phrase that follows its name, or ``None``."""
     if policy.pipeline_class not in (kind.__name__ for kind in type(pipeline).__mro__):
         return f"is a {type(pipeline).__name__}, {type(policy).__name__} needs {policy.pipeline_class}."
@@ -159,7 +181,7 @@ def find_pipeline_class(checkpoint: str, revision: str | None = None, what_to_se
         raise LoadError(f"{folder / INDEX} is damaged. Save or download the pipeline again.") from error
 
 
-def read_pipeline(policy: PipelinePolicy) -> Any:
+def read_pipeline(policy: Loadable) -> Any:
     """Load a policy's pipeline with its weights, in the types that the policy trains and computes in.
 
     Raises:
@@ -177,7 +199,7 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
     return _assembled(policy, folder)
 
 
-def pipeline_on_meta(policy: PipelinePolicy, folder: Path) -> Any:
+def pipeline_on_meta(policy: Loadable, folder: Path) -> Any:
     """Return the pipeline of a folder without weights, in float32; ``None`` if loading has to download some files.
 
     Raises:
@@ -192,7 +214,7 @@ def pipeline_on_meta(policy: PipelinePolicy, folder: Path) -> Any:
         raise
 
 
-def _assembled(policy: PipelinePolicy, folder: Path) -> Any:
+def _assembled(policy: Loadable, folder: Path) -> Any:
     """Return the pipeline of a folder."""
     # Trained weights and the VAE must not be rounded when loaded.
     network_dtype = torch.float32 if policy.lora_rank is None else policy.dtype
@@ -212,7 +234,7 @@ def _assembled(policy: PipelinePolicy, folder: Path) -> Any:
             return _family(policy).from_pretrained(folder, local_files_only=True, **nulls, **networks)
 
 
-def distillation_warning(policy: PipelinePolicy) -> str | None:
+def distillation_warning(policy: Loadable) -> str | None:
     """Return a one-line warning if a model's index or name marks it as distilled, else ``None``."""
     flag, named = "is_distilled", DISTILLED_NAMES.search(Path(policy.checkpoint).name)
     if config_value(policy, INDEX, flag):
@@ -234,7 +256,7 @@ def config_folder(checkpoint: str, revision: str | None = None) -> Path | None:
     return None if index is None else index.parent
 
 
-def bare_network(policy: PipelinePolicy) -> Any:
+def bare_network(policy: Loadable) -> Any:
     """Return a policy's network without weights, from its configuration on this machine; ``None`` if it is absent."""
     folder = config_folder(policy.checkpoint, policy.revision)
     with suppress(LoadError, OSError, ValueError, KeyError), headers_only():  # loading tells the reason
@@ -244,7 +266,7 @@ def bare_network(policy: PipelinePolicy) -> Any:
     return None
 
 
-def config_value(policy: PipelinePolicy, file: str, key: str) -> Any:
+def config_value(policy: Loadable, file: str, key: str) -> Any:
     """Return a value in one of a pipeline's JSON files on this machine, or ``None``."""
     if policy.given is not None:
         part = policy.given if file == INDEX else getattr(policy.given, file.partition("/")[0], None)

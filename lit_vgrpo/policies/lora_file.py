@@ -17,9 +17,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lit_vgrpo.errors import one_line
+from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import fused_modules
 from lit_vgrpo.policies.loading import bare_network
-from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.system.hub import LoadError, loading, quiet_libraries, read_weights
 
@@ -51,7 +51,7 @@ KEEPING_BASE = {("init_lora_weights", value) for value in ("gaussian", "eva", "o
 REMEDY = "Use a plain LoRA of this model, or merge it with its trainer's tools and set model.policy.checkpoint."
 
 
-def lora_file_error(policy: PipelinePolicy, file: Path) -> str | None:
+def lora_file_error(policy: Policy, file: Path) -> str | None:
     """Return why a policy cannot start from a file, in one line, or ``None``; the policy need not be loaded."""
     try:
         network = bare_network(policy)
@@ -63,7 +63,7 @@ def lora_file_error(policy: PipelinePolicy, file: Path) -> str | None:
 
 
 @torch.no_grad()
-def put_lora(policy: PipelinePolicy, file: Path) -> None:
+def put_lora(policy: Policy, file: Path) -> None:
     """Load a LoRA file into a policy: into its adapter, or into the weights if the policy trains these.
 
     The adapter's first ranks take the file's, whose scale is divided by the adapter's; the others are unchanged,
@@ -90,7 +90,7 @@ def put_lora(policy: PipelinePolicy, file: Path) -> None:
 
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
-def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
+def read_lora(policy: Policy, file: Path, network: Any) -> Updates:
     """Return a LoRA file's updates by the names of the network's layers.
 
     Args:
@@ -126,7 +126,7 @@ def _scale_of(config: Mapping[str, Any], layer: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(policy: Policy, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a file's tensors in float32, and the adapter's options in its header or in peft's file next to it."""
     what, prefix = f"{KEY}={policy.start_from}", f"{policy.network_name}."
     found, header = read_weights(file), {}
@@ -179,7 +179,7 @@ def _fold_alphas(tensors: dict[str, Tensor]) -> None:
             tensors[found[UP]] = tensors[found[UP]] * (tensors.pop(name).item() / len(tensors[found[DOWN]]))
 
 
-def _layers_of(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: Any) -> dict[str, Tensor]:
+def _layers_of(policy: Policy, tensors: Mapping[str, Tensor], network: Any) -> dict[str, Tensor]:
     """Return a LoRA's matrices by peft's names: the first reading of its names that has a place for every tensor.
 
     Raises:
@@ -222,7 +222,7 @@ def _respelt(tensors: Mapping[str, Tensor], down: str, up: str) -> dict[str, Ten
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
-def _converted(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: Any) -> dict[str, Tensor]:
+def _converted(policy: Policy, tensors: Mapping[str, Tensor], network: Any) -> dict[str, Tensor]:
     """Return a LoRA's matrices by peft's names, as the family's pipeline reads them.
 
     Tensors that the pipeline would pass to other networks keep their names.
@@ -239,7 +239,7 @@ def _converted(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: A
     return ours
 
 
-def _renamed(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+def _renamed(policy: Policy, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
     """Return a LoRA whose layers have the names of the network or of its authors, with underscores or dots.
 
     diffusers has no converter for SD 3.5, and others need all layers of a file.
@@ -272,7 +272,7 @@ def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:
     return odd
 
 
-def _refuse_untrained(policy: PipelinePolicy, updates: Updates) -> None:
+def _refuse_untrained(policy: Policy, updates: Updates) -> None:
     """Raise LoadError unless the policy trains all layers of a LoRA, with at least its rank."""
     what = f"{KEY}={policy.start_from}"
     if policy.lora_rank is None:

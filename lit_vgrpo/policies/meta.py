@@ -94,9 +94,9 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
         LoadError: An option of the policy does not fit them.
     """
     draft = policy.draft
-    vars(policy).update(draft=None)  # its user changes it
+    policy.draft = None  # its user changes it
     twin = draft if isinstance(draft, Policy) else _copy_on_meta(policy, draft)
-    vars(twin).update(autocast=lambda dtype=None: AutocastOnMeta(dtype or twin.dtype, device_type))
+    twin.autocast = lambda dtype=None: AutocastOnMeta(dtype or twin.dtype, device_type)  # type: ignore[method-assign]
     # Recomputation in the backward pass must use the same dtypes.
     networks = [(network, None) for network in twin.networks().values()] if twin.gradient_checkpointing else []
     for network, dtype in (*networks, (twin.pipeline.vae, twin.decode_dtype)):
@@ -172,7 +172,7 @@ def drawing_errors(policy: Policy, specs: Sequence[RolloutSpec] = ()) -> list[st
             for spec in specs:
                 if ODE_OF.get(spec.solver, spec.solver) in twin.solvers:
                     schedule_of(twin, spec)
-        vars(policy).update(draft=twin)
+        vars(policy)["draft"] = twin  # not a submodule
     except LoadError as error:
         return [str(error)]
     except Exception as error:

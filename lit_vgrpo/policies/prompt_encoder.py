@@ -6,15 +6,13 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pictures import picture_digest
 from lit_vgrpo.core.types import MASK, Conditioning, is_of_prompt, lengthened
-from lit_vgrpo.policies.embeddings import EmbeddingCache, Row, encoder_fingerprint
-from lit_vgrpo.policies.pipeline import PipelinePolicy
+from lit_vgrpo.policies.embeddings import Embedder, EmbeddingCache, Row, encoder_fingerprint
 from lit_vgrpo.policies.placement import place, placed
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 from lit_vgrpo.system.paths import resolve_path
@@ -41,7 +39,7 @@ def _without_padding(row: Row) -> Row:
     return row if kept.is_meta else {name: value[kept] if is_of_prompt(name) else value for name, value in row.items()}
 
 
-def size_error(policy: PipelinePolicy, size: tuple[int, ...]) -> str | None:
+def size_error(policy: Embedder, size: tuple[int, ...]) -> str | None:
     """Return why a picture of a height and width cannot be edited, as a phrase that follows its name, or ``None``."""
     if policy.image_size in (None, size):
         return None
@@ -57,7 +55,7 @@ class PromptEncoder:
     rank, with a cold, warm or no cache. A text encoder's pass is short compared with those of the prompt's images.
     """
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: Embedder) -> None:
         self.policy = policy
         self._negative: Conditioning | None = None
         self._recent: OrderedDict[str, Row] = OrderedDict()  # used last, last

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.flow import FlowPolicy
-from lit_vgrpo.policies.pipeline import PipelinePolicy
 
 MASK = "prompt_mask"  # not core.types.MASK: all prompts have one length
 
@@ -31,11 +30,10 @@ class SanaPolicy(FlowPolicy):
     def __init__(self, checkpoint: str, max_sequence_length: int = 300, **options: Any) -> None:
         super().__init__(checkpoint, max_sequence_length=max_sequence_length, **options)
 
-    def misfit(self, pipeline: Any) -> str | None:
-        config = pipeline.scheduler.config
-        if config.get("use_flow_sigmas") and config.get("algorithm_type") == "dpmsolver++":
-            return PipelinePolicy.misfit(self, pipeline)
-        return f"comes with {type(pipeline.scheduler).__name__}, but Sana needs dpmsolver++ with use_flow_sigmas."
+    def scheduler_misfit(self, scheduler: Any) -> str | None:
+        if scheduler.config.get("use_flow_sigmas") and scheduler.config.get("algorithm_type") == "dpmsolver++":
+            return None
+        return f"comes with {type(scheduler).__name__}, but Sana needs dpmsolver++ with use_flow_sigmas."
 
     def find_latent_shape(self) -> tuple[int, ...]:
         config = self.network.config

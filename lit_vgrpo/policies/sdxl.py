@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.unet import UNetPolicy
 
 
@@ -21,9 +19,7 @@ class SDXLPolicy(UNetPolicy):
     """
 
     pipeline_class: ClassVar[str] = "StableDiffusionXLPipeline"
-
-    def null_components(self, folder: Path) -> dict[str, None]:
-        return Policy.null_components(self, folder)  # there is no safety checker
+    left_out: ClassVar[tuple[str, ...]] = ()  # there is no safety checker
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         tokens, _, pooled, _ = self.pipeline.encode_prompt(

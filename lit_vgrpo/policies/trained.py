@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lit_vgrpo.errors import suggestion
 from lit_vgrpo.policies.acceleration import repeated_blocks
-from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.system.hub import LoadError
 
 BLOCK = 64
@@ -21,23 +20,20 @@ MULTIPLE = 16
 """Each side of a quantised weight is a multiple of this, so that its weights fill whole blocks."""
 
 
-def choose_trained(policy: PipelinePolicy, unused: Sequence[str] = ()) -> None:
-    """Freeze and cast a policy's network: trained weights in float32, all others in the policy's dtype.
+def choose_trained(
+    network: nn.Module, patterns: Sequence[str] | None, unused: Sequence[str], dtype: torch.dtype
+) -> None:
+    """Freeze and cast a network: trained weights in float32, all others in another type.
 
     Args:
-        unused: Shell-style patterns of weights that are never trained.
+        patterns: Shell-style patterns of the trained weights; ``None`` trains those that the adapter left trainable.
+        unused: Patterns of weights that are never trained.
+        dtype: Type of the others.
 
     Raises:
-        LoadError: A name pattern or a LoRA target matches nothing.
+        LoadError: A pattern matches nothing.
     """
-    network: nn.Module = policy.network
-    if policy.lora_rank is not None:
-        for name, layer in block_linears(network).items() if policy.quantisation is not None else ():
-            if not layer.weight.is_meta:
-                network.set_submodule(name, QuantisedLinear(layer, policy.quantisation, policy.dtype))
-        _add_adapter(policy, policy.lora_rank)
-    else:
-        patterns = policy.train_only or ["*"]
+    if patterns is not None:
         names = [name for name, _ in network.named_parameters()]
         unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
         _refuse_unmatched("train_only", network, unmatched, names)
@@ -47,25 +43,25 @@ def choose_trained(policy: PipelinePolicy, unused: Sequence[str] = ()) -> None:
         if any(fnmatchcase(name, pattern) for pattern in unused):
             parameter.requires_grad_(False)  # DDP waits for a gradient of every trained weight
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else policy.dtype)
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
 
 
-def _add_adapter(policy: PipelinePolicy, rank: int) -> None:
-    """Add a LoRA adapter to the network; a new one changes nothing, since its B matrices are zero."""
+def add_adapter(parts: Iterable[Any], rank: int, alpha: int, targets: Sequence[str], seed: int) -> None:
+    """Add a LoRA adapter to networks; a new one changes nothing, since its B matrices are zero."""
     from peft import LoraConfig
 
-    network, targets = policy.network, policy.lora_targets
-    if targets != list(policy.default_lora_targets):  # small networks may lack some of the defaults
-        names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-        unmatched = [target for target in targets if not any(is_target(name, target) for name in names)]
-        _refuse_unmatched("lora_targets", network, unmatched, sorted({name_in_block(name) for name in names}))
-    config = LoraConfig(
-        r=rank, lora_alpha=policy.lora_alpha or rank, target_modules=targets, init_lora_weights="gaussian"
-    )
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(policy.init_seed)
-        for part in policy.networks().values():
+        torch.manual_seed(seed)
+        for part in parts:
             part.add_adapter(config)
+
+
+def refuse_unknown_targets(network: nn.Module, targets: Sequence[str]) -> None:
+    """Raise LoadError if an adapter's target matches no layer of a network."""
+    names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    unmatched = [target for target in targets if not any(is_target(name, target) for name in names)]
+    _refuse_unmatched("lora_targets", network, unmatched, sorted({name_in_block(name) for name in names}))
 
 
 def _refuse_unmatched(option: str, network: nn.Module, unmatched: Sequence[str], names: Sequence[str]) -> None:
@@ -107,6 +103,13 @@ def block_linears(network: Any) -> dict[str, nn.Linear]:
     }
 
 
+def quantise(network: nn.Module, kind: Literal["nf4", "int8"], dtype: torch.dtype) -> None:
+    """Replace the linear layers of the repeated blocks by quantised ones, which compute in a type."""
+    for name, layer in block_linears(network).items():
+        if not layer.weight.is_meta:
+            network.set_submodule(name, QuantisedLinear(layer, kind, dtype))
+
+
 def quantised_bytes(kind: Literal["nf4", "int8"], weights: int) -> int:
     """Return the bytes of a number of weights and their scales."""
     return (weights // 2 if kind == "nf4" else weights) + 4 * -(-weights // BLOCK)
@@ -124,7 +127,7 @@ class QuantisedLinear(nn.Linear):
     absmax: Tensor
     code: Tensor
 
-    def __init__(self, layer: nn.Linear, kind: Literal["nf4", "int8"] | None, dtype: torch.dtype) -> None:
+    def __init__(self, layer: nn.Linear, kind: Literal["nf4", "int8"], dtype: torch.dtype) -> None:
         from bitsandbytes import functional as kernels
 
         with torch.device("meta"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -38,6 +37,7 @@ class UNetPolicy(Policy):
     path_kind: ClassVar[Literal["flow", "vp"]] = "vp"
     default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     uses_latent_shift: ClassVar[bool] = False
+    left_out: ClassVar[tuple[str, ...]] = ("safety_checker", "feature_extractor")
 
     def __init__(self, checkpoint: str, channels_last: bool = False, **options: Any) -> None:
         super().__init__(checkpoint, **options)
@@ -48,9 +48,6 @@ class UNetPolicy(Policy):
         if self.channels_last:
             self.network.to(memory_format=torch.channels_last)
         return self
-
-    def null_components(self, folder: Path) -> dict[str, None]:
-        return {**super().null_components(folder), "safety_checker": None, "feature_extractor": None}
 
     def misfit(self, pipeline: Any) -> str | None:
         scheduler, config = pipeline.scheduler, pipeline.scheduler.config

@@ -14,8 +14,7 @@ from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.errors import counted
 from lit_vgrpo.policies.flow import FlowPolicy
-from lit_vgrpo.policies.loading import config_value
-from lit_vgrpo.policies.pipeline import INDEX, PipelinePolicy
+from lit_vgrpo.policies.loading import INDEX, config_value
 from lit_vgrpo.policies.qwen_image import channel_statistics
 from lit_vgrpo.system.hub import LoadError
 
@@ -89,10 +88,12 @@ class WanPolicy(FlowPolicy):
             return f"has {counted(number, 'network')} and boundary_ratio={ratio}. Set it for two networks, not for one."
         if number == 1 and self.guidance_scale_2 is not None:
             return "has one network, so model.policy.guidance_scale_2 has no effect. Leave it out."
-        config = pipeline.scheduler.config
-        if config.get("use_flow_sigmas") and config.get("prediction_type") == "flow_prediction":
-            return PipelinePolicy.misfit(self, pipeline)
-        return f"comes with {type(pipeline.scheduler).__name__}, but Wan needs UniPC with use_flow_sigmas."
+        return super().misfit(pipeline)
+
+    def scheduler_misfit(self, scheduler: Any) -> str | None:
+        if scheduler.config.get("use_flow_sigmas") and scheduler.config.get("prediction_type") == "flow_prediction":
+            return None
+        return f"comes with {type(scheduler).__name__}, but Wan needs UniPC with use_flow_sigmas."
 
     @property
     def network_names(self) -> tuple[str, ...]:

@@ -28,8 +28,7 @@ from lit_vgrpo.core.pictures import PICTURE, picture_files
 from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.loading import config_folder
-from lit_vgrpo.policies.pipeline import INDEX
+from lit_vgrpo.policies.loading import INDEX, config_folder
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.combine import Part
 from lit_vgrpo.rewards.function import PythonReward

@@ -21,7 +21,8 @@ from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_o
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
-from lit_vgrpo.policies.export import save_kohya, save_merged
+from lit_vgrpo.policies.export import merge_adapter, save_kohya, save_pipeline
+from lit_vgrpo.system.hub import base_name
 from lit_vgrpo.training.checkpoint_file import read, write
 from lit_vgrpo.training.folder import CONFIG_NAME
 from lit_vgrpo.training.saved_weights import SavedWeights
@@ -193,7 +194,7 @@ def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path):
 @pytest.mark.parametrize(("family", "base"), [("unet", "sd_v1"), ("sdxl", "sdxl_base_v1-0")])
 def test_the_names_of_kohya(inside, tmp_path, family, base):
     policy = loaded(f"runs/{family}_lora", "trained")
-    save_kohya(policy, tmp_path / "a.safetensors")
+    save_kohya(policy.network, tmp_path / "a.safetensors", base_name(policy.checkpoint))
     tensors = load_file(tmp_path / "a.safetensors")
     alphas = {tensors.pop(name).item() for name in [name for name in tensors if name.endswith(".alpha")]}
     assert alphas == {2}  # the rank, which makes the scale 1
@@ -234,7 +235,7 @@ def test_every_kind_of_layer_is_read_back(unet_folder, tmp_path, file):
         for parameter in trainable_parameters(policy).values():
             parameter.normal_(std=0.1)
     if file.startswith("kohya"):
-        save_kohya(policy, tmp_path / file)
+        save_kohya(policy.network, tmp_path / file, "base")
     else:
         policy.save(tmp_path)
     noise, t, cond = torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5), policy.encode([PROMPT])
@@ -267,7 +268,8 @@ def test_merging_loses_no_small_update(sd3_folder, tmp_path):
             parameter.normal_(std=2e-3)
         own = policy.network.get_submodule(name)
         update = 3 * own.lora_B["default"].weight @ own.lora_A["default"].weight
-    save_merged(policy, tmp_path)
+    merge_adapter(policy.networks().values())
+    save_pipeline(policy.pipeline, policy.networks(), tmp_path)
     after = load_file(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")[f"{name}.weight"]
     assert (before.dtype, after.dtype) == (torch.bfloat16, torch.float32)
     assert ((before + update).bfloat16() != before).float().mean() < 0.1  # as bfloat16 little would be left
@@ -283,7 +285,8 @@ def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_p
     policy = SD3Policy(str(sd3_folder(True)), max_sequence_length=8, dtype="bfloat16", **trained).load()
     before = {name: (value.data_ptr(), value.dtype) for name, value in policy.pipeline.text_encoder.named_parameters()}
     if kind == "merged":
-        save_merged(policy, tmp_path, dtype)
+        merge_adapter(policy.networks().values())
+        save_pipeline(policy.pipeline, policy.networks(), tmp_path, dtype=dtype)
     else:
         policy.save(tmp_path, dtype=dtype)
     after = {name: (value.data_ptr(), value.dtype) for name, value in policy.pipeline.text_encoder.named_parameters()}

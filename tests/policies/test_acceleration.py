@@ -26,7 +26,6 @@ from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, acceleration
 from lit_vgrpo.policies.acceleration import (
     compile_network,
-    is_folded,
     lora_layers,
     repeated_blocks,
     set_attention_backend,
@@ -129,10 +128,10 @@ def test_what_cannot_be_merged(sd3):
         with pytest.raises(ValueError, match="fold_lora=true needs lora_rank and dtype=float32"):
             SD3Policy("x", **{"lora_rank": 2, "fold_lora": True, **options})
     policy = sd3()
-    assert is_folded(policy)
+    assert policy.is_folded
     weight = next(iter(lora_layers(policy.network).values())).get_base_layer().weight
     weight.ds_tensor = torch.empty(0)  # how DeepSpeed marks sharded weights
-    assert not is_folded(policy)
+    assert not policy.is_folded
 
 
 @pytest.mark.parametrize("option", ["compile", "fold_lora"])

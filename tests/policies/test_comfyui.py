@@ -86,7 +86,7 @@ ALL.append("caption_embedder.1")
 @pytest.mark.parametrize("targets", [None, ["attn.to_k", "attn.to_q", "x_embedder"], ALL])
 def test_comfyuis_weights_of_lumina2_change_as_diffusers_do(large_folder, tmp_path, targets):
     policy = trained("Lumina2Policy", large_folder("lumina2"), max_sequence_length=48, lora_targets=targets)
-    save_comfyui(policy, tmp_path / "a.safetensors")
+    save_comfyui(policy.networks().values(), policy.comfyui_names, tmp_path / "a.safetensors")
     tensors = load_file(tmp_path / "a.safetensors")
     found = unnumbered(tensors, "diffusion_model.")
     assert found == LUMINA if targets is ALL else found < LUMINA
@@ -112,7 +112,7 @@ WAN |= {"time_projection.1", "head.head"}
 def test_the_names_of_wans_authors_lead_back_to_diffusers(large_folder, tmp_path, targets):
     sizes = {"max_sequence_length": 16, "num_frames": 5, "lora_targets": targets}
     policy = trained("WanPolicy", large_folder("wan22"), **sizes)
-    save_comfyui(policy, tmp_path / "a.safetensors")
+    save_comfyui(policy.networks().values(), policy.comfyui_names, tmp_path / "a.safetensors")
     for file, network in zip(("a", "a_2"), policy.networks().values(), strict=True):
         tensors = load_file(tmp_path / f"{file}.safetensors")
         assert unnumbered(tensors, "diffusion_model.") < WAN

@@ -306,7 +306,7 @@ def test_an_adapter_is_saved_so_that_the_pipeline_loads_it(family, tmp_path):
     folder = tmp_path / "lora"
     policy.save(folder)
     pipeline = family.pipeline()
-    for options in lora_options(policy):
+    for options in lora_options(policy.network_names):
         pipeline.load_lora_weights(str(folder), **options)
     other = family.policy_class(str(family.folder), **family.all_options({})).adopt(pipeline)
     with torch.no_grad():

@@ -63,7 +63,7 @@ def add_card(
         if is_adapter:
             what = f"LoRA of rank {policy.lora_rank}, {name}"
             lines.append(from_pretrained(policy, base, policy.dtype))
-            for options in lora_options(policy):
+            for options in lora_options(policy.network_names):
                 given = [_quoted(written), *(f"{key}={value!r}" for key, value in options.items())]
                 lines.append(f"pipe.load_lora_weights({', '.join(given)})")
         else:
