@@ -9,11 +9,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_vgrpo.apps.benchmark.preset import read_benchmark
-from lit_vgrpo.apps.benchmark.prompts import TASK, read_rows
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.ranges import Count, Seed, checked
 from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.data.benchmark import read_benchmark
+from lit_vgrpo.data.benchmark_prompts import TASK, read_rows
 from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.system.paths import resolve_path
 from lit_vgrpo.training.evaluation import Evaluator
@@ -77,7 +77,7 @@ class Benchmark(L.Callback):
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Do nothing: the benchmark samples other images."""
 
-    def compute(self, module: Any) -> dict[str, float]:
+    def compute(self, module: VGRPOModule) -> dict[str, float]:
         """Return the means over all ranks' images, the same on every rank; called in every held-out evaluation."""
         run, trainer = module.evaluator, module.trainer
         if self._evaluator is None:
@@ -86,7 +86,7 @@ class Benchmark(L.Callback):
             )
             self._evaluator.observers.clear()
         self._evaluator.start_over()
-        size = trainer.datamodule.eval_batch_size
+        size = trainer.datamodule.eval_batch_size  # type: ignore[attr-defined]
         rank, ranks = image_ranks(trainer)
         share = HeldOutDataset(self.rows, self.images_per_prompt, size, ranks, rank)
         for index in range(len(share)):

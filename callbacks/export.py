@@ -62,6 +62,6 @@ class Export(L.Callback):
         run = run_folder(trainer)
         folder = run / self.folder
         if completed and folder.is_dir():
-            from lit_vgrpo.apps.report.model_card import add_card  # imports matplotlib
+            from lit_vgrpo.report.model_card import add_card  # imports matplotlib
 
             add_card(folder, run, module.policy, folder, evaluated_weights(trainer), trainer.current_epoch)

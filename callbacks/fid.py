@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
@@ -66,10 +66,10 @@ class FID(L.Callback):
         if self not in pl_module.evaluator.observers:
             pl_module.evaluator.observers.append(self)
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._prepare(pl_module)
 
-    on_validation_start = on_test_start = on_fit_start  # type: ignore[assignment]
+    on_validation_start = on_test_start = on_fit_start
 
     def start_over(self) -> None:
         """Discard the images of an interrupted evaluation."""
@@ -85,7 +85,7 @@ class FID(L.Callback):
         if self.kid:
             kept.add(features, batch.slots)
 
-    def compute(self, module: Any) -> dict[str, float]:
+    def compute(self, module: L.LightningModule) -> dict[str, float]:
         """Return the distances of this evaluation's images, the same on every rank."""
         reference = self._prepare(module)
         assert self._sums is not None
@@ -101,7 +101,7 @@ class FID(L.Callback):
             values[f"heldout/kid@{count}"] = kernel_distance(kept.gathered().to(device), reference.features)
         return values
 
-    def _prepare(self, module: VGRPOModule) -> Reference:
+    def _prepare(self, module: L.LightningModule) -> Reference:
         """Load the network and the reference once, on all ranks together."""
         if self._statistics is None:
             self.network.to(module.device)

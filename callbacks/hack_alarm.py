@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_vgrpo.apps.report.verdict import listed, signs
 from lit_vgrpo.callbacks.collapse import StopsRun
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
+from lit_vgrpo.report.verdict import listed, signs
 from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED
 
 if TYPE_CHECKING:

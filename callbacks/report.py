@@ -20,7 +20,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from PIL.Image import Image
 from torch import Tensor
 
-from lit_vgrpo.apps.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME
 from lit_vgrpo.core.gather import objects_of_all_ranks
 from lit_vgrpo.core.pictures import picture_files, read_picture
 from lit_vgrpo.core.pixels import to_pil
@@ -28,6 +27,7 @@ from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.prompts import PROMPT
 from lit_vgrpo.errors import UserError, one_line
+from lit_vgrpo.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME
 from lit_vgrpo.system.paths import new_file, write_atomically
 from lit_vgrpo.training.trainer_internals import run_folder
 
@@ -104,7 +104,7 @@ class Report(L.Callback):
         for logger in trainer.loggers:  # Lightning's CSVLogger holds back a hundred rows
             logger.save()
         try:
-            from lit_vgrpo.apps.report.page import write_report  # imports matplotlib
+            from lit_vgrpo.report.page import write_report  # imports matplotlib
 
             write_report(folder, folder / REPORT_NAME, is_running)
         except Exception as error:  # no error of the page is a reason to end a training run
@@ -139,7 +139,7 @@ class KeptImages:
             if len(self._pictures) * 3 * picture.width * picture.height < MOST_BYTES:
                 self._pictures.append(picture)
 
-    def compute(self, module: Any) -> dict[str, float]:
+    def compute(self, module: VGRPOModule) -> dict[str, float]:
         """Write the scores and the chosen images on rank 0, and discard the rest; it measures nothing."""
         of_ranks = objects_of_all_ranks((self._slots, self._asked, len(self._pictures)))
         slots = [slot for own, _, _ in of_ranks for slot in own]

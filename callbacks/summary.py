@@ -13,12 +13,12 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_vgrpo.apps.report.run_data import Point, RunData, read_scores
-from lit_vgrpo.apps.report.verdict import Cheating, Verdict
 from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.errors import UserError, counted, one_line, say
+from lit_vgrpo.report.run_data import Point, RunData, read_scores
+from lit_vgrpo.report.verdict import Cheating, Verdict
 from lit_vgrpo.system.memory import PeakMemory, device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import commit, versions

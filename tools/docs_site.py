@@ -12,6 +12,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterable
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +24,10 @@ if TYPE_CHECKING:  # so that the checks can be tested where the extra `docs` is 
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTED = ("callbacks", "objectives", "policies", "rewards")
 SOURCES = ROOT / "build" / "docs_sources"
-"""The package's text as it is installed: in the repository ``callbacks/`` lies beside ``lit_vgrpo/``."""
-PACKAGES = {f"lit_vgrpo.{name}": ROOT / "lit_vgrpo" / name for name in ("objectives", "policies", "rewards")}
-PACKAGES["lit_vgrpo.callbacks"] = ROOT / "callbacks"
+"""The package's text, without the roles of docstrings."""
+PACKAGES = {f"lit_vgrpo.{name}": ROOT / "lit_vgrpo" / name for name in DOCUMENTED}
 ALSO_PAGES = {"CONTRIBUTING.md"}
 ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`(?:~[\w.]*\.)?([^`]+)`")
 """A reference as docstrings write it, which Markdown would show with its colons."""
@@ -40,11 +41,9 @@ log = logging.getLogger("mkdocs.hooks.docs_site")
 def on_startup(command: str, dirty: bool) -> None:
     """Write the package's text to where ``mkdocs.yml`` lets mkdocstrings read it, which must exist from the start."""
     shutil.rmtree(SOURCES, ignore_errors=True)
-    for folder, package in ((ROOT / "lit_vgrpo", "lit_vgrpo"), (ROOT / "callbacks", "lit_vgrpo/callbacks")):
-        for path in folder.rglob("*.py"):
-            target = SOURCES / package / path.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(ROLE.sub(r"`\1`", path.read_text()))
+    for name in glob("lit_vgrpo/**/*.py", root_dir=ROOT, recursive=True):
+        (SOURCES / name).parent.mkdir(parents=True, exist_ok=True)
+        (SOURCES / name).write_text(ROLE.sub(r"`\1`", (ROOT / name).read_text()))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

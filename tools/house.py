@@ -1,7 +1,7 @@
 """House rules that import-linter cannot check; ``make lint`` runs them: ``python tools/house.py``.
 
-Sizes of folders and recipes, imports of ``callbacks/`` (which import-linter does not see, since it is installed as
-``lit_vgrpo.callbacks``) and private names of libraries. Prints one line per breach.
+Sizes of folders and recipes, private names of libraries, and fast tests that start a process. Prints one line per
+breach.
 """
 
 import ast
@@ -19,12 +19,6 @@ MOST_LINES, MOST_FILES, MOST_TEST_LINES = 33_493, 219, 28_738
 MOST_FAST_PROCESSES = 12
 """Test functions that start a process and are not marked slow: importing torch and Lightning takes 7 s."""
 STARTERS = {"subprocess.run", "subprocess.Popen", "run_ranks", "run_command"}
-
-MAY_IMPORT_CALLBACKS = ("cli/", "launch/", "__init__.py")
-"""The rest of the package imports no callback; ``module.py`` imports one, in ``BUILT_IN``."""
-BUILT_IN = "lit_vgrpo.callbacks.reward_logger"
-MAY_IMPORT_APPS = ("benchmark.py", "report.py", "samples.py", "export.py", "hack_alarm.py", "summary.py")
-"""Callbacks that write files of the report or a model card, repeat the report's verdict, or score a benchmark."""
 
 PRIVATE_API_ALLOWED = ("training/checkpoint.py", "training/trainer_internals.py", "training/sharded.py")
 """Files that may use private names of Lightning and DeepSpeed, next to the version in which they were read."""
@@ -55,11 +49,6 @@ def imported(path: Path) -> list[tuple[int, str]]:
     return found
 
 
-def is_below(name: str, package: str) -> bool:
-    """Return True if a dotted name is that package or inside it."""
-    return f"{name}.".startswith(f"{package}.")
-
-
 def lines_of(path: Path) -> int:
     """Return the number of lines of a file."""
     return len(path.read_text(encoding="utf-8").splitlines())
@@ -77,22 +66,6 @@ def check_sizes(package: list[Path], tests: list[Path], recipes: list[Path]) -> 
     ):
         if total > most:
             yield f"{total} {name}, at most {most}"
-
-
-def check_callbacks(path: Path) -> Iterator[str]:
-    """Yield imports that the layers of pyproject.toml forbid, from or of callbacks."""
-    is_callback = path.parts[0] == "callbacks"
-    inside = path.relative_to("callbacks" if is_callback else "lit_vgrpo").as_posix()
-    for line, name in imported(path):
-        if is_callback:
-            if is_below(name, "lit_vgrpo.cli"):
-                yield f"{path}:{line}: a callback imports {name}"
-            elif is_below(name, "lit_vgrpo.apps") and path.name not in MAY_IMPORT_APPS:
-                yield f"{path}:{line}: imports {name}; only {', '.join(MAY_IMPORT_APPS)} may"
-            continue
-        allowed = inside.startswith(MAY_IMPORT_CALLBACKS) or (inside == "module.py" and is_below(name, BUILT_IN))
-        if is_below(name, "lit_vgrpo.callbacks") and not allowed:
-            yield f"{path}:{line}: imports {name}, which lies above"
 
 
 def is_private(name: str) -> bool:
@@ -162,7 +135,6 @@ def main() -> int:
     package = [*find("lit_vgrpo", "*.py"), *find("callbacks", "*.py")]
     found = list(check_sizes(package, find("tests", "*.py"), find("recipes", "*.yaml")))
     for path in package:
-        found += check_callbacks(path)
         if not path.as_posix().endswith(PRIVATE_API_ALLOWED):
             found += check_private_names(path)
     fast = [test for path in find("tests", "test_*.py") for test in fast_processes(path)]

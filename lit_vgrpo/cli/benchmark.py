@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from lit_vgrpo import policies
-from lit_vgrpo.apps.benchmark.preset import Benchmark, read_benchmark
-from lit_vgrpo.apps.benchmark.prompts import read_rows
 from lit_vgrpo.apps.benchmark.result import OVERALL, markdown, report_of
 from lit_vgrpo.apps.benchmark.scores import Subject, fill
-from lit_vgrpo.apps.report.run_data import BENCHMARKS
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.config.recipe import is_override
 from lit_vgrpo.config.tree import apply_override
+from lit_vgrpo.data.benchmark import Benchmark, read_benchmark
+from lit_vgrpo.data.benchmark_prompts import read_rows
 from lit_vgrpo.errors import UserError, counted, say, suggestion
 from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import INDEX, config_folder, find_pipeline_class
 from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
+from lit_vgrpo.report.run_data import BENCHMARKS
 from lit_vgrpo.system.hub import LoadError, base_name, local_folder
 from lit_vgrpo.system.paths import import_from_here, typed_path, write_atomically
 from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights

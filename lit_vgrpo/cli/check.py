@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from lit_vgrpo.apps.curriculum.curriculum import Curriculum, Stage, is_curriculum, merged_errors
+from lit_vgrpo.apps.curriculum.curriculum import Curriculum, Stage, merged_errors
 from lit_vgrpo.apps.memory.room import NotEstimated, memory_report
 from lit_vgrpo.config.header import Header
 from lit_vgrpo.config.parts import with_full_key
-from lit_vgrpo.config.recipe import Command, Recipe, read_recipe
+from lit_vgrpo.config.recipe import STAGES, Command, Recipe, loaded, read_recipe
 from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import build_recipe, part_errors
@@ -42,7 +42,7 @@ def check_command(command: Command, gpu_memory: int | None) -> int:
     Raises:
         UserError: There are errors in keys, values, sizes, files, free disk or memory.
     """
-    if is_curriculum(command.recipe):
+    if STAGES in loaded(command.recipe):
         return _check_stages(Curriculum.of(command), gpu_memory)
     _check_recipe(command, gpu_memory)
     return 0

@@ -136,13 +136,16 @@ def run(recipe: RecipeArg, words: Words = None, resume: Resume = False) -> int:
     Every option of a recipe can be overridden, such as model.objective=DiffusionNFT data.group_size=8
     trainer.max_epochs=20. Other keys of the top level: name, run_dir, seed_everything, ckpt_path, allow_changes.
     """
-    from lit_vgrpo.config.recipe import Command
+    from lit_vgrpo.config.recipe import STAGES, Command, loaded
 
     command = Command.parse([recipe, *(words or [])], resume)
+    if STAGES in loaded(command.recipe):
+        with _loading():
+            from lit_vgrpo.apps.curriculum.curriculum import run_curriculum
+        return run_curriculum(command)
     with _loading():
-        from lit_vgrpo.apps.curriculum.curriculum import is_curriculum, run_curriculum
         from lit_vgrpo.launch.build import train_recipe
-    return run_curriculum(command) if is_curriculum(command.recipe) else train_recipe(command)
+    return train_recipe(command)
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -238,8 +241,9 @@ def evaluate(
     given: dict[str, Any] = {"words": [run, *(words or [])], "no_ema": no_ema, "named": checkpoint, "out": out}
     with _loading():
         from lit_vgrpo.cli import eval as held_out
-        from lit_vgrpo.cli.benchmark import BenchmarkOptions, evaluate_benchmark
     if benchmark is not None:
+        from lit_vgrpo.cli.benchmark import BenchmarkOptions, evaluate_benchmark
+
         given |= {"prompts": prompts, "pictures": pictures, "shares": share}
         return evaluate_benchmark(BenchmarkOptions(name=benchmark, reference=reference, **given))
     options = held_out.EvaluateOptions(reference=reference, features=features, fid_reference=fid_reference, **given)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from lit_vgrpo.apps.report.model_card import add_card
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.errors import UserError, one_line, say
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import merge_adapter, save_comfyui, save_kohya, save_pipeline
+from lit_vgrpo.report.model_card import add_card
 from lit_vgrpo.system.hub import base_name
 from lit_vgrpo.system.paths import typed_path, vacant_folder, write_new_folder
 from lit_vgrpo.training.folder import candidates

@@ -13,11 +13,11 @@ from fault_server import FaultServer, close_midway
 from PIL import Image
 from saved_runs import assert_one_line
 
-from lit_vgrpo.apps.benchmark.preset import Paper, differences, read_benchmark, shipped_benchmarks
-from lit_vgrpo.apps.benchmark.prompts import TASK, read_rows
 from lit_vgrpo.apps.benchmark.result import by_task
-from lit_vgrpo.apps.report.page import write_report
+from lit_vgrpo.data.benchmark import Paper, differences, read_benchmark, shipped_benchmarks
+from lit_vgrpo.data.benchmark_prompts import TASK, read_rows
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.report.page import write_report
 
 SIZE = ["height=32", "width=32"]
 NAMES = "dpg drawbench gedit geneval geneval2 hpdv2 imgedit ocr partiprompts pickapic t2i_compbench"

@@ -71,7 +71,7 @@ def test_it_is_served_on_loopback_until_it_is_stopped(tiny_recipe):
 @pytest.mark.parametrize("when", ["end", "never"])
 def test_it_may_be_written_at_the_end_alone_or_never(tiny_recipe, when, monkeypatch):
     written = []
-    monkeypatch.setattr("lit_vgrpo.apps.report.page.write_report", lambda *words: written.append(words))
+    monkeypatch.setattr("lit_vgrpo.report.page.write_report", lambda *words: written.append(words))
     callback = f"{{class_path: Report, init_args: {{when: {when}, kept_images: 0}}}}"
     assert run(["tiny.yaml", f"trainer.callbacks+={callback}"]) == 0
     assert len(written) == (when == "end")
@@ -83,7 +83,7 @@ def test_a_page_that_cannot_be_written_only_warns(tiny_recipe, monkeypatch):
     def broken(*words):
         raise RuntimeError("no page today")
 
-    monkeypatch.setattr("lit_vgrpo.apps.report.page.write_report", broken)
+    monkeypatch.setattr("lit_vgrpo.report.page.write_report", broken)
     with pytest.warns(UserWarning, match="No report: RuntimeError: no page today. Training is not affected."):
         assert run(["tiny.yaml", "trainer.max_epochs=1"]) == 0
     assert (RUN / "summary.json").exists()

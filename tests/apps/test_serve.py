@@ -16,11 +16,11 @@ from processes import started
 
 from lit_vgrpo.apps.serve.app import REQUESTS, Worker, make_app
 from lit_vgrpo.apps.serve.command import opening
-from lit_vgrpo.apps.serve.listening import listening_socket
-from lit_vgrpo.apps.serve.page import bounded_server
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.rewards import Connection, HTTPReward, JPEGCompressibility, Reward, RewardOutage, Weighted
 from lit_vgrpo.rewards.http import ScoreRequest, score_request
+from lit_vgrpo.system.server import bounded_server
+from lit_vgrpo.system.sockets import listening_socket
 
 pytestmark = pytest.mark.slow  # it serves
 

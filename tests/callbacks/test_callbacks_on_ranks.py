@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from processes import run_ranks
 
-from lit_vgrpo.apps.report.run_data import read_scores
 from lit_vgrpo.metrics.looks import LOOKS
+from lit_vgrpo.report.run_data import read_scores
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 pytestmark = pytest.mark.slow

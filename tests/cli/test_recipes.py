@@ -10,15 +10,15 @@ from commands import check, run
 from stand_ins import StandIns, judge
 
 from lit_vgrpo import VGRPO, SD3Policy
-from lit_vgrpo.apps.curriculum.curriculum import Curriculum, is_curriculum
+from lit_vgrpo.apps.curriculum.curriculum import Curriculum
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.config.header import LEVELS, Header
-from lit_vgrpo.config.recipe import Command
+from lit_vgrpo.config.recipe import STAGES, Command, loaded
 
 ROOT = Path(__file__).parents[2] / "recipes"
 OTHERS = ("compare", "strategy", "starter", "benchmarks", "judges")
 FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in OTHERS]
-CURRICULA = [path for path in FILES if is_curriculum(path)]
+CURRICULA = [path for path in FILES if STAGES in loaded(path)]
 RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have their own tests
 
 # By recipe: network passes an image, with and without gradient; at the steps of SIZES.

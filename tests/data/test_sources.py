@@ -7,13 +7,13 @@ import pytest
 import torch
 from helpers import prompt_file
 
-from lit_vgrpo.apps.report.curves import plots
-from lit_vgrpo.apps.report.run_data import Point, RunData
 from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset
 from lit_vgrpo.data.source import as_sources
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.build import build
+from lit_vgrpo.report.curves import plots
+from lit_vgrpo.report.run_data import Point, RunData
 from lit_vgrpo.rewards import Scores
 from lit_vgrpo.rollout.scores import of_sources, statistics
 

@@ -13,12 +13,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from policies import contract
 
-from lit_vgrpo.apps.report.model_card import from_pretrained
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
+from lit_vgrpo.report.model_card import from_pretrained
 from lit_vgrpo.system.hub import WEIGHTS, LoadError
 from lit_vgrpo.training.strategies import scaling_error
 

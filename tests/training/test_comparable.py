@@ -14,13 +14,13 @@ from commands import evaluate, run
 from helpers import Brightness, make_data, make_module, make_trainer, prompt_file
 
 from lit_vgrpo import EvaluationSpec, SD3Policy
-from lit_vgrpo.apps.report.curves import plots
-from lit_vgrpo.apps.report.page import render
-from lit_vgrpo.apps.report.run_data import read_run, read_scores
-from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.callbacks import EMA, CollapseStop, Report, RewardHackAlarm, RunSummary
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.errors import RewardError
+from lit_vgrpo.report.curves import plots
+from lit_vgrpo.report.page import render
+from lit_vgrpo.report.run_data import read_run, read_scores
+from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.rewards import (
     Frames,
     HPSv2,

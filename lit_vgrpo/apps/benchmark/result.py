@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lit_vgrpo.apps.benchmark.preset import Benchmark, differences
-from lit_vgrpo.apps.benchmark.prompts import TASK
 from lit_vgrpo.apps.benchmark.scores import Subject
+from lit_vgrpo.data.benchmark import Benchmark, differences
+from lit_vgrpo.data.benchmark_prompts import TASK
 from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.system.process import versions
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from lit_vgrpo.apps.benchmark.preset import SAME_SCORES, Benchmark
 from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.data.benchmark import SAME_SCORES, Benchmark
 from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.errors import UserError, say

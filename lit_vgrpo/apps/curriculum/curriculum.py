@@ -124,11 +124,6 @@ class Curriculum:
         write_atomically(run / CONFIG_NAME, f"# lightning run {run / CONFIG_NAME} {RESUME}\n{text}")
 
 
-def is_curriculum(file: Path) -> bool:
-    """Return ``True`` if a recipe file lists stages."""
-    return STAGES in loaded(file)
-
-
 def _near(file: Path, text: Any) -> str:
     """Return the path of the recipe or overlay of that name in the curriculum's folder, or else the name itself."""
     near = [path for path in (file.parent / str(text), file.parent / f"{text}.yaml") if path.is_file()]

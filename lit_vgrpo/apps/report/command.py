@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_vgrpo.apps.report.page import MARK, render
-from lit_vgrpo.apps.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME, RunData, read_run
-from lit_vgrpo.apps.report.verdict import Verdict
-from lit_vgrpo.apps.serve.listening import LOOPBACK, listening_socket, require_packages
 from lit_vgrpo.config.recipe import is_override
 from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.report.page import MARK, render
+from lit_vgrpo.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME, RunData, read_run
+from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.system.sockets import LOOPBACK, listening_socket, require_packages
 from lit_vgrpo.training.folder import find_run
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def report(options: ReportOptions) -> int:
     runs = read_runs(options.runs)
     if options.serve:
         require_packages()
-        from lit_vgrpo.apps.serve.page import BACKLOG, serve_page
+        from lit_vgrpo.system.server import BACKLOG, serve_page
 
         with listening_socket(LOOPBACK, options.port) as listener:
             listener.listen(BACKLOG)
@@ -96,7 +96,7 @@ def make_app(folders: Sequence[Path]) -> FastAPI:
     """Return the server of runs' report at ``/``, and at ``/version`` of a text that changes with their files."""
     from fastapi.responses import HTMLResponse, PlainTextResponse
 
-    from lit_vgrpo.apps.serve.page import bounded_app
+    from lit_vgrpo.system.server import bounded_app
 
     app = bounded_app(max_body_size=0, is_local=True)
 

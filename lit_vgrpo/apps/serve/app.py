@@ -18,11 +18,11 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from torch import Tensor
 
-from lit_vgrpo.apps.serve.page import bounded_app
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards import Scores, Weighted
 from lit_vgrpo.rewards.http import ScoreAnswer, ScoreRequest, validation_message
+from lit_vgrpo.system.server import bounded_app
 
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 """Pillow's modes of at most 8 bits per channel."""

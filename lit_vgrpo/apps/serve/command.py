@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lit_vgrpo.apps.serve.listening import ServeOptions, listening_socket, require_packages, web_address
 from lit_vgrpo.errors import UserError, counted, nearest, say
+from lit_vgrpo.system.sockets import listening_socket, require_packages, web_address
 
 if TYPE_CHECKING:
     from lit_vgrpo.rewards import Weighted
@@ -17,6 +18,21 @@ MEGABYTE = 1_000_000
 KEEP_ALIVE_S = 75
 SHUTDOWN_S = 5
 BACKLOG = 256
+
+
+@dataclass(kw_only=True)
+class ServeOptions:
+    """Options of ``lightning serve-reward``, whose help describes them."""
+
+    words: Sequence[str]
+    host: str
+    port: int
+    token: str | None
+    device: str | None
+    batch_size: int
+    max_request_mb: int
+    max_images: int
+    max_megapixels: int
 
 
 def serve(options: ServeOptions) -> int:
@@ -41,8 +57,8 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     import torch
 
     from lit_vgrpo.apps.serve.app import Worker, make_app
-    from lit_vgrpo.apps.serve.page import serve_page
     from lit_vgrpo.rewards.connection import is_loopback
+    from lit_vgrpo.system.server import serve_page
 
     reward = build_served(options.words)
     errors = reward.check()

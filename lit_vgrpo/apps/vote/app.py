@@ -14,11 +14,11 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Red
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, Field
 
-from lit_vgrpo.apps.serve.page import bounded_app
 from lit_vgrpo.rewards.vote_store import Comparison, VoteRefused, VoteStore, VoteStoreError
+from lit_vgrpo.system.server import bounded_app
 
 COOKIE = "lightning_vote"
-REPORT_STYLE = files("lit_vgrpo.apps.report") / "templates" / "style.css"
+REPORT_STYLE = files("lit_vgrpo.report") / "templates" / "style.css"
 PAGE = files("lit_vgrpo.apps.vote") / "page"
 MAX_BODY = 10_000
 Voter = Annotated[str, Field(min_length=1, max_length=40, pattern=r"^\S(.*\S)?$")]

@@ -13,9 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.apps.curriculum.curriculum import is_curriculum
-from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
-from lit_vgrpo.config.recipe import Command
+from lit_vgrpo.config.recipe import STAGES, Command, loaded
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import train_recipe
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
@@ -24,6 +22,7 @@ from lit_vgrpo.rewards.connection import is_loopback
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.paths import typed_path
 from lit_vgrpo.system.process import is_first_process
+from lit_vgrpo.system.sockets import listening_socket, require_packages, web_address
 from lit_vgrpo.training.folder import find_run
 from lit_vgrpo.training.resume import SUMMARY_NAME, read_summary
 
@@ -57,7 +56,7 @@ class VoteOptions:
             self.token = self.token or secrets.token_urlsafe(16)
         if not typed_path(self.words[0]).is_dir():
             self.command = Command.parse(self.words, self.resume)
-            if is_curriculum(self.command.recipe):
+            if STAGES in loaded(self.command.recipe):
                 raise UserError(f"{self.words[0]} is a curriculum. Run it, and vote on each run: lightning vote RUN")
             return
         self.run = find_run(self.words[0])[0]
@@ -81,7 +80,7 @@ def vote(options: VoteOptions) -> int:
 
 
 def _serve(options: VoteOptions, listener: socket.socket, run: Path) -> int:
-    from lit_vgrpo.apps.serve.page import serve_page
+    from lit_vgrpo.system.server import serve_page
 
     if not (run / FILE_NAME).is_file():
         raise UserError(f"{run} has no {FILE_NAME}. It has not started, or its reward does not ask people.")
@@ -114,7 +113,7 @@ def _page_during(options: VoteOptions, listener: socket.socket, cli: RecipeCLI) 
 
 @contextmanager
 def _page(options: VoteOptions, listener: socket.socket, folder: Path) -> Iterator[None]:
-    from lit_vgrpo.apps.serve.page import served_in_thread
+    from lit_vgrpo.system.server import served_in_thread
 
     is_over = threading.Event()
     with served_in_thread(_listen(options, listener, _open(folder), is_over.is_set), listener):
@@ -124,8 +123,8 @@ def _page(options: VoteOptions, listener: socket.socket, folder: Path) -> Iterat
 
 
 def _listen(options: VoteOptions, listener: socket.socket, store: VoteStore, is_over: Callable[[], bool]) -> Any:
-    from lit_vgrpo.apps.serve.page import BACKLOG
     from lit_vgrpo.apps.vote.app import make_app
+    from lit_vgrpo.system.server import BACKLOG
 
     listener.listen(BACKLOG)
     secret = "" if options.token is None else f"?token={options.token}"

@@ -1,30 +1,13 @@
-"""Options, sockets and packages of the subcommands that run a server."""
+"""Sockets and packages of the subcommands that run a server."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 from lit_vgrpo.errors import UserError, one_line
 
 LOOPBACK = "127.0.0.1"
-
-
-@dataclass(kw_only=True)
-class ServeOptions:
-    """Options of ``lightning serve-reward``, whose help describes them."""
-
-    words: Sequence[str]
-    host: str
-    port: int
-    token: str | None
-    device: str | None
-    batch_size: int
-    max_request_mb: int
-    max_images: int
-    max_megapixels: int
 
 
 def require_packages() -> None:

@@ -18,9 +18,11 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import ExifTags, Image, ImageSequence
 
-from lit_vgrpo.apps.report import verdict
-from lit_vgrpo.apps.report.curves import plots
-from lit_vgrpo.apps.report.run_data import (
+from lit_vgrpo.core.pixels import save_webp
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.report import verdict
+from lit_vgrpo.report.curves import plots
+from lit_vgrpo.report.run_data import (
     AXES,
     BENCHMARKS,
     IMAGES_NAME,
@@ -33,9 +35,7 @@ from lit_vgrpo.apps.report.run_data import (
     differences,
     read_run,
 )
-from lit_vgrpo.apps.report.verdict import Verdict
-from lit_vgrpo.core.pixels import save_webp
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.paths import read_regular, write_atomically
 from lit_vgrpo.training.resume import how_to_resume, newest_checkpoint
 
@@ -328,7 +328,7 @@ def render(runs: Sequence[RunData], live: bool = False) -> str:
 def environment() -> Environment:
     """Return the templates' environment, with the formats of numbers as ``say``."""
     made = Environment(
-        loader=PackageLoader("lit_vgrpo.apps.report"),
+        loader=PackageLoader("lit_vgrpo.report"),
         autoescape=True,  # prompts, paths and recipes may contain anything
         undefined=StrictUndefined,
         trim_blocks=True,

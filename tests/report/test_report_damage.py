@@ -10,9 +10,9 @@ from commands import report
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from lit_vgrpo.apps.report.page import RunPage
-from lit_vgrpo.apps.report.run_data import LAYOUT, read_run, read_scores
 from lit_vgrpo.callbacks.samples import draw_grid
+from lit_vgrpo.report.page import RunPage
+from lit_vgrpo.report.run_data import LAYOUT, read_run, read_scores
 
 EVALUATED = dict.fromkeys(("images", "passes", "train_seconds", "cpu_seconds", "forward_equivalents"), 1)
 SUMMARY = {

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import yaml
 
-from lit_vgrpo.apps.report.page import environment
-from lit_vgrpo.apps.report.run_data import RunData, read_run
-from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import one_line, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import lora_options
 from lit_vgrpo.policies.loading import config_folder
+from lit_vgrpo.report.page import environment
+from lit_vgrpo.report.run_data import RunData, read_run
+from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.hub import base_name, file_at_hand, local_folder
 from lit_vgrpo.system.paths import copy_file, write_atomically
 

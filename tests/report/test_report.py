@@ -14,10 +14,10 @@ from commands import report, sample_images
 from PIL import Image, ImageSequence
 from saved_runs import assert_one_line, folder_with, train
 
-from lit_vgrpo.apps.report import verdict
-from lit_vgrpo.apps.report.page import read_kept, read_pairs
-from lit_vgrpo.apps.report.run_data import Point, RunData, read_run, read_scores
-from lit_vgrpo.apps.report.verdict import Verdict
+from lit_vgrpo.report import verdict
+from lit_vgrpo.report.page import read_kept, read_pairs
+from lit_vgrpo.report.run_data import Point, RunData, read_run, read_scores
+from lit_vgrpo.report.verdict import Verdict
 
 EVIL = 'a red circle <script>alert(1)</script> & "quotes" on the left'
 HELDOUT = ("a green circle on the right", EVIL)

@@ -14,8 +14,8 @@ from typing import Any
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-from lit_vgrpo.apps.benchmark.preset import Benchmark
 from lit_vgrpo.core.pictures import PICTURE
+from lit_vgrpo.data.benchmark import Benchmark
 from lit_vgrpo.data.prompts import PROMPT, Rows
 from lit_vgrpo.errors import UserError, one_line
 from lit_vgrpo.rewards import Connection

@@ -16,8 +16,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-from lit_vgrpo.apps.report.run_data import AXES, RunData, interval
 from lit_vgrpo.core.records import FINGERPRINT
+from lit_vgrpo.report.run_data import AXES, RunData, interval
 
 Numbers = npt.NDArray[np.float64]
 FEWEST_ITERATIONS = 3

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from lit_vgrpo.apps.report.run_data import RUNNING, UNFINISHED, Interval, RunData, difference, interval
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.errors import counted
 from lit_vgrpo.metrics.looks import ACROSS, DISTANCE, SATURATION, SHARPNESS, WITHIN
+from lit_vgrpo.report.run_data import RUNNING, UNFINISHED, Interval, RunData, difference, interval
 
 UNTRAINED = "untrained_reward"
 NONE, MINUS = "\u2013", "\u2212"

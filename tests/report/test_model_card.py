@@ -10,10 +10,10 @@ import yaml
 from commands import export, run
 from diffusers import DiffusionPipeline
 
-from lit_vgrpo.apps.report import verdict
-from lit_vgrpo.apps.report.model_card import LICENCE_KEYS, base_licence, card, sample_call
-from lit_vgrpo.apps.report.run_data import differences, read_run, without_secrets
 from lit_vgrpo.policies import KontextPolicy
+from lit_vgrpo.report import verdict
+from lit_vgrpo.report.model_card import LICENCE_KEYS, base_licence, card, sample_call
+from lit_vgrpo.report.run_data import differences, read_run, without_secrets
 from lit_vgrpo.training.checkpoint_file import read, write
 
 CALLBACKS = "[EMA, Export, {class_path: SampleGrid, init_args: {num_prompts: 1, images_per_prompt: 1}}]"
