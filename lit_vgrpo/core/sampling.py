@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import closing
-from typing import Any
+from contextlib import AbstractContextManager, closing
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,11 +12,30 @@ from torch import Tensor
 from lit_vgrpo.core.batches import filled
 from lit_vgrpo.core.noise import STREAM_GROUP_NOISE, STREAM_ROLLOUT, STREAM_SDE, image_generators, unit_noise
 from lit_vgrpo.core.pictures import references_of
+from lit_vgrpo.core.probability_paths import ProbabilityPath
 from lit_vgrpo.core.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
 from lit_vgrpo.core.types import Conditioning, Rollout, RolloutRequest, RolloutSpec, Trajectory
 
-Policy = Any
-"""A loaded :class:`~lit_vgrpo.policies.base.Policy`, which this package does not import."""
+
+class Policy(Protocol):
+    """What sampling needs of a loaded :class:`~lit_vgrpo.policies.base.Policy`, which this package does not import."""
+
+    path: ProbabilityPath
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> Conditioning: ...
+
+    def prior(self, generators: Sequence[torch.Generator]) -> Tensor: ...
+
+    def sampling(self) -> AbstractContextManager[None]: ...
+
+    def scheduler(self, solver: str, steps: int) -> Any: ...
+
+    def scheduler_times(self, scheduler: Any) -> Tensor: ...
+
+    def __call__(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float, /) -> Tensor: ...
 
 
 def schedule_of(policy: Policy, spec: RolloutSpec) -> tuple[Any, Tensor]:
@@ -61,21 +80,21 @@ def rollout_batches(
     Yields:
         The next ``request.batch_size`` images, in the order of ``request.layout()``.
     """
-    home = device or policy.device
+    device = device or policy.device
     group_rows, image_ids = request.layout()
-    rows = group_rows.to(home)
-    conditioning = policy.encode(request.prompts, references_of(request.rows)).to(home)
+    rows = group_rows.to(device)
+    conditioning = policy.encode(request.prompts, references_of(request.rows)).to(device)
 
     def generators(stream: int, numbers: Sequence[int]) -> list[torch.Generator]:
         return image_generators(stream, request.seed, request.iteration, numbers)
 
     if spec.shared_noise:
-        noise = policy.prior(generators(STREAM_GROUP_NOISE, request.slots)).to(home)[rows]
+        noise = policy.prior(generators(STREAM_GROUP_NOISE, request.slots)).to(device)[rows]
     else:
-        noise = policy.prior(generators(STREAM_ROLLOUT, image_ids.tolist())).to(home)
+        noise = policy.prior(generators(STREAM_ROLLOUT, image_ids.tolist())).to(device)
     if spec.is_sde:
-        of_images = generators(STREAM_SDE, image_ids.tolist())
-        batches = _chain_batches(policy, conditioning, rows, spec, noise, request.batch_size, of_images, record_means)
+        noises = generators(STREAM_SDE, image_ids.tolist())
+        batches = _chain_batches(policy, conditioning, rows, spec, noise, request.batch_size, noises, record_means)
     else:
         batches = _ode_batches(policy, conditioning, rows, spec, noise, request.batch_size, record)
     start = 0
