@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
 
 COLLAPSED = "collapsed"
+LOW_EVALUATIONS = 2
+"""Evaluations in a row below the bound that end a run."""
 STATE = ("flat_iterations", "low_evaluations", "unit")
 
 
@@ -75,8 +77,7 @@ class CollapseStop(StopsRun):
     Args:
         patience: Consecutive iterations without reward spread in any group; null allows any number.
         drop: Maximum fall of the held-out reward below its best, in standard deviations of the first iteration's
-            rewards (which follow the reward's scale); null allows any fall.
-        patience_evaluations: Consecutive evaluations below that bound.
+            rewards (which follow the reward's scale), in two evaluations in a row; null allows any fall.
 
     Raises:
         ValueError: A number is too small.
@@ -84,7 +85,6 @@ class CollapseStop(StopsRun):
 
     patience: PositiveInt | None = 10
     drop: Annotated[float, Range(above=0)] | None = 1.0
-    patience_evaluations: PositiveInt = 2
 
     def __post_init__(self) -> None:
         self.flat_iterations = 0
@@ -141,7 +141,7 @@ class CollapseStop(StopsRun):
         best = max((one for one in found if math.isfinite(one.reward)), key=lambda one: one.reward)
         units = (best.reward - now) / self.unit
         self.low_evaluations = self.low_evaluations + 1 if units > self.drop else 0
-        if self.low_evaluations < self.patience_evaluations:
+        if self.low_evaluations < LOW_EVALUATIONS:
             return ""
         return (
             f"{TRAINED} is {now:.4g}, {units:.1f} times the standard deviation of the first iteration's rewards below "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import lightning as L
 import torch
@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_vgrpo.callbacks.collapse import StopsRun
-from lit_vgrpo.core.ranges import PositiveInt, Range, checked
+from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.report.verdict import listed, signs
 from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Action = Literal["warn", "stop"]
 IMAGES = "images"
-STANDARD_ERRORS = 2.0
-"""Changes below this many standard errors count as noise."""
+MIN_CHANGE, STANDARD_ERRORS = 0.02, 2.0
+"""Changes below this share of the previous value, or below this many standard errors, count as noise."""
 
 
 @checked
@@ -41,7 +41,6 @@ class RewardHackAlarm(StopsRun):
         metric: The held-out metric that must not fall while ``heldout/reward`` rises, if it is measured; null compares
             only the images.
         patience: Consecutive evaluations.
-        min_change: Minimum rise and fall, as a share of the previous value.
         action: Warn and continue, or stop the run.
 
     Attributes:
@@ -55,7 +54,6 @@ class RewardHackAlarm(StopsRun):
         self,
         metric: str | None = UNTRAINED,
         patience: PositiveInt = 2,
-        min_change: Annotated[float, Range(least=0, below=1)] = 0.02,
         action: Action = "warn",
     ) -> None:
         if metric == TRAINED:
@@ -65,9 +63,9 @@ class RewardHackAlarm(StopsRun):
         self.action = action
         self.warnings: list[str] = []
         self.fingerprint = 0  # of the last evaluation
-        self.watches = {IMAGES: Divergence(min_change, min_change)}
+        self.watches = {IMAGES: Divergence()}
         if metric is not None:
-            self.watches[metric] = Divergence(min_change, min_change)
+            self.watches[metric] = Divergence()
 
     @property
     def state_key(self) -> str:
@@ -152,17 +150,11 @@ class Divergence:
     """Counter of consecutive evaluations with the trained score up and the watched score down.
 
     Both are compared value by value with the evaluation where the watched score was highest, since images always start
-    from the same noise. A change counts if it exceeds both a share of the previous value and, if there are several
-    values, two standard errors.
-
-    Args:
-        min_rise: Minimum rise of the trained score, as a share of its absolute value.
-        min_drop: Minimum fall of the watched score, likewise.
+    from the same noise. A change counts if it exceeds both :data:`MIN_CHANGE` of the previous value and, if there are
+    several values, two standard errors.
     """
 
-    def __init__(self, min_rise: float, min_drop: float) -> None:
-        self.min_rise = min_rise
-        self.min_drop = min_drop
+    def __init__(self) -> None:
         self.reference: Measurement | None = None
         self.in_a_row = 0
 
@@ -176,16 +168,16 @@ class Divergence:
         if best is None or not is_alike or now.watched.nanmean() > best.watched.nanmean():
             self.reference, self.in_a_row = now, 0
             return 0
-        up = _rose(best.trained, now.trained, self.min_rise)
-        down = _rose(-best.watched, -now.watched, self.min_drop)
+        up = _rose(best.trained, now.trained)
+        down = _rose(-best.watched, -now.watched)
         self.in_a_row = self.in_a_row + 1 if up and down else 0
         return self.in_a_row
 
 
-def _rose(before: Tensor, after: Tensor, share: float) -> bool:
+def _rose(before: Tensor, after: Tensor) -> bool:
     """Return whether paired values rose by a share of their size and by two standard errors of their differences."""
     differences = (after - before).double()
     differences = differences[differences.isfinite()]
     error = float(differences.std()) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-    needed = max(share * abs(float(before.nanmean())), STANDARD_ERRORS * error)
+    needed = max(MIN_CHANGE * abs(float(before.nanmean())), STANDARD_ERRORS * error)
     return len(differences) > 0 and float(differences.mean()) > needed

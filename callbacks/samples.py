@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
 
 LABEL_HEIGHT = 18
+MIN_WIDTH = 96
+"""Smaller images are enlarged to this width, without smoothing."""
 GAP = 4
 
 
@@ -44,13 +46,11 @@ class SampleGrid(L.Callback):
         num_prompts: Number of rows.
         images_per_prompt: Number of columns after the reference's.
         every_n_iterations: Sample every N iterations of training.
-        min_pixels: Smaller images are enlarged to this width.
     """
 
     num_prompts: Annotated[int, Range(1, 10_000)] = 6
     images_per_prompt: Annotated[int, Range(1, 10_000)] = 4
     every_n_iterations: PositiveInt = 20
-    min_pixels: Annotated[int, Range(1, 16_384)] = 96
     _rows: Rows = field(default_factory=list, init=False)
     _reference: Tensor | None = field(default=None, init=False)
 
@@ -89,8 +89,8 @@ class SampleGrid(L.Callback):
                     rows = torch.cat([rows, given.flatten(0, -4).unflatten(0, (len(rows), -1))], dim=1)
                 labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
                 labels += [] if given is None else [""] * (columns - 1) + [TO_EDIT]
-                captions = [row["prompt"] for row in self._rows], labels, self.min_pixels
-                picture = draw_grid(strips(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]), *captions)
+                prompts = [row["prompt"] for row in self._rows]
+                picture = draw_grid(strips(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]), prompts, labels)
                 log_picture(trainer.loggers, "samples", picture, trainer.global_step)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 notes = PngInfo()
@@ -99,11 +99,11 @@ class SampleGrid(L.Callback):
                     picture.save(file, format="PNG", pnginfo=notes)
                 if rows.ndim == 6:
                     path = path.with_suffix(".webp")
-                    moving = [draw_grid(frames, *captions) for frames in rows.unbind(2)]
+                    moving = [draw_grid(frames, prompts, labels) for frames in rows.unbind(2)]
                     exif = Image.Exif()
                     exif[ExifTags.Base.ImageDescription] = moving[0].info[LAYOUT]
                     duration = round(1000 / pl_module.policy.frames_per_second)
-                    is_enlarged = rows.shape[-1] < self.min_pixels
+                    is_enlarged = rows.shape[-1] < MIN_WIDTH
                     with new_file(path) as file:
                         save_webp(moving, file, duration, lossless=is_enlarged, exif=exif)
             except Exception as error:  # a grid is no reason to end a run, or to lose what others write at its end
@@ -115,7 +115,7 @@ def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
     return module.evaluator.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows)).cpu()
 
 
-def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels: int) -> Image.Image:
+def draw_grid(images: Tensor, prompts: list[str], labels: list[str]) -> Image.Image:
     """Return a labelled image of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
 
     Its ``info["layout"]`` gives the places of the images as JSON: ``prompts``, ``labels``, ``zoom``, ``size``, and the
@@ -123,10 +123,9 @@ def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels:
 
     Args:
         labels: Labels above the first columns.
-        min_pixels: Smaller images are enlarged without smoothing.
     """
     rows, columns, _, height, width = images.shape
-    zoom = max(1, -(-min_pixels // width))
+    zoom = max(1, -(-MIN_WIDTH // width))
     cell_w, cell_h = width * zoom + GAP, height * zoom + GAP + LABEL_HEIGHT
     sheet = Image.new("RGB", (columns * cell_w + 3 * GAP, rows * cell_h + LABEL_HEIGHT), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)

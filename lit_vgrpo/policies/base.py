@@ -19,7 +19,7 @@ from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.noise import unit_noise
 from lit_vgrpo.core.pictures import picture_digest
 from lit_vgrpo.core.probability_paths import ProbabilityPath
-from lit_vgrpo.core.ranges import BatchSize, OnlyWith, PositiveFloat, Range, Seed, checked
+from lit_vgrpo.core.ranges import BatchSize, OnlyWith, PositiveFloat, Range, checked
 from lit_vgrpo.core.sharding import is_sharded
 from lit_vgrpo.core.types import Conditioning, is_of_prompt
 from lit_vgrpo.policies.acceleration import FoldedNetwork, compile_network, lora_layers, set_attention_backend
@@ -76,7 +76,6 @@ class Policy(nn.Module):
         attention_backend: One of diffusers' attention backends by name; ``None`` leaves the choice to diffusers.
         fold_lora: Merge the adapter into the weights during ODE sampling; ``None`` does so where possible. float32
             only.
-        init_seed: Seed of the adapter's initial weights.
     """
 
     pipeline_class: ClassVar[str]
@@ -138,7 +137,6 @@ class Policy(nn.Module):
         compile: bool = False,
         attention_backend: str | None = None,
         fold_lora: bool | None = None,
-        init_seed: Seed = 0,
         variant: str | None = None,
         revision: str | None = None,
     ) -> None:
@@ -178,7 +176,6 @@ class Policy(nn.Module):
         self.compile_network = compile
         self.attention_backend = attention_backend
         self.fold_lora = fold_lora
-        self.init_seed = init_seed
         self.pipeline: Any = None
         self.draft: Any = None  # the pipeline without weights that a check built, or the policy that used it
         self._is_checked = False
@@ -271,7 +268,7 @@ class Policy(nn.Module):
             if self.lora_targets != list(self.default_lora_targets):  # small networks may lack some of the defaults
                 refuse_unknown_targets(self.network, self.lora_targets)
             rank, alpha = self.lora_rank, self.lora_alpha or self.lora_rank
-            add_adapter(self.networks().values(), rank, alpha, self.lora_targets, self.init_seed)
+            add_adapter(self.networks().values(), rank, alpha, self.lora_targets)
         patterns = None if self.lora_rank is not None else self.train_only or ["*"]
         choose_trained(self.network, patterns, self.unused_weights(), self.dtype)
         if put_start is not None:

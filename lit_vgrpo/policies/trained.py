@@ -46,13 +46,13 @@ def choose_trained(
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
 
 
-def add_adapter(parts: Iterable[Any], rank: int, alpha: int, targets: Sequence[str], seed: int) -> None:
-    """Add a LoRA adapter to networks; a new one changes nothing, since its B matrices are zero."""
+def add_adapter(parts: Iterable[Any], rank: int, alpha: int, targets: Sequence[str]) -> None:
+    """Add a LoRA adapter, the same in every run, to networks; it changes nothing yet, since its B matrices are zero."""
     from peft import LoraConfig
 
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         for part in parts:
             part.add_adapter(config)
 

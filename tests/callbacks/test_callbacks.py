@@ -79,15 +79,15 @@ def test_weights_come_back_when_evaluation_throws(tiny_sd3, tmp_path):
 
 
 def test_sample_grid(tiny_sd3, tmp_path):
-    grid = SampleGrid(num_prompts=2, images_per_prompt=2, every_n_iterations=1, min_pixels=64)
+    grid = SampleGrid(num_prompts=2, images_per_prompt=2, every_n_iterations=1)
     module, _ = train(tiny_sd3, tmp_path, [grid])
     pictures = {path.stem: Image.open(path) for path in (tmp_path / "samples").glob("*.png")}
     assert set(pictures) == {"before", "iteration_00001", "iteration_00002", "after"}
     assert {picture.size for picture in pictures.values()} == {pictures["after"].size}
 
     def column(name, number):
-        left = 4 + number * 68 + (8 if number else 0)
-        return pictures[name].crop((left, 36, left + 64, 36 + 64)).tobytes()
+        left = 4 + number * 100 + (8 if number else 0)
+        return pictures[name].crop((left, 36, left + 96, 36 + 96)).tobytes()
 
     # Before training the policy is the reference, on the same noise; afterwards only the reference is unchanged.
     assert column("before", 0) == column("before", 1)

@@ -77,7 +77,7 @@ def test_a_fall_is_measured_by_the_spread_of_the_first_rewards(tiny_sd3, tmp_pat
     """Best at iteration 1; then 0.9 of the unit below it, which is not enough, and twice 1.1 of it."""
     means = [0.0, 5.0, 5.0 - 0.9 * UNIT, 5.0 - 1.1 * UNIT, 5.0 - 1.1 * UNIT, 9.0]
     reward = Scripted.of(100.0, [100 * mean for mean in means])
-    trainer = run(tiny_sd3, tmp_path, reward, CollapseStop(patience_evaluations=2))
+    trainer = run(tiny_sd3, tmp_path, reward, CollapseStop())
     assert trainer.current_epoch == 4
     said = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("Collapsed"))
     assert "1.1 times the standard deviation of the first iteration's rewards below the 5" in said

@@ -35,7 +35,7 @@ def at(trained, watched, iteration=0):
     ],
 )
 def test_evaluations_in_a_row(evaluations, in_a_row):
-    watch = Divergence(0.02, 0.02)
+    watch = Divergence()
     assert [watch.add(at(*values)) for values in evaluations] == in_a_row
 
 
@@ -46,14 +46,14 @@ def test_a_change_within_the_noise_of_the_images_does_not_count():
     noise = torch.randn(64, generator=generator, dtype=torch.float64)
     noise -= noise.mean()
     for spread, expected in ((2.0, 0), (0.1, 1)):
-        watch = Divergence(0.02, 0.02)
+        watch = Divergence()
         watch.add(at(-start, start))
         after = start - 0.1 + spread * noise
         assert watch.add(at(1 - start, after)) == expected
 
 
 def test_other_prompts_start_over():
-    watch = Divergence(0.02, 0.02)
+    watch = Divergence()
     watch.add(at([1.0, 1.0], [1.0, 1.0]))
     assert watch.add(at([2.0, 2.0], [0.5, 0.5])) == 1
     assert watch.add(at([2.0, 2.0], [0.4])) == 0

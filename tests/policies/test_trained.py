@@ -51,12 +51,14 @@ def test_an_adapter_goes_to_the_targets_and_nowhere_else(tiny_sd3):
     assert all(".attn." in name for name in trained_layers(sd3(tiny_sd3, lora_rank=2).load()))
 
 
-def test_the_seed_is_that_of_the_adapter(tiny_sd3):
-    first, again, other = (
-        trainable_parameters(sd3(tiny_sd3, lora_rank=2, init_seed=seed).load()) for seed in (0, 0, 1)
-    )
-    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
-    assert not any(torch.equal(tensor, other[name]) for name, tensor in first.items() if "lora_A" in name)
+def test_the_adapter_is_the_same_in_every_run(tiny_sd3):
+    adapters = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        adapters.append(trainable_parameters(sd3(tiny_sd3, lora_rank=2).load()))
+        assert torch.initial_seed() == seed
+    assert all(torch.equal(tensor, adapters[1][name]) for name, tensor in adapters[0].items())
+    assert any(tensor.any() for name, tensor in adapters[0].items() if "lora_A" in name)
 
 
 @pytest.mark.parametrize("target", ["to_out", "tn.to_q"])  # a list of layers, which is no layer, and half a word
