@@ -51,7 +51,8 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]
 def checked(cls: T) -> T:
     """Make a class refuse arguments that do not fit the ranges, choices and classes that its constructor declares.
 
-    The options of a dataclass may be given as a mapping, as in a recipe.
+    The options of a dataclass may be given as a mapping, as in a recipe. pydantic's ``validate_call`` would pass
+    converted copies on, and report in several lines.
 
     Raises:
         TypeError: By the constructor, for an argument of another type.

@@ -21,6 +21,8 @@ RESAMPLES_AT_ONCE = 100
 class FeatureMoments:
     """Mean and covariance of the features of images that come in batches, in float64 on the CPU.
 
+    torchmetrics' FID takes no given moments of real images, and adds up processes that share images twice.
+
     Args:
         dimension: Length D of a feature vector.
 
