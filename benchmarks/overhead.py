@@ -160,7 +160,7 @@ def measure(recipe: str, iterations: int, overrides: Sequence[str]) -> dict[str,
         "overrides": list(overrides),
         **_table(measured, 0),
         "cpu": _table(measured, 1),
-        "peak_by_phase": dict(cli.model.ledger.memory.of_phase),
+        "peak_by_phase": dict(cli.model.ledger.memory.by_phase),
         "peak_memory_bytes": peak_memory_bytes(cli.trainer.strategy.root_device, cli.model.ledger.memory),
     }
 

@@ -101,8 +101,8 @@ class Benchmark(L.Callback):
         scorer, names = self.reward.part_names[0], list(dict.fromkeys(tasks))
         values = self._evaluator.of_images(f"heldout/{scorer}")
         assert values is not None
-        of_tasks = [values[torch.tensor([own == name for own in tasks])].nanmean() for name in names]
-        overall = torch.stack(of_tasks).mean() if self.benchmark.mean_of == "tasks" else values.nanmean()
-        found = dict(zip(("overall", *names), map(float, (overall, *of_tasks)), strict=True))
+        task_means = [values[torch.tensor([own == name for own in tasks])].nanmean() for name in names]
+        overall = torch.stack(task_means).mean() if self.benchmark.mean_of == "tasks" else values.nanmean()
+        means = dict(zip(("overall", *names), map(float, (overall, *task_means)), strict=True))
         scale, prefix = self.benchmark.scale.get(scorer, 1.0), f"heldout/{self.benchmark.name}"
-        return {f"{prefix}/{task}": scale * value for task, value in found.items() if math.isfinite(value)}
+        return {f"{prefix}/{task}": scale * value for task, value in means.items() if math.isfinite(value)}

@@ -106,10 +106,10 @@ class CollapseStop(StopsRun):
             raise FloatingPointError(self.reason)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        found = [line for line in (self._flat(pl_module), self._fallen(trainer, pl_module)) if line]
-        found = trainer.strategy.broadcast(found)  # rank 0 decides for all
-        if found:
-            self.end_run(trainer, COLLAPSED, f"Collapsed: {' '.join(found)}")
+        reasons = [line for line in (self._flat(pl_module), self._fallen(trainer, pl_module)) if line]
+        reasons = trainer.strategy.broadcast(reasons)  # rank 0 decides for all
+        if reasons:
+            self.end_run(trainer, COLLAPSED, f"Collapsed: {' '.join(reasons)}")
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in STATE}
@@ -135,10 +135,10 @@ class CollapseStop(StopsRun):
 
     def _fallen(self, trainer: L.Trainer, module: VGRPOModule) -> str:
         """Return a warning of a held-out reward far below its best for too long, or nothing."""
-        found = self.news(trainer, module)
-        if not found or self.drop is None or self.unit is None or not math.isfinite(now := found[-1].reward):
+        news = self.news(trainer, module)
+        if not news or self.drop is None or self.unit is None or not math.isfinite(now := news[-1].reward):
             return ""
-        best = max((one for one in found if math.isfinite(one.reward)), key=lambda one: one.reward)
+        best = max((one for one in news if math.isfinite(one.reward)), key=lambda one: one.reward)
         units = (best.reward - now) / self.unit
         self.low_evaluations = self.low_evaluations + 1 if units > self.drop else 0
         if self.low_evaluations < LOW_EVALUATIONS:

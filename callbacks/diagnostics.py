@@ -79,9 +79,9 @@ class SurrogateDiagnostics(L.Callback):
         seed = (module.seed, record.iteration, module.global_rank)
         micros, groups = module.iteration.micros, record.local_group_ids
         with module.ledger.phase("diagnostics"):
-            found = snr_by_time(objective, policy, micros, groups, times, self.snr_draws, seed)
-        if not found:
+            ratios = snr_by_time(objective, policy, micros, groups, times, self.snr_draws, seed)
+        if not ratios:
             return {}
         # Each rank's ratio is that of its images.
-        mean = of_all_ranks(torch.tensor([found])).double().mean(dim=0) * module.trainer.world_size**0.5
+        mean = of_all_ranks(torch.tensor([ratios])).double().mean(dim=0) * module.trainer.world_size**0.5
         return dict(zip((f"surrogate/snr_t{time:.2f}" for time in times.tolist()), mean.tolist(), strict=True))

@@ -99,11 +99,11 @@ class RewardHackAlarm(StopsRun):
             self.fingerprint = evaluations[-1].fingerprint
             for watch in self.watches.values():
                 watch.reference, watch.in_a_row = None, 0
-        found = signs(evaluations[0].metrics, evaluations[-1].metrics)
+        image_signs = signs(evaluations[0].metrics, evaluations[-1].metrics)
         warnings = []
         for name, watch in self.watches.items():
             if name == IMAGES:
-                watched = torch.tensor([-float(bool(found))])
+                watched = torch.tensor([-float(bool(image_signs))])
             elif name in module.evaluator.latest:
                 watched = _values(module, name)
             else:
@@ -118,7 +118,7 @@ class RewardHackAlarm(StopsRun):
             warnings.append(
                 f"Reward hacking? Since iteration {before.iteration} {TRAINED} rose from "
                 f"{before.trained.nanmean():.4g} to {now.trained.nanmean():.4g}, and "
-                f"{listed(found) if name == IMAGES else fell}, for {self.patience} evaluations in a row."
+                f"{listed(image_signs) if name == IMAGES else fell}, for {self.patience} evaluations in a row."
             )
         warnings = trainer.strategy.broadcast(warnings)  # rank 0 decides for all
         self.warnings += warnings
@@ -131,8 +131,8 @@ class RewardHackAlarm(StopsRun):
 
 def _values(module: VGRPOModule, name: str) -> Tensor:
     """Return a held-out metric per image, or its mean if it is defined only for the whole set."""
-    of_images = module.evaluator.of_images(name)
-    return torch.tensor([module.evaluator.latest[name]]) if of_images is None else of_images
+    values = module.evaluator.of_images(name)
+    return torch.tensor([module.evaluator.latest[name]]) if values is None else values
 
 
 class Measurement(NamedTuple):

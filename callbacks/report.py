@@ -141,18 +141,18 @@ class KeptImages:
 
     def compute(self, module: VGRPOModule) -> dict[str, float]:
         """Write the scores and the chosen images on rank 0, and discard the rest; it measures nothing."""
-        of_ranks = objects_of_all_ranks((self._slots, self._asked, len(self._pictures)))
-        slots = [slot for own, _, _ in of_ranks for slot in own]
-        asked = [one for _, own, _ in of_ranks for one in own]
-        available = {slot for own, _, held in of_ranks for slot in own[:held]}
+        ranks = objects_of_all_ranks((self._slots, self._asked, len(self._pictures)))
+        slots = [slot for own, _, _ in ranks for slot in own]
+        asked = [one for _, own, _ in ranks for one in own]
+        available = {slot for own, _, held in ranks for slot in own[:held]}
         names = [TOTAL, "untrained_reward", *module.evaluator.observed.part_names]
-        found = {name: module.evaluator.of_images(f"heldout/{name}") for name in names}
-        scores = {name: own.tolist() for name, own in found.items() if own is not None and len(own) == len(slots)}
+        values = {name: module.evaluator.of_images(f"heldout/{name}") for name in names}
+        scores = {name: own.tolist() for name, own in values.items() if own is not None and len(own) == len(slots)}
         places = [place for place, slot in enumerate(slots) if slot in available]
         chosen = choose(scores, asked, places, self.number)
         wanted = {slots[place] for place, _, _ in chosen}
         own = {slot: picture for slot, picture in zip(self._slots, self._pictures, strict=False) if slot in wanted}
-        images = {slot: image for of_rank in objects_of_all_ranks(own) for slot, image in of_rank.items()}
+        images = {slot: image for chosen_images in objects_of_all_ranks(own) for slot, image in chosen_images.items()}
         self.start_over()
         trainer = module.trainer
         if trainer.is_global_zero and trainer.state.fn == "fit":
@@ -207,7 +207,7 @@ def _add_scores(folder: Path, iteration: int, asked: list[Asked], scores: dict[s
             if math.isfinite(score):
                 sums[name][one][0] += score
                 sums[name][one][1] += 1
-    line = {"iteration": iteration, "scores": {name: list(of_prompts.values()) for name, of_prompts in sums.items()}}
+    line = {"iteration": iteration, "scores": {name: list(prompt_sums.values()) for name, prompt_sums in sums.items()}}
     opened = os.open(folder / SCORES_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with open(opened, "a", encoding="utf-8") as file:
         file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -237,7 +237,7 @@ def choose(
     ranks = {name: _ranks(values) for name, values in scores.items() if name != TOTAL}
     pairs: dict[int, tuple[float, tuple[str, str]]] = {}
     for place in scored:
-        own = {float(of_reward[place]): name for name, of_reward in ranks.items() if np.isfinite(of_reward[place])}
+        own = {float(ranked[place]): name for name, ranked in ranks.items() if np.isfinite(ranked[place])}
         if own and max(own) - min(own) >= MIN_DISAGREEMENT:
             pairs[place] = max(own) - min(own), (own[max(own)], own[min(own)])
     odd = _of_many_prompts(sorted(pairs, key=lambda place: -pairs[place][0]), prompts)[:number]

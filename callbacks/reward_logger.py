@@ -68,8 +68,8 @@ class RewardLogger(L.Callback):
         if (batch.step + 1) % batch.micro_batches_per_update == 0 and record.has_advantage:
             norm = pl_module.guard.norm
             if isinstance(trainer.strategy, ZeRO):
-                of_step = trainer.strategy.last_gradient_norm()
-                norm = None if of_step is None else torch.tensor(of_step)
+                step_norm = trainer.strategy.last_gradient_norm()
+                norm = None if step_norm is None else torch.tensor(step_norm)
             self._norms += [] if norm is None else [norm]
         if not batch.is_last:
             return
@@ -80,9 +80,9 @@ class RewardLogger(L.Callback):
         if pl_module.objective.needs_reward:
             metrics |= self._rewards(record)
         metrics["cost/images_per_second_per_device"] = metrics["cost/images_per_second"] / trainer.world_size
-        peaks = objects_of_all_ranks(pl_module.ledger.memory.of_phase)
-        for phase in sorted({phase for of_rank in peaks for phase in of_rank}):
-            metrics[f"memory/{phase}_gb"] = max(of_rank.get(phase, 0) for of_rank in peaks) / 1e9
+        peaks = objects_of_all_ranks(pl_module.ledger.memory.by_phase)
+        for phase in sorted({phase for rank_peaks in peaks for phase in rank_peaks}):
+            metrics[f"memory/{phase}_gb"] = max(rank_peaks.get(phase, 0) for rank_peaks in peaks) / 1e9
         log_row(trainer, metrics)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
@@ -94,16 +94,16 @@ class RewardLogger(L.Callback):
 
     def _local(self, record: IterationRecord, seconds: float) -> dict[str, float]:
         """Return metrics of this rank's images, to be averaged over ranks."""
-        found = {f"policy/{name}": value for name, value in record.means().items()}
+        values = {f"policy/{name}": value for name, value in record.means().items()}
         before = record.first_update("ratio_deviation")
         if before is not None:
-            found["policy/ratio_deviation_before_update"] = before.max()
+            values["policy/ratio_deviation_before_update"] = before.max()
         if self._norms:
-            found["policy/grad_norm"] = torch.stack(self._norms).mean()
+            values["policy/grad_norm"] = torch.stack(self._norms).mean()
         metrics: dict[str, float] = {}
-        if found:  # one copy from the device for all of them
-            device = next(iter(found.values())).device
-            metrics = dict(zip(found, torch.stack([v.to(device) for v in found.values()]).tolist(), strict=True))
+        if values:  # one copy from the device for all of them
+            device = next(iter(values.values())).device
+            metrics = dict(zip(values, torch.stack([v.to(device) for v in values.values()]).tolist(), strict=True))
         metrics["cost/images_per_second"] = record.images / seconds
         metrics |= {f"time/{name}_s": value for name, value in record.seconds.items()}
         metrics["time/iteration_s"] = seconds

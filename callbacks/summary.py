@@ -72,9 +72,9 @@ class RunSummary(L.Callback):
 
     def finish(self, trainer: L.Trainer, module: VGRPOModule, completed: bool) -> None:
         """Print the held-out reward before and after training; called on the first rank."""
-        found, end = module.evaluator.comparable, module.evaluator.latest.get(TRAINED)
-        if completed and end is not None and len(found) > 1:
-            start, done = found[0], counted(trainer.current_epoch, "iteration")
+        evaluations, end = module.evaluator.comparable, module.evaluator.latest.get(TRAINED)
+        if completed and end is not None and len(evaluations) > 1:
+            start, done = evaluations[0], counted(trainer.current_epoch, "iteration")
             when = f"after {counted(start.iteration, 'iteration')}" if start.iteration else "before"
             weights = evaluated_weights(trainer)
             say(f"Held-out reward {start.reward:.3f} {when}, {end:.3f} after {done} ({weights} weights).")
@@ -110,7 +110,7 @@ class RunSummary(L.Callback):
             "cpu_seconds": round(module.ledger.stopwatch.cpu_s, 3),
             "network_passes": module.ledger.counts,
             "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device, module.ledger.memory),
-            "peak_memory_bytes_by_phase": module.ledger.memory.of_phase,
+            "peak_memory_bytes_by_phase": module.ledger.memory.by_phase,
             "device": device_name(trainer.strategy.root_device),
             "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in module.evaluator.history],
             "seed": module.seed,

@@ -103,7 +103,7 @@ def evaluate_benchmark(options: BenchmarkOptions) -> int:
     write_atomically(path.with_suffix(".md"), text)
     say(text.partition("\n## Protocol")[0])
     say(f"Result and full protocol: {path.with_suffix('.md')} and {path}")
-    overall = [one[OVERALL] for of_model in report["scores"].values() for one in of_model.values()]
+    overall = [one[OVERALL] for model_scores in report["scores"].values() for one in model_scores.values()]
     return int(any(one["mean"] is None for one in overall))
 
 

@@ -49,7 +49,7 @@ def check_command(command: Command, gpu_memory: int | None) -> int:
 
 
 def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
-    found: list[tuple[Stage, list[str]]] = []
+    stage_errors: list[tuple[Stage, list[str]]] = []
     weights: list[dict[str, object]] = []
     for stage in curriculum.stages:
         say(f"Stage {stage.number} of {len(curriculum.stages)}: {stage.name}")
@@ -58,9 +58,9 @@ def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
             options = {f"model.policy.{name}": getattr(policy, name) for name in OF_WEIGHTS}
             weights.append({"model.policy": type(policy).__name__, **options})
         except UserError as error:
-            found.append((stage, error.errors))
-    if found:
-        raise UserError(*merged_errors(found))
+            stage_errors.append((stage, error.errors))
+    if stage_errors:
+        raise UserError(*merged_errors(stage_errors))
     for number, (before, after) in enumerate(pairwise(weights), start=2):
         for key in (key for key in after if before[key] != after[key]):
             raise UserError(
@@ -113,11 +113,11 @@ def _evidence(command: Command) -> list[str]:
 def further_errors(recipe: Recipe) -> list[str]:
     """Return the errors in the parts of a recipe that cannot be built, and in their files."""
     errors, parts = part_errors(recipe.values)
-    found = [error for key in ("model.policy", "model.reward") if parts.get(key) for error in parts[key].check()]
+    problems = [error for key in ("model.policy", "model.reward") if parts.get(key) for error in parts[key].check()]
     data = recipe.values.get("data")
     if isinstance(data, dict):
-        found += prompt_errors(data.get("train"), data.get("heldout"))
-    return [*errors, *(with_full_key(error, recipe.values) for error in found)]
+        problems += prompt_errors(data.get("train"), data.get("heldout"))
+    return [*errors, *(with_full_key(error, recipe.values) for error in problems)]
 
 
 def reward_errors(cli: RecipeCLI) -> list[str]:

@@ -157,19 +157,19 @@ def trials(
     """
     batches = list(batches_of(images, rows, len(rows) if reward.compares else batch_size))
     reward.score(*batches[0])  # the first call of a model takes longer
-    found = Scores.joined([reward.score(*batch) for batch in batches])
+    joined = Scores.joined([reward.score(*batch) for batch in batches])
     parts = []
-    for name, scores in found.parts.items():
-        applies = found.applies_to(name)
-        weight, seconds, error = reward.weight_of[name], found.seconds[name], found.errors.get(name)
+    for name, scores in joined.parts.items():
+        applies = joined.applies_to(name)
+        weight, seconds, error = reward.weight_of[name], joined.seconds[name], joined.errors.get(name)
         parts.append(PartTrial(name, weight, scores[applies], groups[applies], seconds, error))
-    return [*parts, PartTrial("total", None, found.total, groups, sum(found.seconds.values()))]
+    return [*parts, PartTrial("total", None, joined.total, groups, sum(joined.seconds.values()))]
 
 
 def findings(parts: Sequence[PartTrial]) -> list[str]:
     """Return the warnings before a long run; ``parts`` are those of :func:`trials`."""
     *single, total = parts
-    found = [
+    warnings = [
         f"{part.name} failed for {part.failed} of {len(part.scores)} images: {part.error}"
         for part in single
         if part.failed
@@ -177,7 +177,8 @@ def findings(parts: Sequence[PartTrial]) -> list[str]:
     constant = [part for part in single if part.is_constant] or [total] * total.is_constant
     for part in constant:
         value = f"{part.name} is constant ({float(part.finite[0]):.4g}) on {len(part.finite)} images"
-        found.append(f"{value}, so nothing is learned from it. Check the prompts, or try more with --num-prompts.")
+        warnings.append(f"{value}, so nothing is learned from it. Check the prompts, or try more with --num-prompts.")
     if not constant and total.flat_share == 1.0:
-        found.append("No prompt has images that differ in reward, so there is no gradient. Try --images-per-prompt 8.")
-    return found
+        advice = "Try --images-per-prompt 8."
+        warnings.append(f"No prompt has images that differ in reward, so there is no gradient. {advice}")
+    return warnings

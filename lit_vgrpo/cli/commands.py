@@ -169,7 +169,7 @@ def compare(
     with _loading():
         from lit_vgrpo.apps.compare import options as read
         from lit_vgrpo.apps.compare.command import compare as body
-    found = read.CompareOptions(
+    options = read.CompareOptions(
         words=[recipe, *(words or [])],
         methods=list(read.DEFAULT_METHODS) if methods is None else read.read_names(methods),
         num_seeds=seeds,
@@ -184,7 +184,7 @@ def compare(
         sweep=sweep,
         line=shlex.join(["lightning", *(ctx.obj or [])]),
     )
-    return body(found)
+    return body(options)
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -234,8 +234,8 @@ def evaluate(
     out: Out = None,
 ) -> int:
     """Score a run's weights on its held-out prompts, or runs and models on a benchmark."""
-    of_benchmark = {"--prompts": prompts, "--pictures": pictures, "--share": share}
-    unused = of_benchmark if benchmark is None else {"--fid-reference": fid_reference, "--features": features}
+    for_benchmark = {"--prompts": prompts, "--pictures": pictures, "--share": share}
+    unused = for_benchmark if benchmark is None else {"--fid-reference": fid_reference, "--features": features}
     for option in (option for option, value in unused.items() if value is not None):
         raise UserError(f"{option} has no effect with{'out' * (benchmark is None)} --benchmark NAME. Leave it out.")
     given: dict[str, Any] = {"words": [run, *(words or [])], "no_ema": no_ema, "named": checkpoint, "out": out}

@@ -107,12 +107,12 @@ def evaluate(options: EvaluateOptions) -> int:
         "rewards": {name: {"weight": weight, "held_out": weight == 0} for name, weight in rewards.weight_of.items()},
         "world_size": cli.trainer.world_size,
         "versions": versions(),
-        **results(module.of_variants, data.heldout_images_per_prompt),
+        **results(module.scores, data.heldout_images_per_prompt),
     }
     say(table(report))
-    whole, of_images = write(report, module.of_variants, options.out)
-    say(f"Written: {whole} and {of_images}")
-    return int(any(scores.images["reward"].isna().all() for scores in module.of_variants.values()))
+    whole, table_file = write(report, module.scores, options.out)
+    say(f"Written: {whole} and {table_file}")
+    return int(any(scores.images["reward"].isna().all() for scores in module.scores.values()))
 
 
 def heldout_rows(cli: RecipeCLI) -> Rows:
@@ -195,28 +195,28 @@ def results(scores: Mapping[str, ImageScores], images_per_prompt: int) -> dict[s
         return {name: interval(values.tolist(), values.index.tolist()) for name, values in metrics.items()}
 
     measured = {variant: _measured(score, images_per_prompt) for variant, score in scores.items()}
-    found: dict[str, Any] = {"variants": {}}
+    result: dict[str, Any] = {"variants": {}}
     for variant, score in scores.items():
         means = intervals(measured[variant])
-        found["variants"][variant] = {"means": means, "distances": score.distances, "errors": score.errors}
+        result["variants"][variant] = {"means": means, "distances": score.distances, "errors": score.errors}
     if REFERENCE in scores:
         start = measured.pop(REFERENCE)
-        found["difference_to_reference"] = {
+        result["difference_to_reference"] = {
             variant: intervals({name: values - start[name].to_numpy() for name, values in metrics.items()})
             for variant, metrics in measured.items()
         }
-    return found
+    return result
 
 
 def _measured(scores: ImageScores, images_per_prompt: int) -> dict[str, pd.Series]:
     """Return the values of each metric by prompt number."""
     images = scores.images.set_index(scores.images["image"] // images_per_prompt)
-    found = {name: images[name] for name in images.columns.drop(["prompt", "image"])}
+    metrics = {name: images[name] for name in images.columns.drop(["prompt", "image"])}
     if scores.features is not None:
         sound = scores.features.isfinite().all(dim=1)
         spread = diversity(scores.features[sound], images.index[sound.numpy()].tolist())
-        found["diversity"] = pd.Series(spread, dtype=float).reindex(images.index.unique())
-    return found
+        metrics["diversity"] = pd.Series(spread, dtype=float).reindex(images.index.unique())
+    return metrics
 
 
 def write(report: dict[str, Any], scores: Mapping[str, ImageScores], wanted: Path) -> tuple[Path, Path]:
@@ -266,9 +266,9 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _with_interval(found: dict[str, Any], sign: str = "") -> str:
-    if found["mean"] is None:
+def _with_interval(measured: dict[str, Any], sign: str = "") -> str:
+    if measured["mean"] is None:
         return "-"
-    numbers = (found[key] for key in ("mean", "low", "high"))
+    numbers = (measured[key] for key in ("mean", "low", "high"))
     mean, low, high = (format(value, f"{sign}.3f" if abs(value) < 100 else f"{sign}.5g") for value in numbers)
     return f"{mean} [{low}, {high}]"

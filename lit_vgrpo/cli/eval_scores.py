@@ -87,7 +87,7 @@ class HeldOutEvaluation(L.LightningModule):
         self.rows, self.data = rows, data
         self.saved, self.rewards = saved, rewards
         self.variants, self.fids, self.feature_network = variants, fids, network
-        self.of_variants: dict[str, ImageScores] = {}
+        self.scores: dict[str, ImageScores] = {}
 
     def configure_model(self) -> None:
         load_policy(self.policy)
@@ -121,8 +121,8 @@ class HeldOutEvaluation(L.LightningModule):
             images = tqdm((dataset[i] for i in range(len(dataset))), batch, len(dataset), leave=False, disable=quiet)
             share = ImageScores.joined([self._scored(prompts) for prompts in images])
             distances = {name: value for fid in self.fids for name, value in fid.compute(self).items()}
-        self.of_variants[batch] = ImageScores.joined(objects_of_all_ranks(share))
-        self.of_variants[batch].distances = {name.removeprefix("heldout/"): value for name, value in distances.items()}
+        self.scores[batch] = ImageScores.joined(objects_of_all_ranks(share))
+        self.scores[batch].distances = {name.removeprefix("heldout/"): value for name, value in distances.items()}
 
     def _scored(self, batch: PromptBatch) -> ImageScores:
         images = self.evaluator.generate_batch(batch)

@@ -31,9 +31,9 @@ def find_images(words: Sequence[str], limit: int | None = None) -> list[Path]:
     errors: list[str] = []
     for word in words:
         path = typed_path(word)
-        found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
-        errors += [] if found else [f"{word} {'contains no images' if path.is_dir() else 'does not exist'}."]
-        files += found
+        images = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
+        errors += [] if images else [f"{word} {'contains no images' if path.is_dir() else 'does not exist'}."]
+        files += images
     files = files[:limit]
     for file in files:
         try:

@@ -13,8 +13,8 @@ from lit_vgrpo.errors import say
 
 def list_recipes(names: Sequence[str]) -> int:
     """Print the shipped recipes, or those that are named."""
-    found = {name: find_recipe(name) for name in names} or shipped_recipes()
-    say("\n\n".join(_entry(name, Header.of_file(path)) for name, path in found.items()))
+    recipes = {name: find_recipe(name) for name in names} or shipped_recipes()
+    say("\n\n".join(_entry(name, Header.of_file(path)) for name, path in recipes.items()))
     return 0
 
 

@@ -93,9 +93,9 @@ def score(options: ScoreOptions) -> int:
     files = find_images(options.images)
     rows = options.rows_for(files)
     has_no_prompt = options.prompt is None and options.prompts is None
-    of_prompts = UnscorablePrompts.of(reward, rows).refused(any_failure=True)
-    errors = [*reward.check(), *of_prompts]
-    if of_prompts and has_no_prompt:
+    prompt_errors = UnscorablePrompts.of(reward, rows).refused(any_failure=True)
+    errors = [*reward.check(), *prompt_errors]
+    if prompt_errors and has_no_prompt:
         errors.append("No prompt was given. Add --prompt TEXT, or --prompts FILE with one prompt per image.")
     if errors:
         raise UserError(*errors)
@@ -103,10 +103,10 @@ def score(options: ScoreOptions) -> int:
     with loaded(reward), tqdm(total=len(files), leave=False, disable=not sys.stderr.isatty()) as bar:
         size = len(files) if reward.compares else options.batch_size
         for batch in batches_of(map(read_image, files), rows, size):
-            found = reward.score(*batch)
+            batch_scores = reward.score(*batch)
             for index, prompt in enumerate(batch[1]):
-                scores.append(image_scores(found, index, files[len(scores)], prompt))
-            bar.update(len(found))
+                scores.append(image_scores(batch_scores, index, files[len(scores)], prompt))
+            bar.update(len(batch_scores))
     say(score_table(scores, reward.part_names))
     if has_no_prompt:
         say("No prompt was given: rewards that use it received an empty one.", error=True)
@@ -117,7 +117,7 @@ def score(options: ScoreOptions) -> int:
         else:
             write_atomically(options.out, _csv_of(scores, reward.part_names))
         say(f"Written: {options.out}")
-    return int(any(of_image["failures"] for of_image in scores))
+    return int(any(image["failures"] for image in scores))
 
 
 def image_scores(batch: Scores, index: int, file: Path, prompt: str) -> dict[str, Any]:
@@ -140,10 +140,10 @@ def score_table(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> st
         return "failed" if value is None else f"{value:.4f}"
 
     rows = [["image", *names, "total"]]
-    for of_image in scores:
-        parts = of_image["parts"]
+    for image in scores:
+        parts = image["parts"]
         cells = [cell(parts[name]) if name in parts else "-" for name in names]
-        rows.append([of_image["image"], *cells, cell(of_image["total"])])
+        rows.append([image["image"], *cells, cell(image["total"])])
     reasons = [f"{one['image']}: {name} failed: {why}" for one in scores for name, why in one["failures"].items()]
     return "\n".join([aligned(rows), *reasons])
 

@@ -107,8 +107,8 @@ def combined_advantages(
         total = torch.zeros(len(rewards))
         for source in set(sources) or {""}:
             own = torch.tensor([one == source for one in sources] or [True] * len(rewards), dtype=torch.bool)
-            of_source = {name: part[own] for name, part in parts.items()}
-            total[own] = combined_advantages(rewards[own], of_source, weights, group_ids[own], "global", aggregate)
+            source_parts = {name: part[own] for name, part in parts.items()}
+            total[own] = combined_advantages(rewards[own], source_parts, weights, group_ids[own], "global", aggregate)
         return total
     if aggregate == "rewards" or not parts:
         return group_advantages(rewards, group_ids, std)

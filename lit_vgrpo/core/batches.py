@@ -26,19 +26,19 @@ def filled(rows: Tensor, size: int) -> Tensor:
     return rows if missing <= 0 else torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])
 
 
-def in_batches(of_batch: Callable[..., Tensor], size: int, *columns: Tensor) -> Tensor:
-    """Return ``of_batch`` of all rows, computed with exactly ``size`` rows at a time.
+def in_batches(function: Callable[..., Tensor], size: int, *columns: Tensor) -> Tensor:
+    """Return a function of all rows, computed with exactly ``size`` rows at a time.
 
     A matrix product or convolution of a different number of rows may use a different kernel and round differently. With
     a smaller last batch, the last bits of a row would depend on how rows are distributed over calls and ranks.
 
     Args:
-        of_batch: Takes ``size`` rows of each column and returns as many rows.
+        function: Takes ``size`` rows of each column and returns as many rows.
         size: Rows per batch; the last one is padded.
         columns: Tensors with the same number of rows, at least one.
     """
     results = []
     for start in range(0, len(columns[0]), size):
         own = [column[start : start + size] for column in columns]
-        results.append(of_batch(*(filled(rows, size) for rows in own))[: len(own[0])])
+        results.append(function(*(filled(rows, size) for rows in own))[: len(own[0])])
     return torch.cat(results)

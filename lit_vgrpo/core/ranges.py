@@ -93,9 +93,9 @@ def _validate(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
         # Strict validation refuses a list for a tuple.
         adapter.validate_python(value, strict=not isinstance(value, list | tuple))
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        words = [one["msg"].removeprefix(SHOULD) for one in found]
-        kind = TypeError if all(one["type"].endswith(("_type", "is_instance_of")) for one in found) else ValueError
+        problems = error.errors(include_url=False)
+        words = [one["msg"].removeprefix(SHOULD) for one in problems]
+        kind = TypeError if all(one["type"].endswith(("_type", "is_instance_of")) for one in problems) else ValueError
         raise kind(f"{name}={one_line(repr(value)):.100}: {SHOULD}{', or '.join(dict.fromkeys(words))}") from None
 
 

@@ -44,8 +44,8 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether every value of every tensor is finite, with one device synchronisation."""
-    found = [tensor.isfinite().all() for tensor in tensors]
-    return not found or bool(torch.stack(found).all())
+    finite = [tensor.isfinite().all() for tensor in tensors]
+    return not finite or bool(torch.stack(finite).all())
 
 
 class Snapshot:

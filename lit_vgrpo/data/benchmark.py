@@ -148,11 +148,11 @@ def differences(paper: Paper, benchmark: Benchmark, protocols: Sequence[Mapping[
     Args:
         protocols: Each model's protocol, from :meth:`Benchmark.protocol`.
     """
-    found = [
+    differing = [
         f"{name} {ours[name] or 'by default'} instead of {theirs or 'the default'}"
         for ours in protocols
         for name, theirs in paper.protocol.items()
         if ours[name] != theirs
     ]
     scorers = [f"another scorer: {word}" for word in benchmark.changed]
-    return [paper.never] if paper.never is not None else list(dict.fromkeys([*found, *scorers]))
+    return [paper.never] if paper.never is not None else list(dict.fromkeys([*differing, *scorers]))

@@ -62,15 +62,15 @@ def in_turn(rows: Rows) -> Rows:
     >>> [row["n"] for row in in_turn([{TASK: "a", "n": 1}, {TASK: "a", "n": 2}, {TASK: "b", "n": 3}])]
     [1, 3, 2]
     """
-    of_tasks: dict[str, Rows] = {}
+    task_rows: dict[str, Rows] = {}
     for row in rows:
-        of_tasks.setdefault(row[TASK], []).append(row)
-    return [row for row in chain.from_iterable(zip_longest(*of_tasks.values())) if row is not None]
+        task_rows.setdefault(row[TASK], []).append(row)
+    return [row for row in chain.from_iterable(zip_longest(*task_rows.values())) if row is not None]
 
 
 def _files(benchmark: Benchmark, given: Path | None) -> dict[str, Path]:
     """Return the benchmark's verified files by name, after downloading those missing from the cache."""
-    prompts, found = benchmark.prompts, {}
+    prompts, files = benchmark.prompts, {}
     for name, wanted in prompts.files.items():
         file = cache_folder(benchmark) / name if given is None else given / name if given.is_dir() else given
         if given is None and not file.is_file():
@@ -85,8 +85,8 @@ def _files(benchmark: Benchmark, given: Path | None) -> dict[str, Path]:
                 f"{file} is not the file of {benchmark.name}: it has {size} bytes and the SHA-256 "
                 f"{digest[:12]}..., not {wanted[:12]}...; it was truncated or changed. {_advice(benchmark)}"
             )
-        found[name] = file
-    return found
+        files[name] = file
+    return files
 
 
 def _download(url: str, file: Path, benchmark: Benchmark) -> None:
@@ -126,13 +126,13 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
             return
         lines = [line for line in text.split("\n") if line.strip()]
         if file.suffix == ".json":
-            found = json.loads(text)
-            found = list(found.values()) if isinstance(found, dict) else found
+            content = json.loads(text)
+            content = list(content.values()) if isinstance(content, dict) else content
         else:
-            found = [json.loads(line) for line in lines] if file.suffix == ".jsonl" else lines
+            content = [json.loads(line) for line in lines] if file.suffix == ".jsonl" else lines
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{file} cannot be read: {one_line(error)}.") from error
-    for one in found:
+    for one in content:
         yield one if isinstance(one, dict) else {PROMPT: str(one).strip()}
 
 
@@ -143,7 +143,7 @@ def _with_pictures(rows: Rows, benchmark: Benchmark, folder: Path | None) -> Row
         raise UserError(f"{benchmark.name} edits pictures. {prompts.get_pictures}; then add --pictures FOLDER.")
     if benchmark.height is None or benchmark.width is None:
         raise UserError(f"{benchmark.name} resizes pictures. Set height=1024 width=1024, or another size.")
-    size, found = (benchmark.width, benchmark.height), []
+    size, complete = (benchmark.width, benchmark.height), []
     for row in rows:
         source = folder / str(row[str(prompts.picture)])
         try:
@@ -157,5 +157,5 @@ def _with_pictures(rows: Rows, benchmark: Benchmark, folder: Path | None) -> Row
         except (OSError, UnidentifiedImageError) as error:
             why = "does not exist" if not source.exists() else f"cannot be read ({one_line(error)})"
             raise UserError(f"{source} {why}. {prompts.get_pictures}; then add --pictures FOLDER.") from error
-        found.append(dict[str, Any](row) | {PICTURE: str(target)})
-    return found
+        complete.append(dict[str, Any](row) | {PICTURE: str(target)})
+    return complete

@@ -82,7 +82,7 @@ class FeatureNetwork(ABC):
     @cached_property
     def dimension(self) -> int:
         """Length ``D`` of a feature vector, measured on one black image."""
-        return self.of_pixels([np.zeros((8, 8, 3), dtype=np.uint8)]).shape[1]
+        return self.extract([np.zeros((8, 8, 3), dtype=np.uint8)]).shape[1]
 
     def load(self) -> None:
         """Load the weights, unless they are loaded already.
@@ -117,12 +117,12 @@ class FeatureNetwork(ABC):
         Returns:
             Shape ``(B, D)``, float32, on ``device``; NaN for an image that is not finite.
         """
-        features = self.of_pixels(list(to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()))
+        features = self.extract(list(to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()))
         is_unfit = ~images.isfinite().flatten(1).all(1)
         return features.masked_fill(is_unfit[:, None].to(features.device), float("nan"))
 
     @torch.no_grad()
-    def of_pixels(self, pictures: Sequence[Pixels]) -> Tensor:
+    def extract(self, pictures: Sequence[Pixels]) -> Tensor:
         """Return features ``(B, D)``, float32, of images ``(H, W, 3)`` in uint8, which may differ in size."""
         self.load()
         if not pictures:

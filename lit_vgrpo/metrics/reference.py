@@ -93,20 +93,20 @@ def reference_statistics(source: str | Path, network: FeatureNetwork, keep_featu
         LoadError: The network cannot be loaded.
     """
     path = resolve_path(source)
-    found: Reference | None = None
+    saved: Reference | None = None
     error: Exception | None = None
     try:
         if path.suffix.lower() == STATISTICS_SUFFIX:
-            found = Reference.load(path, network)
-            if keep_features and found.features is None:
+            saved = Reference.load(path, network)
+            if keep_features and saved.features is None:
                 raise ValueError(f"{path} has no features, which KID needs. Use the folder of images instead.")
         else:
             moments, kept = _share(path, network, keep_features)
     except (ValueError, RuntimeError, OSError) as failure:
         error = failure
     raise_together(error)
-    if found is not None:
-        return found
+    if saved is not None:
+        return saved
     moments.add_up_ranks()
     return Reference(*moments.mean_and_cov(), network.name, kept.gathered() if keep_features else None)
 
@@ -119,7 +119,7 @@ def _share(folder: Path, network: FeatureNetwork, keep_features: bool) -> tuple[
     numbers = list(range(rank, len(files), world_size))
     for start in range(0, len(numbers), BATCH_SIZE):
         batch = numbers[start : start + BATCH_SIZE]
-        features = network.of_pixels([read_picture(files[number]).permute(1, 2, 0).numpy() for number in batch])
+        features = network.extract([read_picture(files[number]).permute(1, 2, 0).numpy() for number in batch])
         moments.update(features)
         if keep_features:
             kept.add(features, batch)

@@ -151,13 +151,13 @@ def diversity(features: Tensor, prompts: Sequence[Key]) -> dict[Key, float]:
     members: dict[Key, list[int]] = {}
     for index, prompt in enumerate(prompts):
         members.setdefault(prompt, []).append(index)
-    found = {}
+    distances = {}
     for prompt, rows in members.items():
         unit = torch.nn.functional.normalize(features[rows].double(), dim=-1)
         first, second = torch.triu_indices(len(rows), len(rows), offset=1)
         pairs = (1 - unit @ unit.T)[first, second].clamp(min=0)
-        found[prompt] = float(pairs.mean())
-    return found
+        distances[prompt] = float(pairs.mean())
+    return distances
 
 
 def bootstrap_interval(
@@ -185,9 +185,9 @@ def bootstrap_interval(
     """
     scores = np.asarray(values, dtype=np.float64)
     labels = np.arange(len(scores)) if clusters is None else np.asarray(clusters)
-    found = ~np.isnan(scores)
-    _, cluster_of = np.unique(labels[found], return_inverse=True)
-    sums, counts = np.bincount(cluster_of, scores[found]), np.bincount(cluster_of)
+    known = ~np.isnan(scores)
+    _, cluster_of = np.unique(labels[known], return_inverse=True)
+    sums, counts = np.bincount(cluster_of, scores[known]), np.bincount(cluster_of)
     if len(sums) < 2:  # scipy refuses to resample a single cluster
         mean = float(sums[0] / counts[0]) if len(sums) else math.nan
         return mean, mean

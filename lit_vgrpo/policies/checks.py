@@ -79,21 +79,21 @@ def encoded(policy: Policy, prompts: Sequence[str], seed: int = 0) -> Conditioni
     return policy.encode(prompts, pictures_for(policy, prompts, seed))
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference relative to the largest expected value; infinity if a value is not finite.
 
     Raises:
         Broken: The shapes differ.
     """
-    if found.shape != expected.shape:
-        raise Broken(f"the shape is {tuple(found.shape)} and should be {tuple(expected.shape)}")
-    if not (found.isfinite().all() and expected.isfinite().all()):
+    if actual.shape != expected.shape:
+        raise Broken(f"the shape is {tuple(actual.shape)} and should be {tuple(expected.shape)}")
+    if not (actual.isfinite().all() and expected.isfinite().all()):
         return float("inf")
-    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
 
 
-def _require_same(found: Tensor, expected: Tensor, advice: str) -> str:
-    error = difference(found, expected)
+def _require_same(actual: Tensor, expected: Tensor, advice: str) -> str:
+    error = difference(actual, expected)
     if error > SAME:
         raise Broken(f"differs by {error:.1e} of the largest value. {advice}")
     return f"differs by {error:.0e}"
@@ -242,11 +242,11 @@ def saved_weights_are_read_back(policy: Policy) -> str:
             with quiet_libraries():
                 policy.save(folder)
             read = _with_adapter if policy.lora_rank is not None else _with_weights
-            found = read(policy, Path(folder), given)
+            actual = read(policy, Path(folder), given)
     finally:
         for name, value in trained.items():
             value.copy_(kept[name])
-    return _require_same(found, expected, "See network_name.")
+    return _require_same(actual, expected, "See network_name.")
 
 
 def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Conditioning]) -> Tensor:

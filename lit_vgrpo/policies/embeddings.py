@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.system.hub import of_the_model
+from lit_vgrpo.system.hub import without_origin
 
 PREFIX, SUFFIX = "embeddings-", ".row"
 CRC_BYTES = 4
@@ -163,14 +163,14 @@ def encoder_fingerprint(policy: Embedder) -> str:
 
     pipeline = policy.pipeline
     add(type(policy).__name__, policy.family_options())
-    settings = of_the_model(dict(pipeline.config))
+    settings = without_origin(dict(pipeline.config))
     add(type(pipeline).__name__, {k: v for k, v in settings.items() if not isinstance(v, list | tuple)})
     encoders = [*policy.encoders(), *([pipeline.vae] if policy.edits else [])]
     for name, component in sorted(pipeline.components.items()):
         if any(component is encoder for encoder in encoders):
             config = component.config  # diffusers' is a mapping, transformers' is not
             config = dict(config) if isinstance(config, Mapping) else config.to_dict()
-            add(name, type(component).__name__, of_the_model(config))
+            add(name, type(component).__name__, without_origin(config))
             for key, parameter in component.named_parameters():
                 add(key, parameter.shape, parameter.dtype)
             flat = [weight.flatten() for weight in component.parameters()]

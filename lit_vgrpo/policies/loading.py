@@ -76,9 +76,9 @@ def find_folder(policy: Loadable) -> Path | None:
         if path.suffix.lower() not in ONE_FILE or not hasattr(_family(policy), "from_single_file"):
             advice = f"Use a folder with {INDEX} and unquantised weights, or a hub name."
         raise LoadError(f"{name} is a file, not a pipeline folder. {advice}")
-    found = find_pipeline_class(policy.checkpoint, policy.revision)
-    if found not in (None, needed):
-        raise LoadError(f"{name} is a {found}, {type(policy).__name__} needs {needed}. Use another class_path.")
+    kind_name = find_pipeline_class(policy.checkpoint, policy.revision)
+    if kind_name not in (None, needed):
+        raise LoadError(f"{name} is a {kind_name}, {type(policy).__name__} needs {needed}. Use another class_path.")
     if (folder := config_folder(policy.checkpoint, policy.revision)) is None:
         return None
     parts = _parts(policy, folder)
@@ -94,7 +94,7 @@ def find_folder(policy: Loadable) -> Path | None:
         if issubclass(kind, nn.Module) and not files[part].keys() & {variant, None}:
             advice = f"Set model.policy.variant={next(iter(files[part]))}." if files[part] else REMEDY
             raise LoadError(f"{name} has no weights in {part}/. {advice}")
-    if variant and not any(variant in of_part for of_part in files.values()):
+    if variant and not any(variant in variants for variants in files.values()):
         raise LoadError(f"{name} has no weights of model.policy.variant={variant}. Leave it out.")
     return folder
 

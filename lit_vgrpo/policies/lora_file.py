@@ -129,10 +129,10 @@ def _scale_of(config: Mapping[str, Any], layer: str, rank: int) -> float:
 def _read(policy: Policy, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a file's tensors in float32, and the adapter's options in its header or in peft's file next to it."""
     what, prefix = f"{KEY}={policy.start_from}", f"{policy.network_name}."
-    found, header = read_weights(file), {}
-    if not (found and all(isinstance(value, Tensor) for value in found.values())):
+    weights, header = read_weights(file), {}
+    if not (weights and all(isinstance(value, Tensor) for value in weights.values())):
         raise ValueError("contains no tensors, or something else")
-    tensors = {name: tensor.float() for name, tensor in found.items()}
+    tensors = {name: tensor.float() for name, tensor in weights.items()}
     if file.suffix == SUFFIXES[0]:
         with safe_open(file, framework="pt") as content:
             header = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "{}"))
@@ -174,9 +174,9 @@ def _fold_alphas(tensors: dict[str, Tensor]) -> None:
     """Multiply each alpha of a layer, divided by its rank, into the layer's second matrix."""
     for name in [name for name in tensors if name.endswith(ALPHA)]:
         stem = name.removesuffix(ALPHA)
-        found = {matrix: stem + ending for ending, matrix in SPELLINGS.items() if stem + ending in tensors}
-        if found.keys() == {DOWN, UP}:
-            tensors[found[UP]] = tensors[found[UP]] * (tensors.pop(name).item() / len(tensors[found[DOWN]]))
+        names = {matrix: stem + ending for ending, matrix in SPELLINGS.items() if stem + ending in tensors}
+        if names.keys() == {DOWN, UP}:
+            tensors[names[UP]] = tensors[names[UP]] * (tensors.pop(name).item() / len(tensors[names[DOWN]]))
 
 
 def _layers_of(policy: Policy, tensors: Mapping[str, Tensor], network: Any) -> dict[str, Tensor]:
@@ -232,8 +232,8 @@ def _converted(policy: Policy, tensors: Mapping[str, Tensor], network: Any) -> d
 
     family, prefix = getattr(diffusers, policy.pipeline_class), f"{policy.network_name}."
     with quiet_libraries():
-        found, *_ = family.lora_state_dict(dict(tensors), unet_config=network.config, return_lora_metadata=True)
-    ours = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+        converted, *_ = family.lora_state_dict(dict(tensors), unet_config=network.config, return_lora_metadata=True)
+    ours = {name.removeprefix(prefix): tensor for name, tensor in converted.items()}
     if not any("lora_A" in name for name in ours):
         ours = {next(iter(convert_unet_state_dict_to_peft({name: tensor}))): tensor for name, tensor in ours.items()}
     return ours
@@ -247,14 +247,14 @@ def _renamed(policy: Policy, tensors: Mapping[str, Tensor], network: nn.Module) 
     modules = dict(network.named_modules())
     places = {**{name: [name] for name in modules}, **fused_modules(modules, policy.comfyui_names)}
     flat = {name.replace(".", "_"): layers for name, layers in places.items()}
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem, matrix = _parts(name)
         layers = flat.get(stem.replace(".", "_"), []) if matrix else []
         sizes = [len(getattr(modules[layer], "weight", ())) for layer in layers]
         parts = tensor.split(sizes) if matrix == UP and sum(sizes) == len(tensor) else [tensor] * len(layers)
-        found |= {layer + matrix: part for layer, part in zip(layers, parts, strict=True)} or {name: tensor}
-    return found
+        renamed |= {layer + matrix: part for layer, part in zip(layers, parts, strict=True)} or {name: tensor}
+    return renamed
 
 
 def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:

@@ -165,8 +165,8 @@ def drawing_errors(policy: Policy, specs: Sequence[RolloutSpec] = ()) -> list[st
             cond = twin.encode(["a"], twin.blank_references(1))
             stage = f"its {' and '.join(twin.network_names)}"
             z, t = torch.empty(1, *twin.latent_shape, device="meta"), torch.empty(1, device="meta")
-            if (found := twin(z, t, cond).shape) != z.shape:
-                raise RuntimeError(f"it returns {list(found[1:])} for latents {list(z.shape[1:])}")
+            if (shape := twin(z, t, cond).shape) != z.shape:
+                raise RuntimeError(f"it returns {list(shape[1:])} for latents {list(z.shape[1:])}")
             stage = "its VAE"
             twin.decode(z)
             for spec in specs:

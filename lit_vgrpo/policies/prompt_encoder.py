@@ -43,8 +43,8 @@ def size_error(policy: Embedder, size: tuple[int, ...]) -> str | None:
     """Return why a picture of a height and width cannot be edited, as a phrase that follows its name, or ``None``."""
     if policy.image_size in (None, size):
         return None
-    wanted, found = (" x ".join(map(str, sides)) for sides in (policy.image_size or (), size))
-    return f"has {found} pixels (height x width), but the images have {wanted}. Resize it, or set height and width."
+    wanted, given = (" x ".join(map(str, sides)) for sides in (policy.image_size or (), size))
+    return f"has {given} pixels (height x width), but the images have {wanted}. Resize it, or set height and width."
 
 
 class PromptEncoder:

@@ -119,9 +119,9 @@ class QwenImageEditPolicy(QwenImagePolicy):
         files = to_pil((torch.zeros(pictures.shape) if pictures.is_meta else pictures).flatten(0, -4))
         seen, large = zip(*map(self._resized, files), strict=True)
         number = len(files) // len(prompts)
-        of_prompts = [seen[start : start + number] for start in range(0, len(files), number)]
-        rows = [self._read(prompt, own) for prompt, own in zip(prompts, of_prompts, strict=True)]
-        negative = masked_rows([self._read(self.negative_prompt, own) for own in of_prompts])
+        prompt_pictures = [seen[start : start + number] for start in range(0, len(files), number)]
+        rows = [self._read(prompt, own) for prompt, own in zip(prompts, prompt_pictures, strict=True)]
+        negative = masked_rows([self._read(self.negative_prompt, own) for own in prompt_pictures])
         return {
             **masked_rows(rows),
             REFERENCE_LATENTS: self.vae_encode(torch.cat(large).to(self.device)).unflatten(0, (-1, number)),

@@ -34,8 +34,8 @@ class QwenImage21Policy(QwenVAEPolicy):
     def scheduler(self, solver: str, steps: int) -> Any:
         given = self.pipeline.config.sample_sigmas
         if given is not None and (solver, steps) != ("euler", len(given)):
-            found = f"solver={solver!r} and steps={steps} do not fit the sample_sigmas of {self.checkpoint}"
-            raise ValueError(f"{found}. Use euler and steps={len(given)}.")
+            problem = f"solver={solver!r} and steps={steps} do not fit the sample_sigmas of {self.checkpoint}"
+            raise ValueError(f"{problem}. Use euler and steps={len(given)}.")
         return super().scheduler(solver, steps)
 
     def sigmas(self, steps: int) -> Sequence[float]:

@@ -108,50 +108,50 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
         return []
     rewards = list(dict.fromkeys(name for run in runs for name in run.reward_names))
     parts = {name: name for name in rewards if len(rewards) > 1}
-    found = _plots("Held-out reward", runs, {"reward": "sum", **parts, "untrained_reward": "untrained"})
+    result = _plots("Held-out reward", runs, {"reward": "sum", **parts, "untrained_reward": "untrained"})
     columns = {column for run in runs for point in run.iterations for column in point.metrics}
     with_std = (name for name in columns if name.startswith("source/") and name.endswith("/std"))
     sources = sorted(name.removeprefix("source/").removesuffix("/std") for name in with_std)
     for stage in ("Held-out", "Training"):
-        found += _plots(f"{stage} reward by source", runs, {f"source/{name}": name for name in sources})
+        result += _plots(f"{stage} reward by source", runs, {f"source/{name}": name for name in sources})
     tasks = list(dict.fromkeys(n for run in runs for point in run.evaluations for n in point.metrics if "/" in n))
     for benchmark in dict.fromkeys(name.partition("/")[0] for name in tasks if not name.startswith("source/")):
         own = {name: name.partition("/")[2] for name in tasks if name.startswith(f"{benchmark}/")}
-        found += _plots(f"Held-out prompts of {benchmark}", runs, own)
+        result += _plots(f"Held-out prompts of {benchmark}", runs, own)
     for title, metrics in PANELS.items():
         each = {f"reward/{name}": name for name in parts} if title == "Training reward" else {}
-        found += _plots(title, runs, metrics | each)
+        result += _plots(title, runs, metrics | each)
     shown = {metric for metrics in PANELS.values() for metric in metrics} | set(HIDDEN)
     logged = {n for run in runs for point in run.iterations[-1:] for n in point.metrics if n.startswith("policy/")}
     for name in sorted(logged - shown):  # of the training method
-        found += _plots(name.removeprefix("policy/").replace("_", " ").capitalize(), runs, {name: name})
-    for number, plot in enumerate(found):
+        result += _plots(name.removeprefix("policy/").replace("_", " ").capitalize(), runs, {name: name})
+    for number, plot in enumerate(result):
         for axis in AXES:
             known = [series for series in plot.series if np.isfinite(series.xs[axis]).any()]
             # The salt makes the ids in the SVG unique in the page.
             with rc_context({**STYLE, "svg.hashsalt": f"{number}-{axis}"}):
                 plot.drawings.update({axis: _svg(known, axis)} if known else {})
-    return found
+    return result
 
 
 def _plots(title: str, runs: Sequence[RunData], metrics: dict[str, str]) -> list[Plot]:
     """Return one plot of a run's metrics, or a plot of each metric of several runs, without empty ones."""
     groups = [metrics] if len(runs) == 1 else [{metric: label} for metric, label in metrics.items()]
-    found = []
+    result = []
     for group in groups:
         curves = [
             (run, metric, label if len(runs) == 1 else run.name) for run in runs for metric, label in group.items()
         ]
-        found_series = [_series(*curve, n, title.startswith("Held-out")) for n, curve in enumerate(curves)]
+        candidates = [_series(*curve, n, title.startswith("Held-out")) for n, curve in enumerate(curves)]
         series: list[Series] = []
-        for one in found_series:
+        for one in candidates:
             # A sum of one reward is that reward.
             if one is not None and (len(runs) > 1 or not any(one.is_like(other) for other in series)):
                 series.append(one)
         name = title if len(groups) == 1 else f"{title}: {next(iter(group.values()))}"
         # A curve that is 0 throughout, such as that of a clip that is off, shows nothing.
-        found += [Plot(name, series)] if any(one.ys.any() and len(one.ys) > 1 for one in series) else []
-    return found
+        result += [Plot(name, series)] if any(one.ys.any() and len(one.ys) > 1 for one in series) else []
+    return result
 
 
 def _series(run: RunData, metric: str, label: str, colour: int, heldout: bool) -> Series | None:

@@ -134,8 +134,8 @@ def base_licence(card: Path | None) -> dict[str, str | list[str]]:
     try:
         text = card.read_text(encoding="utf-8-sig") if card is not None else ""
         head = (yaml.safe_load(text.split("\n---", 1)[0]) if text.startswith("---\n") else None) or {}
-        found = {key: head[key] for key in LICENCE_KEYS if isinstance(head.get(key), str | list)}
-        return {key: value for key, value in found.items() if all(isinstance(word, str) for word in value)}
+        licence = {key: head[key] for key in LICENCE_KEYS if isinstance(head.get(key), str | list)}
+        return {key: value for key, value in licence.items() if all(isinstance(word, str) for word in value)}
     except Exception as error:  # YAML's types raise anything
         why = one_line(error)[:200] or type(error).__name__
         report([f"The base model's licence is not known: {card} cannot be read ({why})."])

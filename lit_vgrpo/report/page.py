@@ -132,15 +132,15 @@ def read_pairs(run: Path, say: Say = lambda line: None) -> list[Pair]:
 
 def side_by_side(runs: Sequence[RunPage]) -> list[Pair]:
     """Return the images of several runs by prompt; identical images before training appear once."""
-    found: dict[tuple[str, Picture | None], Pair] = {}
+    pairs: dict[tuple[str, Picture | None], Pair] = {}
     for run in runs:
         for pair in run.pairs:
-            shown = found.setdefault((pair.prompt, pair.edited), replace(pair, images={})).images
+            shown = pairs.setdefault((pair.prompt, pair.edited), replace(pair, images={})).images
             (before, start), (time, end) = pair.images.items()
             if start not in shown.values():
                 shown[f"{run.name}, {before}" if shown else before] = start
             shown[f"{run.name}, {time}"] = end
-    return list(found.values())
+    return list(pairs.values())
 
 
 def _difference(frames: Frames, others: Frames) -> float:
@@ -165,7 +165,7 @@ def read_kept(run: Path, known: set[str], say: Say = lambda line: None) -> dict[
     disagree, and the picture that is ``edited``, if any. ``say`` names a damaged table.
     """
     table = run / KEPT / IMAGES_NAME
-    found: dict[str, list[dict[str, Any]]] = {}
+    galleries: dict[str, list[dict[str, Any]]] = {}
     # The table may name any file on the disk, and the page is meant to be shared.
     files = {file.name: file for file in (run / KEPT).glob("*.png") if file.is_file() and not file.is_symlink()}
     with reading(table, say) if table.exists() else suppress(FileNotFoundError):
@@ -182,8 +182,8 @@ def read_kept(run: Path, known: set[str], say: Say = lambda line: None) -> dict[
             }
             if image.source not in known:
                 known.add(image.source)
-                found.setdefault(REASONS[entry["reason"]], []).append(shown)
-    return found
+                galleries.setdefault(REASONS[entry["reason"]], []).append(shown)
+    return galleries
 
 
 def _read_picture(file: Path, side: int = SIDE) -> Picture:
@@ -218,7 +218,7 @@ def video(frames: Frames, duration: int) -> Picture:
 
 def read_benchmarks(run: Path, say: Say) -> list[dict[str, Any]]:
     """Return results of ``lightning eval --benchmark``, each with ``title``, ``protocol``, ``table`` and ``papers``."""
-    found = []
+    results = []
     for file in sorted((run / BENCHMARKS).glob("*.json")):
         with reading(file, say):
             report = json.loads(read_regular(file))
@@ -226,8 +226,8 @@ def read_benchmarks(run: Path, say: Say) -> list[dict[str, Any]]:
             protocol = ", ".join(f"{name.replace('_', ' ')} {report['protocol'][name]}" for name in names)
             table = [[str(row[0]), *map(str, row[1:])] for row in report["table"]]
             papers = {paper: [*map(str, why or ())] for paper, why in report["papers"].items()}
-            found.append({"title": report["title"], "table": table, "papers": papers, "protocol": protocol})
-    return found
+            results.append({"title": report["title"], "table": table, "papers": papers, "protocol": protocol})
+    return results
 
 
 class RunPage:
@@ -246,10 +246,10 @@ class RunPage:
     def seconds(self) -> list[tuple[str, float, float]]:
         """Phases of the iterations: name, seconds and share."""
         rows = [point.metrics for point in self.run.iterations]
-        found = {title: sum(max(row.get(key, 0.0), 0.0) for row in rows) for key, title in PHASES.items()}
-        found["Updates"] = max(sum(row["time/iteration_s"] for row in rows) - sum(found.values()), 0.0)
-        whole = sum(found.values())
-        return [(title, part, part / whole) for title, part in found.items() if part >= 0.0005 * whole > 0]
+        phases = {title: sum(max(row.get(key, 0.0), 0.0) for row in rows) for key, title in PHASES.items()}
+        phases["Updates"] = max(sum(row["time/iteration_s"] for row in rows) - sum(phases.values()), 0.0)
+        whole = sum(phases.values())
+        return [(title, part, part / whole) for title, part in phases.items() if part >= 0.0005 * whole > 0]
 
     @property
     def most_changed(self) -> list[Pair]:
@@ -264,7 +264,7 @@ class RunPage:
         is_gpu = "cpu" not in str(summary.get("device", "cpu")).lower()
         seconds = run.total("seconds")
         hours = seconds if is_gpu else cpu
-        found = {
+        shown = {
             "Iterations": verdict.amount(run.num_iterations),
             "Images": verdict.amount(run.total("images")),
             "Training time": verdict.duration(seconds),
@@ -273,7 +273,7 @@ class RunPage:
             "Date": str(summary.get("date") or "")[:10],
             "Commit": summary.get("commit"),
         }
-        return [(name, value) for name, value in found.items() if value]
+        return [(name, value) for name, value in shown.items() if value]
 
     @property
     def commands(self) -> list[tuple[str, str]]:
@@ -281,21 +281,21 @@ class RunPage:
         folder, run = self.run.folder, self.run
         if not run.recipe or newest_checkpoint(folder) is None:
             return []
-        found = {"Continue the run": how_to_resume(folder).partition(": ")[2]} if run.outcome in UNDONE else {}
-        found["Score it again, with confidence intervals"] = f"lightning eval {quote(f'{folder}')}"
+        steps = {"Continue the run": how_to_resume(folder).partition(": ")[2]} if run.outcome in UNDONE else {}
+        steps["Score it again, with confidence intervals"] = f"lightning eval {quote(f'{folder}')}"
         if self.pairs and self.pairs[0].edited is None:
-            found["Draw a prompt"] = f"lightning sample {quote(f'{folder}')} --prompt {quote(self.pairs[0].prompt)}"
-        found["Write the weights for diffusers"] = (
+            steps["Draw a prompt"] = f"lightning sample {quote(f'{folder}')} --prompt {quote(self.pairs[0].prompt)}"
+        steps["Write the weights for diffusers"] = (
             f"lightning export {quote(f'{folder}')} --to {quote(self.name)}_export"
         )
-        return list(found.items())
+        return list(steps.items())
 
     @property
     def facts(self) -> list[tuple[str, str]]:
         """Device, memory, seed and versions."""
         summary = self.run.summary
         memory, phases = summary.get("peak_memory_bytes"), summary.get("peak_memory_bytes_by_phase", {})
-        found = {
+        shown = {
             "Outcome": self.run.outcome,
             "Device": summary.get("device"),
             "Processes": summary.get("world_size"),
@@ -306,7 +306,7 @@ class RunPage:
             "Seed": summary.get("seed", self.run.recipe.get("seed_everything")),
             **summary.get("versions", {}),
         }
-        return [(name, str(value)) for name, value in found.items() if value is not None]
+        return [(name, str(value)) for name, value in shown.items() if value is not None]
 
 
 def render(runs: Sequence[RunData], live: bool = False) -> str:

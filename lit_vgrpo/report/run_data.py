@@ -139,7 +139,7 @@ class RunData:
         newest = self.iterations[-1].metrics if self.iterations else {}
         parts = [name.split("/") for name in newest if name.startswith("reward/") and name.endswith("/std")]
         trained = [part[1] for part in parts if len(part) == 3]
-        scored = [name for of_run in self.scores.values() for name in of_run]
+        scored = [name for scores in self.scores.values() for name in scores]
         names = dict.fromkeys([*self.summary.get("reward_parts_end", {}), *trained, *scored])
         return [name for name in names if name not in ("reward", "untrained_reward")]
 
@@ -230,15 +230,15 @@ def _read_points(table: Path, say: Say) -> tuple[dict[int, Point], dict[int, Poi
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that are finite numbers."""
-    found = {}
+    numbers = {}
     for name, value in values.items():
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             continue
         if math.isfinite(number):
-            found[name] = number
-    return found
+            numbers[name] = number
+    return numbers
 
 
 def read_scores(run: Path, say: Say = lambda line: None) -> dict[int, PromptSums]:
@@ -248,7 +248,7 @@ def read_scores(run: Path, say: Say = lambda line: None) -> dict[int, PromptSums
         say: Called with a line for every damaged line, except one that was cut off when the run was killed.
     """
     file, shape = run / KEPT / SCORES_NAME, TypeAdapter(ScoresLine)
-    found: dict[int, PromptSums] = {}
+    by_iteration: dict[int, PromptSums] = {}
     for number, line in enumerate(file.read_bytes().splitlines(keepends=True) if file.is_file() else [], start=1):
         try:
             entry = checked_json(line, shape, f"{file} line {number}")
@@ -256,9 +256,9 @@ def read_scores(run: Path, say: Say = lambda line: None) -> dict[int, PromptSums
             if line.endswith(b"\n"):
                 say(str(error))
             continue
-        found = {done: scores for done, scores in found.items() if done < entry["iteration"]}
-        found[entry["iteration"]] = entry["scores"]
-    return found
+        by_iteration = {done: scores for done, scores in by_iteration.items() if done < entry["iteration"]}
+        by_iteration[entry["iteration"]] = entry["scores"]
+    return by_iteration
 
 
 def interval(sums: list[tuple[float, int]] | None) -> Interval | None:
@@ -293,18 +293,18 @@ def differences(recipes: Sequence[Mapping[Any, Any]]) -> list[tuple[str, list[st
 
 def _settings(node: Any, key: str = "") -> dict[str, str]:
     """Return each setting's value as text, by its key as a user types it."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     if isinstance(node, Mapping):
         if "class_path" in node:
             return {key: _text(node["class_path"])} | _settings(node.get("init_args") or {}, key)
         for name, value in node.items():
-            found |= _settings(value, f"{key}.{name}" if key else str(name))
+            settings |= _settings(value, f"{key}.{name}" if key else str(name))
     elif isinstance(node, list) and any(isinstance(entry, Mapping | str) for entry in node):
         for number, entry in enumerate(node):
-            found |= _settings(entry, f"{key}[{number}]")
+            settings |= _settings(entry, f"{key}[{number}]")
     elif key not in NOT_COMPARED:
-        found[key] = without_secrets(f"{key.rpartition('.')[2]}: {_text(node)}").partition(": ")[2]
-    return found
+        settings[key] = without_secrets(f"{key.rpartition('.')[2]}: {_text(node)}").partition(": ")[2]
+    return settings
 
 
 def _text(value: Any) -> str:

@@ -42,12 +42,12 @@ def signs(start: Mapping[str, float], end: Mapping[str, float]) -> list[str]:
     >>> signs({"saturation": 0.1}, {"saturation": 0.3})
     ['colours became oversaturated']
     """
-    found = []
+    result = []
     for name, (least, most, below, above) in SIGNS.items():
         before, after = start.get(name), end.get(name)
         if before is not None and after is not None and abs(after - before) >= LEAST_CHANGE:
-            found += [below] if after < least * before else [above] if after > most * before else []
-    return found
+            result += [below] if after < least * before else [above] if after > most * before else []
+    return result
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Verdict:
         start, end = self.run.comparable[0], self.run.comparable[-1]
         rewards = self.run.reward_names
         names = dict.fromkeys([*("reward", UNTRAINED, *rewards), *sorted(end.metrics)])
-        found: list[Change] = []
+        changes: list[Change] = []
         for name in names:
             if name not in end.metrics or name in ("failed", "reward_std", FINGERPRINT):
                 continue
@@ -114,10 +114,10 @@ class Verdict:
             is_first = start is end
             first, paired = (None, None) if is_first else (start.metrics.get(name), difference(before, after))
             change = Change(name, first, end.metrics[name], (interval(before), interval(after)), paired)
-            is_sum = [score(one.start) + score(one.end) == score(first) + score(change.end) for one in found[:2]]
+            is_sum = [score(one.start) + score(one.end) == score(first) + score(change.end) for one in changes[:2]]
             if name not in rewards or not any(is_sum):  # a sum of one reward is that reward
-                found.append(change)
-        return found
+                changes.append(change)
+        return changes
 
     @cached_property
     def reward(self) -> Change | None:
@@ -130,31 +130,31 @@ class Verdict:
         if self.reward is None or self.reward.start is None or self.run.comparable[0].iteration:
             return Cheating(False, "Not checked: that needs an evaluation at the start and a later one.", [])
         start, end = self.run.comparable[0].metrics, self.run.comparable[-1].metrics
-        found = signs(start, end)
+        image_signs = signs(start, end)
         other = next((change for change in self.changes if change.name == UNTRAINED and change.start is not None), None)
         if other is not None and other.direction < 0:
-            found.append("a reward that was not trained on fell")
+            image_signs.append("a reward that was not trained on fell")
         unchecked = "" if other is not None else f" Not checked with another reward: {ADVICE}."
         if self.reward.direction <= 0:
-            after = f", but {listed(found)}" if found else ", so there is nothing to check"
-            return Cheating(False, f"The reward did not rise measurably{after}.", found)
-        if found:
-            return Cheating(True, f"Probably: the reward rose, and {listed(found)}.{unchecked}", found)
+            after = f", but {listed(image_signs)}" if image_signs else ", so there is nothing to check"
+            return Cheating(False, f"The reward did not rise measurably{after}.", image_signs)
+        if image_signs:
+            return Cheating(True, f"Probably: the reward rose, and {listed(image_signs)}.{unchecked}", image_signs)
         if ACROSS not in start or ACROSS not in end:
-            return Cheating(False, "Not checked: the images were not measured.", found)
+            return Cheating(False, "Not checked: the images were not measured.", image_signs)
         if other is None:
             words = "No sign of it in the images: those of different prompts still differ."
-            return Cheating(False, f"{words}{unchecked}", found)
+            return Cheating(False, f"{words}{unchecked}", image_signs)
         course = "rose too," if other.direction > 0 else "did not fall measurably:"
         values = f"{score(other.start)} before, {score(other.end)} after"
         words = f"images of different prompts still differ, and the reward that was not trained on {course} {values}."
-        return Cheating(False, f"No sign of it: {words}", found)
+        return Cheating(False, f"No sign of it: {words}", image_signs)
 
     @property
     def evidence(self) -> list[Change]:
         """The metrics behind :attr:`cheating`."""
-        found = {change.name: change for change in self.changes}
-        return [found[name] for name in MEANING if name in found]
+        by_name = {change.name: change for change in self.changes}
+        return [by_name[name] for name in MEANING if name in by_name]
 
     @property
     def unseen(self) -> str:
@@ -214,14 +214,14 @@ class Verdict:
         run, direction = self.run, self.reward.direction if self.reward and self.reward.start is not None else 1
         newest = run.iterations[-1].metrics if run.iterations else {}
         is_flat = direction == 0 or newest.get("reward/no_spread", 0) >= FLAT
-        found = {
+        sections = {
             "the-reward-falls-or-all-images-look-alike": direction < 0 or run.outcome in ("diverged", "collapsed"),
             "the-reward-rises-but-the-images-got-worse": self.cheating.is_likely or run.summary.get("alarms"),
             "the-reward-does-not-move": is_flat and run.outcome != RUNNING,
             "out-of-memory": "out of memory" in str(run.summary.get("reason")).lower(),
             "it-hangs": run.outcome == UNFINISHED,
         }
-        return [f"{HELP}#{section}" for section, applies in found.items() if applies]
+        return [f"{HELP}#{section}" for section, applies in sections.items() if applies]
 
     @cached_property
     def alarms(self) -> list[str]:
@@ -290,9 +290,9 @@ def score(value: float | None, sign: str = "") -> str:
     return format(value, f"{sign}.3f" if abs(value) < 100 else f"{sign}.5g").replace("-", MINUS)
 
 
-def brackets(found: Interval | None, sign: str = "") -> str:
+def brackets(ends: Interval | None, sign: str = "") -> str:
     """Return an interval in brackets; empty for none."""
-    return "" if found is None else f"[{score(found.low, sign)}, {score(found.high, sign)}]"
+    return "" if ends is None else f"[{score(ends.low, sign)}, {score(ends.high, sign)}]"
 
 
 def amount(value: float | None) -> str:

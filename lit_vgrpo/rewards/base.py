@@ -158,7 +158,7 @@ _inside: list[list[Any]] = []  # for each guest, the process's settings before t
 @contextmanager
 def guest() -> Iterator[None]:
     """Run a user's code, in any thread."""
-    process, of_thread = os.getpid(), [get() for get, _ in OF_THREAD]
+    process, thread = os.getpid(), [get() for get, _ in OF_THREAD]
     with _lock:
         _inside.append(_inside[0] if _inside else [get() for get, _ in OF_PROCESS])
     error: BaseException | None = None
@@ -171,7 +171,7 @@ def guest() -> Iterator[None]:
         if os.getpid() != process:  # a fork, which would continue as a second trainer
             _end(error)
         with _lock:
-            before = zip((*OF_THREAD, *OF_PROCESS), (*of_thread, *_inside.pop()), strict=True)
+            before = zip((*OF_THREAD, *OF_PROCESS), (*thread, *_inside.pop()), strict=True)
             for put, value in [(put, value) for (get, put), value in before if get() != value]:
                 put(value)
 
@@ -283,8 +283,8 @@ class Scores:
         names = list(batches[0].parts)
         counts: dict[str, Counter[str]] = {}
         for batch in batches:
-            for name, of_batch in batch.counts.items():
-                counts.setdefault(name, Counter()).update(of_batch)
+            for name, events in batch.counts.items():
+                counts.setdefault(name, Counter()).update(events)
         return cls(
             total=torch.cat([batch.total.cpu() for batch in batches]),
             parts={name: torch.cat([batch.parts[name].cpu() for batch in batches]) for name in names},

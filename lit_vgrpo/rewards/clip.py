@@ -29,11 +29,11 @@ class CLIPEncoder:
     model: Any
     processor: Any
 
-    def of_images(self, images: Any) -> Tensor:
+    def encode_images(self, images: Any) -> Tensor:
         """Return the embeddings of images as in :func:`clip_pixels`, ``(b, D)``."""
         return unit(self.model.get_image_features(clip_pixels(self.processor, images, self.model)).pooler_output)
 
-    def of_texts(self, texts: list[str]) -> Tensor:
+    def encode_texts(self, texts: list[str]) -> Tensor:
         """Return the embeddings of texts, truncated to the context: ``(b, D)``."""
         config, tokenizer = self.model.config.text_config, self.processor.tokenizer
         length = min(tokenizer.model_max_length, config.max_position_embeddings)
@@ -121,10 +121,10 @@ class CLIPReward(ModelReward):
         return longer_than(self._context, self._processor.tokenizer, prompts), self._context
 
     def _read(self, prompts: list[str]) -> Tensor:
-        return self._encoder.of_texts(prompts)
+        return self._encoder.encode_texts(prompts)
 
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        return self._scaled((self._encoder.of_images(images) * texts).sum(-1))
+        return self._scaled((self._encoder.encode_images(images) * texts).sum(-1))
 
     def _scaled(self, cosines: Tensor) -> Tensor:
         """Return the scores of cosines, shape ``(b,)``, float32."""
@@ -225,7 +225,7 @@ class CLIPImageSimilarity(CLIPReward):
         self.load_for(images)
         if references is None:
             return torch.full((len(images),), torch.nan, device=images.device)
-        given = in_batches(self._encoder.of_images, self.batch_size, to_uint8(references.flatten(0, -4)).cpu())
+        given = in_batches(self._encoder.encode_images, self.batch_size, to_uint8(references.flatten(0, -4)).cpu())
         given = given.unflatten(0, (len(images), -1)).mean(1)
         return in_batches(self._score, self.batch_size, to_uint8(images).cpu(), given).to(images.device)
 

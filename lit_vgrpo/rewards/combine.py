@@ -68,7 +68,7 @@ class Weighted(Reward):
         clips: list[tuple[Finite | None, Finite | None] | None] | None = None,
         overlap: bool = True,
     ) -> None:
-        size, found = len(rewards), [as_reward(reward) for reward in rewards]
+        size, built = len(rewards), [as_reward(reward) for reward in rewards]
         if not size:
             raise ValueError("rewards=[] is empty. Name at least one reward, such as PickScore.")
         weights = [1 / size] * size if weights is None else weights
@@ -81,7 +81,7 @@ class Weighted(Reward):
             if low is not None and high is not None and not low < high:
                 raise ValueError(f"clips=[{low}, {high}] is an empty range. Write [low, high] with low < high.")
         self.overlap = overlap
-        self.parts = [Part(*entry) for entry in zip(_unique_names(found), found, weights, clips, strict=True)]
+        self.parts = [Part(*entry) for entry in zip(_unique_names(built), built, weights, clips, strict=True)]
 
     @property
     def rewards(self) -> list[Reward]:
@@ -152,8 +152,8 @@ class Weighted(Reward):
             chosen = self._mask(part, rows).nonzero().flatten().tolist()
             if not chosen:
                 continue
-            of_chosen = [prompts[i] for i in chosen], [rows[i] for i in chosen]
-            scores = called(part.reward, images[chosen], *of_chosen, part.reward.with_gradient)
+            inputs = [prompts[i] for i in chosen], [rows[i] for i in chosen]
+            scores = called(part.reward, images[chosen], *inputs, part.reward.with_gradient)
             if images.requires_grad and not scores.requires_grad:
                 raise RewardOutage(f'Reward "{part.name}" is differentiable, but its scores carry no gradient.')
             shaped = self.shaped(part.name, {part.name: scores})
@@ -233,7 +233,8 @@ class Weighted(Reward):
         """
         errors, asked = [], [(row, self.errors_of_prompt(row["prompt"], row)) for row in rows]
         for part in (part for part in self.parts if part.reward.loads_nothing):
-            chosen = [row for row, found in asked if self._applies(part, row) and part.name not in found][: len(images)]
+            fit = [row for row, row_errors in asked if self._applies(part, row) and part.name not in row_errors]
+            chosen = fit[: len(images)]
             try:
                 if chosen:
                     called(part.reward, images[: len(chosen)], [row["prompt"] for row in chosen], chosen)

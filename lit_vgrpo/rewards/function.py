@@ -128,15 +128,15 @@ class PythonReward(Reward):
             wanted = f"Return one number per image: a list or tensor of {count}."
             raise RewardOutage(f'{place_of(self)}Reward "{self.name}" returned {described(returned)}. {wanted}')
         if None in numbers:
-            found = described(scores[numbers.index(None)])
-            raise RewardError(f"{place_of(self)}returned {found} for an image. Return a number, or None if it failed.")
+            shown = described(scores[numbers.index(None)])
+            raise RewardError(f"{place_of(self)}returned {shown} for an image. Return a number, or None if it failed.")
         return [number for number in numbers if number is not None]
 
     def _converted(self, images: Tensor | None) -> Any:
         if images is None or self.images == "tensor":
             return images
         if images.ndim == 5:  # several pictures to edit per image, or a video's frames
-            return [self._converted(of_image) for of_image in images]
+            return [self._converted(frames) for frames in images]
         if self.images == "pil":
             return to_pil(images)
         return to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()

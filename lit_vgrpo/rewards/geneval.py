@@ -128,10 +128,10 @@ class GenEval(ModelReward):
         self.load_for(images)
         least = min(self.threshold, self.counting_threshold)
         thresholds = [self.counting_threshold if row.get("tag") == "counting" else self.threshold for row in rows]
-        found: list[list[Detection]] = []
+        detections: list[list[Detection]] = []
         for batch in to_uint8(images).cpu().split(self.batch_size):
-            found += self._objects.find(filled(batch, self.batch_size), least)[: len(batch)]
-        objects = [objects_by_class(*one) for one in zip(found, thresholds, strict=True)]
+            detections += self._objects.find(filled(batch, self.batch_size), least)[: len(batch)]
+        objects = [objects_by_class(*one) for one in zip(detections, thresholds, strict=True)]
         objects = self._colored(images, objects, rows)
         return [judge(one, row) for one, row in zip(objects, rows, strict=True)]
 
@@ -146,7 +146,7 @@ class GenEval(ModelReward):
             full = batch + batch[-1:] * (self.batch_size - len(batch))
             names = self.colors([object_crop(*one) for one in full], [detection.label for _, detection in full])
             seen |= {id(one): replace(one, color=name) for (_, one), name in zip(batch, names, strict=False)}
-        return [{label: [seen.get(id(one), one) for one in found] for label, found in o.items()} for o in objects]
+        return [{label: [seen.get(id(one), one) for one in many] for label, many in o.items()} for o in objects]
 
     def colors(self, crops: list[Image.Image], labels: list[str]) -> list[str]:
         """Return the colour of each object: the one whose prompts are closest to its crop.
@@ -158,9 +158,9 @@ class GenEval(ModelReward):
         for label in labels:
             if label not in self._directions:
                 texts = [template.format(color=color, label=label) for color in COLORS for template in TEMPLATES]
-                embeddings = self._encoder.of_texts(texts).view(len(COLORS), len(TEMPLATES), -1)
+                embeddings = self._encoder.encode_texts(texts).view(len(COLORS), len(TEMPLATES), -1)
                 self._directions[label] = unit(embeddings.mean(1))
-        features = self._encoder.of_images(crops)
+        features = self._encoder.encode_images(crops)
         directions = torch.stack([self._directions[label] for label in labels]).to(features.device)
         nearest = torch.einsum("bd,bcd->bc", features, directions).argmax(1)
         return [COLORS[index] for index in nearest.tolist()]
@@ -206,18 +206,18 @@ class ObjectDetector:
         return (self._from_masks if self.segments else self._from_boxes)(outputs, threshold, sizes)
 
     def _from_boxes(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
-        found = []
+        result = []
         for picture in self._processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=sizes):
             columns = (picture[key].tolist() for key in ("labels", "scores", "boxes"))
-            found.append(
+            result.append(
                 [Detection(self._names[label], score, tuple(box)) for label, score, box in zip(*columns, strict=True)]
             )
-        return found
+        return result
 
     def _from_masks(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
         from torchvision.ops import masks_to_boxes
 
-        found: list[list[Detection]] = []
+        result: list[list[Detection]] = []
         for picture in self._processor.post_process_instance_segmentation(
             outputs, threshold=threshold, target_sizes=sizes, return_binary_maps=True
         ):
@@ -225,13 +225,13 @@ class ObjectDetector:
             masks = picture["segmentation"].bool().cpu() if segments else torch.zeros(0, *sizes[0], dtype=torch.bool)
             boxes = masks_to_boxes(masks)
             boxes[:, 2:] += 1  # to include the last pixel
-            found.append(
+            result.append(
                 [
                     Detection(self._names[segment["label_id"]], segment["score"], tuple(box), mask.numpy())
                     for segment, box, mask in zip(segments, boxes.tolist(), masks, strict=True)
                 ]
             )
-        return found
+        return result
 
 
 def _detector_config(checkpoint: str) -> dict[str, Any] | None:

@@ -77,16 +77,16 @@ def objects_by_class(detections: Sequence[Detection], threshold: float) -> Objec
     for detection in sorted(detections, key=lambda detection: -detection.score):
         if detection.score > threshold:
             by_class.setdefault(detection.label, []).append(detection)
-    return {label: found[:MAX_OBJECTS] for label, found in by_class.items()}
+    return {label: objects[:MAX_OBJECTS] for label, objects in by_class.items()}
 
 
 def objects_to_color(objects: Objects, row: dict[str, Any]) -> list[Detection]:
     """Return the objects whose colour :func:`judge` needs."""
     asked: dict[int, Detection] = {}
     for need in row["include"]:
-        found = objects.get(need["class"], [])[: need["count"]]
-        if need.get("color") and len(found) == need["count"]:
-            asked.update((id(detection), detection) for detection in found)
+        detections = objects.get(need["class"], [])[: need["count"]]
+        if need.get("color") and len(detections) == need["count"]:
+            asked.update((id(detection), detection) for detection in detections)
     return list(asked.values())
 
 
@@ -103,18 +103,18 @@ def judge(objects: Objects, row: dict[str, Any]) -> float:
     shares: list[float] = []
     groups: list[list[Detection] | None] = []  # per requirement, None if not met
     for need in row["include"]:
-        wanted, found = need["count"], objects.get(need["class"], [])[: need["count"]]
-        shares.append(len(found) / wanted)
-        is_met = len(found) == wanted
+        wanted, detections = need["count"], objects.get(need["class"], [])[: need["count"]]
+        shares.append(len(detections) / wanted)
+        is_met = len(detections) == wanted
         if need.get("color"):
-            shares.append(sum(detection.color == need["color"] for detection in found) / wanted if is_met else 0.0)
+            shares.append(sum(detection.color == need["color"] for detection in detections) / wanted if is_met else 0.0)
             is_met = shares[-1] == 1
         if need.get("position"):
             relation, target = need["position"]
-            hits = [relation in relations(one.box, other.box) for one in found for other in groups[target] or []]
+            hits = [relation in relations(one.box, other.box) for one in detections for other in groups[target] or []]
             shares.append(sum(hits) / len(hits) if is_met and hits else 0.0)
             is_met = shares[-1] == 1
-        groups.append(found if is_met else None)
+        groups.append(detections if is_met else None)
     kept = math.prod(_share_kept(objects, excess) for excess in row.get("exclude") or ())
     return kept * sum(shares) / len(shares)
 
@@ -179,7 +179,7 @@ def row_error(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | No
 
 def _share_kept(objects: Objects, excess: dict[str, Any]) -> float:
     """Return 1 if fewer objects than excluded are present, else less by a share for each surplus object."""
-    found, allowed = len(objects.get(excess["class"], [])), excess["count"] - 1
-    if found <= allowed:
+    number, allowed = len(objects.get(excess["class"], [])), excess["count"] - 1
+    if number <= allowed:
         return 1.0
-    return max(0.0, 1 - (found - allowed) / allowed) if allowed else 0.0
+    return max(0.0, 1 - (number - allowed) / allowed) if allowed else 0.0

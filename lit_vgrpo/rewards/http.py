@@ -355,8 +355,8 @@ class HTTPReward(RemoteReward):
         return torch.tensor(scores, dtype=torch.float32)
 
 
-def _content(*of_request: Any) -> dict[str, Any]:
-    return {"content": score_request(*of_request), "headers": {"Content-Type": "application/json"}}
+def _content(*parts: Any) -> dict[str, Any]:
+    return {"content": score_request(*parts), "headers": {"Content-Type": "application/json"}}
 
 
 def _read(body: bytes, count: int) -> ScoreAnswer:

@@ -105,13 +105,13 @@ class ImageReward(ModelReward):
 
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the published weights under their names in :func:`blip_modules`."""
-    found = {}
+    result = {}
     for name, weight in weights.items():
         for pattern, new in NAMES.items():
             if match := re.fullmatch(pattern, name):
-                found[match.expand(new)] = weight
+                result[match.expand(new)] = weight
                 break
-    return found
+    return result
 
 
 def blip_modules(weights: Mapping[str, Tensor]) -> nn.ModuleDict:

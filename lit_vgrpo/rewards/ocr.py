@@ -135,14 +135,14 @@ class OCRReward(Reward):
         # one image at a time, because the padded line width would depend on the batch
         return [" ".join(self._engine(picture).txts or ()) for picture in pictures]
 
-    def score(self, found: str, wanted: str) -> float:
+    def score(self, text: str, wanted: str) -> float:
         """Return 1 minus ``1 / length`` for each letter to change, add or remove, at least 0."""
         from torchmetrics.functional.text import edit_distance
 
-        found, wanted = _plain(found), _plain(wanted)
-        if self.allow_extra and wanted in found:
+        text, wanted = _plain(text), _plain(wanted)
+        if self.allow_extra and wanted in text:
             return 1.0
-        return max(0.0, 1 - int(edit_distance(found, wanted)) / len(wanted))
+        return max(0.0, 1 - int(edit_distance(text, wanted)) / len(wanted))
 
 
 def wanted_text(prompt: str, row: dict[str, Any]) -> str:

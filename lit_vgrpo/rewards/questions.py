@@ -29,12 +29,12 @@ def _read(body: bytes) -> dict[str, float]:
     """Return the log-probabilities of the most probable first tokens in a chat completion."""
     try:
         listed = from_json(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        found = {str(token["token"]): float(token["logprob"]) for token in listed}
+        tokens = {str(token["token"]): float(token["logprob"]) for token in listed}
     except (KeyError, IndexError, TypeError, OverflowError) as error:
         raise ValueError("no log-probabilities: does the server support logprobs?") from error
-    if not all(number < 1e-3 for number in found.values()):  # 0, but for rounding
+    if not all(number < 1e-3 for number in tokens.values()):  # 0, but for rounding
         raise ValueError("a log-probability is above 0, or not a number")
-    return found
+    return tokens
 
 
 @checked
@@ -93,8 +93,8 @@ class QuestionScore(ChatReward):
         answers = iter(self._post(calls))
         scores = []
         for questions in asked:
-            found = torch.tensor([self._log_probability(next(answers), answer) for _, answer in questions])
-            scores.append(found.mean().exp() if self.mean == "geometric" else found.exp().mean())
+            values = torch.tensor([self._log_probability(next(answers), answer) for _, answer in questions])
+            scores.append(values.mean().exp() if self.mean == "geometric" else values.exp().mean())
         return torch.stack(scores).float() if scores else torch.zeros(0)
 
     def _log_probability(self, tokens: dict[str, float] | RequestError, expected: str) -> float:
@@ -102,5 +102,5 @@ class QuestionScore(ChatReward):
             self.failure = tokens.reason
             return math.nan
         wanted = {expected.casefold(), DIGITS.get(expected.casefold(), expected.casefold())}
-        found = sum(math.exp(number) for token, number in tokens.items() if token.strip().casefold() in wanted)
-        return min(math.log(found), 0.0) if found else min(tokens.values(), default=math.nan)
+        probability = sum(math.exp(number) for token, number in tokens.items() if token.strip().casefold() in wanted)
+        return min(math.log(probability), 0.0) if probability else min(tokens.values(), default=math.nan)

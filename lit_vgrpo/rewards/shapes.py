@@ -71,15 +71,15 @@ class ShapesReward(Reward):
         for name in self.checked:
             indices = [CHOICES[name].index(w[name]) if name in w else -1 for w in wanted]
             target = torch.tensor(indices, dtype=torch.long, device=images.device)
-            of_target = passed[name].gather(1, target.clamp(min=0)[:, None])[:, 0]
-            scores = scores + torch.where(target < 0, torch.nan, of_target)
+            target_scores = passed[name].gather(1, target.clamp(min=0)[:, None])[:, 0]
+            scores = scores + torch.where(target < 0, torch.nan, target_scores)
         return scores / len(self.checked)
 
     def checks(self, images: Tensor) -> dict[str, Tensor]:
         """Return, by attribute, how well the images show each of its `CHOICES`, ``(B, choices)``: 0 or 1."""
-        found = recognise(images)
+        seen = recognise(images)
         return {
-            name: (found[name][:, None] == torch.arange(len(choices), device=images.device)).float()
+            name: (seen[name][:, None] == torch.arange(len(choices), device=images.device)).float()
             for name, choices in CHOICES.items()
         }
 
@@ -172,9 +172,9 @@ class MotionReward(Reward):
 
     def __call__(self, images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
         frames = images.shape[1]
-        found = {name: values.unflatten(0, (-1, frames)) for name, values in recognise(images.flatten(0, 1)).items()}
-        moved = torch.stack([found[name][:, -1] - found[name][:, 0] for name in ("x", "y")], dim=1)
-        is_shape = (found["shape"] != NOTHING).all(1)
+        seen = {name: values.unflatten(0, (-1, frames)) for name, values in recognise(images.flatten(0, 1)).items()}
+        moved = torch.stack([seen[name][:, -1] - seen[name][:, 0] for name in ("x", "y")], dim=1)
+        is_shape = (seen["shape"] != NOTHING).all(1)
         scores = images.new_zeros(len(prompts))
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             wanted = motion.attributes_of(prompt, row)
@@ -184,7 +184,7 @@ class MotionReward(Reward):
             step = moved.new_tensor(motion.DIRECTIONS.get(wanted.get("motion", ""), (0, 0)))
             along, across = (moved[number] * step).sum(), (moved[number] * step.flip(0)).sum().abs()
             passed: dict[str, Tensor] = {
-                name: (found[name][number] == CHOICES[name].index(wanted[name])).all()
+                name: (seen[name][number] == CHOICES[name].index(wanted[name])).all()
                 for name in ("colour", "shape")
                 if name in wanted
             }
@@ -224,8 +224,8 @@ def recognise(images: Tensor) -> dict[str, Tensor]:
     x = (weight.sum(1) * grid).sum(1) / area
     y = (weight.sum(2) * grid).sum(1) / area
     none = torch.full_like(size, NOTHING, dtype=torch.long)
-    found = {"colour": _colour(images, weight), "shape": _shape(weight, x, y, area), "place": _place(x, y)}
-    return {**{name: torch.where(valid, index, none) for name, index in found.items()}, "x": x, "y": y}
+    indices = {"colour": _colour(images, weight), "shape": _shape(weight, x, y, area), "place": _place(x, y)}
+    return {**{name: torch.where(valid, index, none) for name, index in indices.items()}, "x": x, "y": y}
 
 
 def at_task_size(images: Tensor) -> Tensor:

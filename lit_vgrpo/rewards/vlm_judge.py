@@ -198,15 +198,15 @@ class VLMJudge(ChatReward):
             self._counts["unparsable"] += 1
         return value
 
-    def _score(self, found: list[str]) -> float:
+    def _score(self, matches: list[str]) -> float:
         """Return the mean of the last matches, without those that do not apply."""
         low, high = self.score_range or (-math.inf, math.inf)
-        values = [float(text) for text in found[-self.num_scores :] if text.upper() != NOT_APPLICABLE]
-        is_valid = len(found) >= self.num_scores and all(math.isfinite(v) and low <= v <= high for v in values)
+        values = [float(text) for text in matches[-self.num_scores :] if text.upper() != NOT_APPLICABLE]
+        is_valid = len(matches) >= self.num_scores and all(math.isfinite(v) and low <= v <= high for v in values)
         return sum(values) / len(values) if is_valid else math.nan
 
 
-def _choice(number: int, found: list[str]) -> float:
+def _choice(number: int, matches: list[str]) -> float:
     """Return the last match, a number from 1; 0 for a tie."""
-    best = int(found[-1] or 0)
-    return best if best <= number and found[-1] != "0" else math.nan
+    best = int(matches[-1] or 0)
+    return best if best <= number and matches[-1] != "0" else math.nan

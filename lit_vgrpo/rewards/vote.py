@@ -93,8 +93,8 @@ class VoteReward(Reward):
         except VoteStoreError as error:
             raise RewardOutage(str(error)) from error
         self._counts = {"given": progress.given, "skipped": progress.skipped}
-        of_prompt = dict(zip(groups, scores, strict=True))
-        return torch.tensor([of_prompt[prompt][image] for prompt, image in zip(prompts, ids, strict=True)])
+        scores_by_prompt = dict(zip(groups, scores, strict=True))
+        return torch.tensor([scores_by_prompt[prompt][image] for prompt, image in zip(prompts, ids, strict=True)])
 
     def take_counts(self) -> dict[str, int]:
         counts, self._counts = self._counts, {}

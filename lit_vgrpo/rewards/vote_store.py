@@ -220,19 +220,19 @@ class VoteStore:
             VoteRefused: There is no such comparison or image, the voting is over, or the voter has voted otherwise.
         """
         with self._transaction() as db:
-            found = db.execute(
+            asked = db.execute(
                 "SELECT comparisons.images, is_open FROM comparisons JOIN groups ON groups.id = group_id"
                 " WHERE comparisons.id = ?",
                 (number,),
             ).fetchone()
-            if found is None or (image is not None and image not in json.loads(found[0])):
+            if asked is None or (image is not None and image not in json.loads(asked[0])):
                 raise VoteRefused("These images do not exist. The vote was not stored.")
             last = db.execute("SELECT image FROM votes WHERE comparison = ? AND voter = ?", (number, voter)).fetchone()
             if last == (image,):
                 return
             if last is not None:
                 raise VoteRefused("You have already voted on these images. Undo that vote first.")
-            if not found[1]:
+            if not asked[1]:
                 raise VoteRefused("Voting on these images has ended. The vote was not stored.")
             db.execute(
                 "INSERT INTO votes (comparison, voter, image, time) VALUES (?, ?, ?, ?)",
@@ -260,8 +260,8 @@ class VoteStore:
     def image(self, image: str) -> bytes | None:
         """Return an image as a PNG file, or ``None`` if it does not exist (any more)."""
         with self._transaction() as db:
-            found = db.execute("SELECT png FROM images WHERE id = ?", (image,)).fetchone()
-        return None if found is None else found[0]
+            row = db.execute("SELECT png FROM images WHERE id = ?", (image,)).fetchone()
+        return None if row is None else row[0]
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -22,7 +22,7 @@ HUB_TIMEOUT_S = 4.0
 BATCHES_SEEN = "num_batches_tracked"  # of a batch norm; no output depends on it
 PACKED = "quantization_config"  # in the configuration of a network whose weights are quantised
 LONGEST_REASON = 300  # characters of a library's message
-NOT_OF_THE_MODEL = (
+ORIGIN_KEYS = (
     "_name_or_path", "_commit_hash", "transformers_version", "_diffusers_version", "dtype", "torch_dtype"
 )  # fmt: skip
 OUT_OF_MEMORY = re.compile(r"out of memory|allocate memory|bad_alloc|\(os error 12\)|start new thread", re.IGNORECASE)
@@ -110,8 +110,8 @@ def cached_file(checkpoint: str, filename: str, revision: str | None = None) -> 
     """Return a hub repository's file in the hub's cache, or None."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(checkpoint, filename, revision=revision)
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(checkpoint, filename, revision=revision)
+    return Path(path) if isinstance(path, str) else None
 
 
 def file_at_hand(checkpoint: str, filename: str, revision: str | None = None) -> Path | None:
@@ -160,11 +160,11 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
     return f"Cannot load {checkpoint}: not in the local cache and {reason}. {remedy}"
 
 
-def of_the_model(config: Any) -> Any:
+def without_origin(config: Any) -> Any:
     """Return a configuration without entries about the model's origin, or its dtype, which its parameters show."""
     if not isinstance(config, dict):
         return config
-    return {key: of_the_model(value) for key, value in config.items() if key not in NOT_OF_THE_MODEL}
+    return {key: without_origin(value) for key, value in config.items() if key not in ORIGIN_KEYS}
 
 
 # --- networks and tokenizers ------------------------------------------------------------------------------------------
@@ -192,25 +192,25 @@ def load_network(kind: Any, checkpoint: str, remedy: str, **options: Any) -> Any
         if is_local and not (Path(source) / "config.json").is_file():
             raise FileNotFoundError("it has no config.json")  # without it, transformers uses the class's defaults
         if _headers_only.get():
-            network, found = _from_headers(kind, checkpoint, options.get("variant"))
-            found |= {} if is_local else {"missing_keys": ()}  # other files may be downloaded later
+            network, info = _from_headers(kind, checkpoint, options.get("variant"))
+            info |= {} if is_local else {"missing_keys": ()}  # other files may be downloaded later
         else:
             # in diffusers, this option refuses packed weights
             is_packed = hasattr(kind, "load_config") and PACKED in kind.load_config(source)
             options |= {"output_loading_info": True, "ignore_mismatched_sizes": not is_packed}
-            network, found = kind.from_pretrained(source, **options)
+            network, info = kind.from_pretrained(source, **options)
             # diffusers takes the names in shards from their index
-            found["missing_keys"] = {*found["missing_keys"], *(n for n, p in network.named_parameters() if p.is_meta)}
-        _refuse_differences(network, found, source)
+            info["missing_keys"] = {*info["missing_keys"], *(n for n, p in network.named_parameters() if p.is_meta)}
+        _refuse_differences(network, info, source)
     return network
 
 
-def _refuse_differences(network: Any, found: Mapping[str, Any], source: str) -> None:
+def _refuse_differences(network: Any, info: Mapping[str, Any], source: str) -> None:
     """Raise ValueError if a network's tensors differ from those of its files, except where no output depends on it."""
-    shapes = {name: f"{name} ({' x '.join(map(str, shape))})" for name, shape, *_ in found.get("mismatched_keys", ())}
-    missing = {name: name for name in found.get("missing_keys", ()) if name not in shapes}
+    shapes = {name: f"{name} ({' x '.join(map(str, shape))})" for name, shape, *_ in info.get("mismatched_keys", ())}
+    missing = {name: name for name in info.get("missing_keys", ()) if name not in shapes}
     unstored = {name for name, _ in network.named_buffers()}  # any more
-    unread = {n: n for n in found.get("unexpected_keys", ()) if not (n in unstored or n.endswith(BATCHES_SEEN))}
+    unread = {n: n for n in info.get("unexpected_keys", ()) if not (n in unstored or n.endswith(BATCHES_SEEN))}
     if unread and not hasattr(network, "load_config"):
         from transformers import PretrainedConfig
 
@@ -229,16 +229,16 @@ def _from_headers(kind: Any, checkpoint: str, variant: str | None) -> tuple[Any,
 
     config_file = file_at_hand(checkpoint, "config.json")
     assert config_file is not None  # headers are read where a check has found it
-    folder, of_diffusers = config_file.parent, hasattr(kind, "load_config")
-    read = kind.load_config if of_diffusers else getattr(kind, "config_class", AutoConfig).from_pretrained
+    folder, is_diffusers = config_file.parent, hasattr(kind, "load_config")
+    read = kind.load_config if is_diffusers else getattr(kind, "config_class", AutoConfig).from_pretrained
     config = read(folder, local_files_only=True)
     with torch.device("meta"):
         network = kind(config) if hasattr(kind, "config_class") else kind.from_config(config)
     files = weight_files(folder).get(variant, [])
     tensors = {name: tensor for file in files for name, tensor in read_weights(file).items()}
-    if not tensors or PACKED in (config if of_diffusers else config.to_dict()):
+    if not tensors or PACKED in (config if is_diffusers else config.to_dict()):
         return network, {}
-    if not of_diffusers:
+    if not is_diffusers:
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": torch.float32}
         options |= {"config": config, "state_dict": tensors, "device_map": {"": "meta"}}
         with torch.device("cpu"):  # transformers refuses to load inside torch.device("meta")
@@ -272,11 +272,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def weight_files(folder: Path) -> dict[str | None, list[Path]]:
     """Return a network's weight files by variant, preferring safetensors; shards count only with their index."""
     names = sorted(path.name for path in folder.glob("*") if path.is_file())  # a link may lead nowhere
-    has_index, found = any(".index." in name for name in names), dict[str | None, list[Path]]()
+    has_index, by_variant = any(".index." in name for name in names), dict[str | None, list[Path]]()
     for name in names:
         if (match := WEIGHTS.fullmatch(name)) is not None and (has_index or "-of-" not in name):
-            found.setdefault(match[1] or match[2], []).append(folder / name)
-    return {which: [f for f in files if f.suffix == ".safetensors"] or files for which, files in found.items()}
+            by_variant.setdefault(match[1] or match[2], []).append(folder / name)
+    return {which: [f for f in files if f.suffix == ".safetensors"] or files for which, files in by_variant.items()}
 
 
 def tokenizer_error(tokenizer: Any, embeddings: int) -> str | None:

@@ -54,12 +54,12 @@ class PeakMemory:
     Resident memory is measured on Linux only.
 
     Attributes:
-        of_phase: By phase, the highest peak so far.
+        by_phase: By phase, the highest peak so far.
         most: Highest peak so far: reserved by torch on a GPU, or else resident.
     """
 
     def __init__(self) -> None:
-        self.of_phase: dict[str, int] = {}
+        self.by_phase: dict[str, int] = {}
         self.most = 0
         self._phase = ""
 
@@ -84,7 +84,7 @@ class PeakMemory:
                 _RESET.write_text("5")
         self.most = max(self.most, whole)
         if left and peak:
-            self.of_phase[left] = max(self.of_phase.get(left, 0), peak)
+            self.by_phase[left] = max(self.by_phase.get(left, 0), peak)
         return left
 
 

@@ -60,12 +60,12 @@ def attributes_of(
 ) -> dict[str, str]:
     """Return the attributes that the row's fields, or else the words of the prompt, give exactly one known value."""
     words = f" {' '.join(re.findall('[a-z]+', prompt.lower()))} "
-    found = {}
+    attributes = {}
     for name, values in choices.items():
         named = [value for value in values if f" {value} " in words] if row.get(name) is None else [str(row[name])]
         if len(named) == 1 and named[0] in values:
-            found[name] = named[0]
-    return found
+            attributes[name] = named[0]
+    return attributes
 
 
 def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor) -> Tensor:

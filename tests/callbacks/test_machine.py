@@ -49,6 +49,6 @@ def test_each_phase_has_its_peak():
     with memory.during("small"):
         pass
     memory.enter("")
-    assert memory.of_phase["large"] - memory.of_phase["small"] > 150e6
-    assert memory.most >= memory.of_phase["large"]
-    assert set(memory.of_phase) == {"update", "large", "small"}
+    assert memory.by_phase["large"] - memory.by_phase["small"] > 150e6
+    assert memory.most >= memory.by_phase["large"]
+    assert set(memory.by_phase) == {"update", "large", "small"}

@@ -39,7 +39,7 @@ def test_images_are_rounded_once(network):
     features = network(images)
     assert features.dtype == torch.float32
     assert features.shape == (3, 6) == (3, network.dimension)
-    torch.testing.assert_close(features, network.of_pixels(files), rtol=0, atol=0)
+    torch.testing.assert_close(features, network.extract(files), rtol=0, atol=0)
     images[1, 0, 5, 5] = float("nan")  # which a file would show as black
     assert network(images).isfinite().all(dim=1).tolist() == [True, False, True]
 
@@ -96,7 +96,7 @@ def test_a_transformers_folder(tiny_clip):
     with torch.no_grad():
         expected = model.get_image_features(pixels)
     expected = expected if isinstance(expected, torch.Tensor) else expected.pooler_output
-    torch.testing.assert_close(network.of_pixels([picture]), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(network.extract([picture]), expected, rtol=1e-4, atol=1e-5)
     assert network.dimension == expected.shape[1]
 
 

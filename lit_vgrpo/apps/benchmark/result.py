@@ -37,7 +37,7 @@ def by_task(values: Numbers, prompts: Numbers, tasks: Sequence[str], mean_of: st
     {'overall': 0.5, 'a': 1.0, 'b': 0.0}
     """
     random, labels, scored = np.random.default_rng(0), np.asarray(tasks), np.isfinite(values)
-    of_tasks: dict[str, Numbers] = {}
+    task_draws: dict[str, Numbers] = {}
     shares: list[float] = []
     for task in dict.fromkeys(tasks):
         chosen = scored & (labels == task)
@@ -49,13 +49,13 @@ def by_task(values: Numbers, prompts: Numbers, tasks: Sequence[str], mean_of: st
         if len(sums) > 1:
             picks = random.integers(len(sums), size=(RESAMPLES, len(sums)))
             draws[1:] = sums[picks].sum(1) / counts[picks].sum(1)
-        of_tasks[task] = draws
+        task_draws[task] = draws
         shares.append(float(chosen.sum()) if mean_of == "images" else float(chosen.any()))
-    known = [draws * share for draws, share in zip(of_tasks.values(), shares, strict=True) if share]
+    known = [draws * share for draws, share in zip(task_draws.values(), shares, strict=True) if share]
     overall = np.sum(known, axis=0) / sum(shares) if known else np.full(RESAMPLES + 1, math.nan)
-    found = {OVERALL: _interval(overall, values)}
-    each = {task: _interval(draws, values[labels == task]) for task, draws in of_tasks.items()}
-    return found | each if len(each) > 1 else found
+    means = {OVERALL: _interval(overall, values)}
+    each = {task: _interval(draws, values[labels == task]) for task, draws in task_draws.items()}
+    return means | each if len(each) > 1 else means
 
 
 def _interval(draws: Numbers, values: Numbers) -> dict[str, Any]:
@@ -69,25 +69,25 @@ def results(benchmark: Benchmark, rows: Rows, subjects: Sequence[Subject]) -> di
     """Return the scores of all models by metric and task, and the differences of each to the first, image by image."""
     prompts = np.repeat(np.arange(len(rows)), benchmark.images_per_prompt)
     tasks = [rows[number][TASK] for number in prompts]
-    found: dict[str, Any] = {"scores": {}, "differences": {}}
+    result: dict[str, Any] = {"scores": {}, "differences": {}}
     for name in dict.fromkeys(name for subject in subjects for one in subject.scores.values() for name in one):
         first: Numbers | None = None
         for subject in subjects:
             scores = [subject.scores.get(image, {}).get(name, math.nan) for image in range(len(prompts))]
             values = benchmark.scale.get(name, 1.0) * np.array(scores)
-            of_subject = found["scores"].setdefault(subject.label, {})
-            of_subject[name] = by_task(values, prompts, tasks, benchmark.mean_of)
+            subject_scores = result["scores"].setdefault(subject.label, {})
+            subject_scores[name] = by_task(values, prompts, tasks, benchmark.mean_of)
             if first is not None:
-                paired = found["differences"].setdefault(subject.label, {})
+                paired = result["differences"].setdefault(subject.label, {})
                 paired[name] = by_task(values - first, prompts, tasks, benchmark.mean_of)
             first = values if first is None else first
-    return found
+    return result
 
 
 def report_of(benchmark: Benchmark, rows: Rows, subjects: Sequence[Subject]) -> dict[str, Any]:
     """Return the whole result as plain values."""
     protocols = [benchmark.protocol(len(rows), subject.solver) for subject in subjects]
-    found = results(benchmark, rows, subjects)
+    result = results(benchmark, rows, subjects)
     return {
         "benchmark": benchmark.name,
         "title": benchmark.title,
@@ -104,22 +104,22 @@ def report_of(benchmark: Benchmark, rows: Rows, subjects: Sequence[Subject]) -> 
             "versions": versions(),
         },
         "models": {subject.label: subject.identity for subject in subjects},
-        **found,
-        "table": table(found),
+        **result,
+        "table": table(result),
         "errors": {subject.label: subject.errors for subject in subjects if subject.errors},
         "papers": {paper.name: differences(paper, benchmark, protocols) for paper in benchmark.papers},
         "otherwise": benchmark.otherwise,
     }
 
 
-def table(found: Mapping[str, Any]) -> list[list[str]]:
+def table(result: Mapping[str, Any]) -> list[list[str]]:
     """Return the scores and differences of :func:`results` as text, a row for each metric and task, after a header."""
-    labels, compared = list(found["scores"]), list(found["differences"])
+    labels, compared = list(result["scores"]), list(result["differences"])
     lines = [["", *labels, *(f"{label} minus {labels[0]}" for label in compared)]]
-    for metric, of_metric in found["scores"][labels[0]].items():
-        for task in of_metric:
-            cells = [with_interval(found["scores"][label][metric][task]) for label in labels]
-            cells += [with_interval(found["differences"][label][metric][task], "+") for label in compared]
+    for metric, tasks in result["scores"][labels[0]].items():
+        for task in tasks:
+            cells = [with_interval(result["scores"][label][metric][task]) for label in labels]
+            cells += [with_interval(result["differences"][label][metric][task], "+") for label in compared]
             lines.append([metric if task == OVERALL else f"{metric}: {task}", *cells])
     return lines
 
@@ -129,8 +129,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     failed = [
         f"- {label}: {name} failed for {one[OVERALL]['failed']} images. "
         f"{report['errors'].get(label, {}).get(name, 'They were not scored.')}"
-        for label, of_label in report["scores"].items()
-        for name, one in of_label.items()
+        for label, scores in report["scores"].items()
+        for name, one in scores.items()
         if one[OVERALL]["failed"]
     ]
     papers = [f"- {name}: {'no: ' + '; '.join(why) if why else 'yes'}." for name, why in report["papers"].items()]
@@ -144,15 +144,16 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n\n".join("\n".join([title, "", *lines]) for title, lines in parts.items()) + "\n"
 
 
-def with_interval(found: Mapping[str, Any], sign: str = "") -> str:
+def with_interval(estimate: Mapping[str, Any], sign: str = "") -> str:
     """Return a mean and its interval as text.
 
     >>> with_interval({"mean": 0.5, "low": 0.25, "high": 1.0})
     '0.500 [0.250, 1.000]'
     """
-    if found["mean"] is None:
+    if estimate["mean"] is None:
         return "-"
-    mean, *ends = (format(found[key], f"{sign}.3f") for key in ("mean", "low", "high") if found[key] is not None)
+    numbers = [estimate[key] for key in ("mean", "low", "high") if estimate[key] is not None]
+    mean, *ends = (format(number, f"{sign}.3f") for number in numbers)
     return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 

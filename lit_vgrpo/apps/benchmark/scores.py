@@ -132,10 +132,10 @@ def _fill_one(
     name = f"{stem.name}.jsonl" if share == (1, 1) else f"{stem.name}-{share[0]}of{share[1]}.jsonl"
     with (stem.parent / name).open("a") as file:
         for batch in batches:
-            found = reward.score(evaluator.generate_batch(batch), batch.prompts, batch.rows)
-            parts = {part: scores.tolist() for part, scores in found.parts.items()}
+            result = reward.score(evaluator.generate_batch(batch), batch.prompts, batch.rows)
+            parts = {part: scores.tolist() for part, scores in result.parts.items()}
             plain = {part: [x if math.isfinite(x) else None for x in values] for part, values in parts.items()}
-            line = {"images": batch.slots, "scores": plain, "errors": found.errors}
+            line = {"images": batch.slots, "scores": plain, "errors": result.errors}
             file.write(f"\n{json.dumps(line)}\n")  # an unfinished line of a killed process stays separate
             file.flush()
             subject.add(line)

@@ -16,9 +16,9 @@ def compare(options: CompareOptions) -> int:
     Returns:
         Exit status: 0, 1 if a run failed, 2 for an error in the command line or in a recipe, 130 after Ctrl-C.
     """
-    found = entrants(options)
+    chosen = entrants(options)
     with locked(typed_path(options.out)):
-        runs = runs_of(options, found)
+        runs = runs_of(options, chosen)
         say(
             f"{counted(len(runs), 'run')} of {counted(options.iterations, 'iteration')}, {options.jobs} at a time, "
             f"in {options.out}",
@@ -31,7 +31,7 @@ def compare(options: CompareOptions) -> int:
             return 128 + int(stopped.args[0])
         curves = [Curve.of(run, errors.get(run.name, "")) for run in runs]
         write = write_sweep if options.sweep else write_race
-        say(f"{write(options, found, curves)}\n\nAll files are in {options.out}.")
+        say(f"{write(options, chosen, curves)}\n\nAll files are in {options.out}.")
     if errors:
         say(f"{len(errors)} of {len(runs)} runs failed. Run the same command to retry them.", error=True)
     return 1 if errors else 0

@@ -64,14 +64,14 @@ class Overlay:
         name: The file's stem.
         published: Recipe part that is merged over the base recipe.
         tuned: Recipe part that is merged over ``published``; empty if nothing was tuned.
-        found: The search that ``tuned`` comes from; ``None`` if unknown.
+        budget: The search that ``tuned`` comes from; ``None`` if unknown.
         points: The settings that a sweep tries, each as dotted recipe key -> value.
     """
 
     name: str
     published: dict[str, Any]
     tuned: dict[str, Any] = field(default_factory=dict)
-    found: Budget | None = None
+    budget: Budget | None = None
     points: list[dict[str, Any]] = field(default_factory=list)
 
     def part(self, settings: str) -> dict[str, Any]:
@@ -87,14 +87,14 @@ class Entrant:
         settings: ``published`` or ``tuned``; in a sweep ``sweep0``, ``sweep1``, ...
         recipe: The merged recipe as plain values, without seed and folder.
         changed: The swept keys with their values.
-        found: The search that the overlay's tuned settings come from; ``None`` if unknown.
+        budget: The search that the overlay's tuned settings come from; ``None`` if unknown.
     """
 
     method: str
     settings: str
     recipe: dict[str, Any]
     changed: dict[str, Any] = field(default_factory=dict)
-    found: Budget | None = None
+    budget: Budget | None = None
 
     @property
     def name(self) -> str:
@@ -139,12 +139,12 @@ def entrants(options: CompareOptions) -> list[Entrant]:
     overlays = [read_overlay(find_overlay(text)) for text in options.methods]
     if errors := _lost_overrides(options, overlays):
         raise UserError(*errors)
-    found = [entrant for overlay in overlays for entrant in _of_overlay(options, overlay)]
-    if len({entrant.name for entrant in found}) < len(found):
+    chosen = [entrant for overlay in overlays for entrant in _of_overlay(options, overlay)]
+    if len({entrant.name for entrant in chosen}) < len(chosen):
         raise UserError("Two methods have the same name. Rename one of the files.")
-    if errors := _build_errors(found):
+    if errors := _build_errors(chosen):
         raise UserError(*errors)
-    return found
+    return chosen
 
 
 def _of_overlay(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
@@ -155,20 +155,20 @@ def _of_overlay(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
         raise UserError(
             f"{overlay.name} has no tuned settings. Use --settings published, or search for them with --sweep."
         )
-    return [Entrant(overlay.name, name, _recipe(options, overlay.part(name)), {}, overlay.found) for name in settings]
+    return [Entrant(overlay.name, name, _recipe(options, overlay.part(name)), {}, overlay.budget) for name in settings]
 
 
 def swept(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
     """Return the points of an overlay's grid, each with the published settings for everything else."""
     if not overlay.points:
         raise UserError(f"{overlay.name} has nothing to search: sweep: in its overlay is empty.")
-    found = []
+    points = []
     for number, changed in enumerate(overlay.points):
         part = overlay.part("published")
         for key, value in changed.items():
             set_value(part, key, value)
-        found.append(Entrant(overlay.name, f"sweep{number}", _recipe(options, part), changed))
-    return found
+        points.append(Entrant(overlay.name, f"sweep{number}", _recipe(options, part), changed))
+    return points
 
 
 def _recipe(options: CompareOptions, part: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,11 +192,11 @@ def _lost_overrides(options: CompareOptions, overlays: Iterable[Overlay]) -> lis
     return list(errors.values())
 
 
-def _build_errors(found: Sequence[Entrant]) -> list[str]:
+def _build_errors(chosen: Sequence[Entrant]) -> list[str]:
     """Return the errors that prevent methods from running, each once per method."""
     errors = []
     with tempfile.TemporaryDirectory() as folder:
-        for entrant in found:
+        for entrant in chosen:
             path = Path(folder) / f"{entrant.name}.yaml"
             path.write_text(recipe_text(entrant, str(path), {}))
             try:
@@ -214,13 +214,13 @@ def recipe_text(entrant: Entrant, path: str, texts: Mapping[Place, str]) -> str:
     return f"# {entrant.method}, {what}, merged for a comparison\n#   lightning run {path}\n{body}"
 
 
-def runs_of(options: CompareOptions, found: Iterable[Entrant]) -> list[Run]:
+def runs_of(options: CompareOptions, chosen: Iterable[Entrant]) -> list[Run]:
     """Write the merged recipes and return a run per entrant and seed, seed by seed."""
     runs = []
     recipes, folders, logs = (typed_path(options.out) / name for name in ("recipes", "runs", "logs"))
     for folder in (recipes, folders, logs):
         folder.mkdir(parents=True, exist_ok=True)
-    for seed, entrant in itertools.product(options.seeds, found):
+    for seed, entrant in itertools.product(options.seeds, chosen):
         path, name = recipes / f"{entrant.name}.yaml", f"{entrant.name}-seed{seed}"
         path.write_text(recipe_text(entrant, f"{path}", unchanged_texts(options.texts, options.base, entrant.recipe)))
         files = path, folders / name, logs / f"{name}.log"
@@ -266,11 +266,11 @@ def read_overlay(path: Path) -> Overlay:
             published = merged(read_overlay(find_overlay(str(content["like"]))).published, published)
         objective = as_component(published["model"]["objective"])
         published["model"]["objective"] = {"class_path": objective["class_path"], **objective}
-        found = Budget(**content["found"]) if "found" in content else None
+        budget = Budget(**content["found"]) if "found" in content else None
         points = content.get("sweep", [])
         if isinstance(points, dict):
             points = [dict(zip(points, values, strict=True)) for values in itertools.product(*points.values())]
-        overlay = Overlay(path.stem, published, content.get("tuned", {}), found, points)
+        overlay = Overlay(path.stem, published, content.get("tuned", {}), budget, points)
         keys = {key for part in (published, overlay.tuned, *points) for key in settings_of(part)}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         advice = "Add published: with a model.objective and its class_path, or like: with a method"

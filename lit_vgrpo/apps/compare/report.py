@@ -173,7 +173,7 @@ def target_table(each: pd.DataFrame, mean: pd.DataFrame, target: float, base: st
     return table.assign(**{"iterations of each seed": seeds.to_list()})
 
 
-def write_race(options: CompareOptions, found: Sequence[Entrant], curves: Sequence[Curve]) -> str:
+def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Sequence[Curve]) -> str:
     """Write ``compare.json``, ``compare.csv``, ``targets.csv``, ``compare.md`` and ``compare.png``.
 
     Returns:
@@ -185,7 +185,7 @@ def write_race(options: CompareOptions, found: Sequence[Entrant], curves: Sequen
     for target in options.targets:
         table = target_table(each, mean, target, options.base_method)
         parts += [f"## To reach {target:g}", markdown_table(table)]
-    searches = [f"- {one.method}: {one.found or 'unknown'}" for one in found if one.settings == "tuned"]
+    searches = [f"- {one.method}: {one.budget or 'unknown'}" for one in entrants if one.settings == "tuned"]
     if searches:
         parts += ["## Search for the tuned settings", "\n".join(searches)]
     warning = [ONE_SEED] if len(options.seeds) == 1 else []
@@ -206,7 +206,7 @@ def evaluation_table(curves: Iterable[Curve]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*ENTRANT, "seed", "reward", *COSTS])
 
 
-def sweep_points(found: Sequence[Entrant], curves: Sequence[Curve], targets: Iterable[float]) -> pd.DataFrame:
+def sweep_points(entrants: Sequence[Entrant], curves: Sequence[Curve], targets: Iterable[float]) -> pd.DataFrame:
     """Return a row per point: means over its seeds, NaN if a seed failed or did not reach a target.
 
     ``to TARGET`` is the :data:`RANKING_COST` to reach that target.
@@ -218,7 +218,7 @@ def sweep_points(found: Sequence[Entrant], curves: Sequence[Curve], targets: Ite
     mean = mean_costs(costs_by_seed(curves, targets), "")
     for target in targets:
         means[f"to {target:g}"] = mean[mean["target"] == target].set_index(ENTRANT)[RANKING_COST]
-    table = pd.DataFrame([{"method": e.method, "settings": e.settings, "values": _values(e)} for e in found])
+    table = pd.DataFrame([{"method": e.method, "settings": e.settings, "values": _values(e)} for e in entrants])
     return table.join(means, on=ENTRANT)
 
 
@@ -235,13 +235,13 @@ def best_points(points: pd.DataFrame, targets: Sequence[float]) -> dict[str, int
     return {method: row for row, method in ranked.drop_duplicates("method")["method"].items()}
 
 
-def write_sweep(options: CompareOptions, found: Sequence[Entrant], curves: Sequence[Curve]) -> str:
+def write_sweep(options: CompareOptions, entrants: Sequence[Entrant], curves: Sequence[Curve]) -> str:
     """Write ``sweep.json``, ``sweep.csv`` and ``sweep.md``.
 
     Returns:
         The table and the blocks to paste into the overlays.
     """
-    points = sweep_points(found, curves, options.targets)
+    points = sweep_points(entrants, curves, options.targets)
     best = best_points(points, options.targets)
     _write_csv(options.out / "sweep.csv", points)
     shown = points.drop(columns="settings")
@@ -254,9 +254,9 @@ def write_sweep(options: CompareOptions, found: Sequence[Entrant], curves: Seque
         f"{RANKING_COST}; then lower targets decide, then the final reward, a mean of {LAST} evaluations."
     )
     for method, row in best.items():
-        count = sum(entrant.method == method for entrant in found)
+        count = sum(entrant.method == method for entrant in entrants)
         prompts = f"{options.command.recipe.stem}, {options.prompts}"
-        block = tuned_block(found[row], Budget(count, options.num_seeds, options.iterations, prompts))
+        block = tuned_block(entrants[row], Budget(count, options.num_seeds, options.iterations, prompts))
         indented = "\n".join(f"    {line}" for line in block.splitlines())
         parts.append(f"{method}: {points['values'][row]}, final reward {points['final'][row]:.3f}\n\n{indented}")
     text = "\n\n".join([*parts, *_failed(curves)])
@@ -357,10 +357,10 @@ def draw(path: Path, evaluations: pd.DataFrame, targets: Iterable[float], title:
     figure = Figure(figsize=(14, 0.6 + 8.2 * len(kinds)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    for part, (kind, of_kind) in zip(figure.subfigures(len(kinds), squeeze=False)[:, 0], kinds, strict=True):
+    for part, (kind, kind_rows) in zip(figure.subfigures(len(kinds), squeeze=False)[:, 0], kinds, strict=True):
         axes = part.subplots(2, 2, sharey=True).flat
         for axis, (cost, label) in zip(axes, PANELS.items(), strict=True):
-            for method, rows in of_kind.groupby("method", sort=False):
+            for method, rows in kind_rows.groupby("method", sort=False):
                 seeds = rows.groupby("iteration", as_index=False)
                 x, reward = seeds[cost].mean()[cost], seeds["reward"].agg(["mean", "min", "max"])
                 line, colour = styles[method]

@@ -56,8 +56,8 @@ class Stage:
 
     def words(self, settings: Sequence[str]) -> list[str]:
         """Return the settings that apply to this stage; those only for this stage come last."""
-        found = [_for_stage(word) for word in settings]
-        return [*(word for number, word in found if number is None), *(w for n, w in found if n == self.number)]
+        pairs = [_for_stage(word) for word in settings]
+        return [*(word for number, word in pairs if number is None), *(w for n, w in pairs if n == self.number)]
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ def _misplaced(word: str, count: int) -> list[str]:
     return []
 
 
-def merged_errors(found: Sequence[tuple[Stage, Sequence[str]]]) -> list[str]:
+def merged_errors(stage_errors: Sequence[tuple[Stage, Sequence[str]]]) -> list[str]:
     """Return each error once, with the stages that have it."""
     stages: dict[str, list[str]] = {}
-    for stage, errors in found:
+    for stage, errors in stage_errors:
         for error in errors:
             stages.setdefault(error, []).append(str(stage.number))
     return [f"Stage{'s' * (len(names) > 1)} {', '.join(names)}: {error}" for error, names in stages.items()]

@@ -44,7 +44,7 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
         name, size = "this machine's free memory", available_bytes() // max(1, cli.trainer.num_devices)
     free = size if device.type == "cpu" else max(0, size - max(SMALLEST_RESERVE, size // RESERVED))
     try:
-        found = estimate(cli, device)
+        needed = estimate(cli, device)
     except NotEstimated:
         raise
     except LoadError as error:
@@ -52,14 +52,14 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
     except Exception as error:  # such as shapes that depend on values: a missing estimate must not fail the check
         raise NotEstimated(f"{type(error).__name__}: {one_line(error)}") from error
     hint = "" if size and device.type == "cuda" else " Compare with a GPU: --memory 80GiB."
-    text = f"{found.table()}\n{f'Available: {shown(free)}, {name}.' if size else 'This machine has no GPU.'}{hint}"
-    if found.unknown:
-        text += f"\nNot included, because their size is unknown: models of the reward {', '.join(found.unknown)}."
+    text = f"{needed.table()}\n{f'Available: {shown(free)}, {name}.' if size else 'This machine has no GPU.'}{hint}"
+    if needed.unknown:
+        text += f"\nNot included, because their size is unknown: models of the reward {', '.join(needed.unknown)}."
     too_large = (
-        f"The recipe needs about {shown(found.peak)} per rank, in {found.peak_phase}; {shown(free)} is available "
-        f"({name}). Set {ADVICE[found.peak_phase]}."
+        f"The recipe needs about {shown(needed.peak)} per rank, in {needed.peak_phase}; {shown(free)} is available "
+        f"({name}). Set {ADVICE[needed.peak_phase]}."
     )
-    return text, [too_large] if size and found.peak > free else []
+    return text, [too_large] if size and needed.peak > free else []
 
 
 def gpu_memory_of(text: str) -> int:
@@ -68,7 +68,7 @@ def gpu_memory_of(text: str) -> int:
     >>> gpu_memory_of("80GB") == gpu_memory_of("80") == 80 * 2**30
     True
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", text.strip(), re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", text.strip(), re.IGNORECASE)
+    if match is None:
         raise UserError(f"{text} is not a GPU size. Write it as --memory 80GiB.")
-    return round(float(found[1]) * 2**30)
+    return round(float(match[1]) * 2**30)

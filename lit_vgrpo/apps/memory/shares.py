@@ -52,14 +52,14 @@ def shares(
     stage = strategy.stage if isinstance(strategy, ZeRO) else 0
     sharded = is_fsdp or stage == 3
     size_of_shards = strategy.shard_size or world_size if isinstance(strategy, FSDP2) else world_size
-    of_weights = size_of_shards if sharded else 1
-    of_gradients = size_of_shards if sharded or stage == 2 else 1
-    of_state = size_of_shards if sharded or is_zero else 1
+    weight_shards = size_of_shards if sharded else 1
+    gradient_shards = size_of_shards if sharded or stage == 2 else 1
+    state_shards = size_of_shards if sharded or is_zero else 1
     parts = {
-        "trained weights": size // of_weights,
-        "frozen weights": rest // of_weights + buffers,
-        "gradients": size // of_gradients,
-        "AdamW's moments": state // of_state,
+        "trained weights": size // weight_shards,
+        "frozen weights": rest // weight_shards + buffers,
+        "gradients": size // gradient_shards,
+        "AdamW's moments": state // state_shards,
     }
     if isinstance(strategy, ZeRO):
         parts["ZeRO's copy of the trained weights"] = size // world_size
@@ -74,8 +74,8 @@ def shares(
     if sharded and world_size > 1:
         parts["weights gathered for a pass"] = _gathered(policy.network, stage)
     steps_here = on_gpu and not (isinstance(strategy, ZeRO) and strategy.offload)
-    step = size // of_state if steps_here and optimizer.kind != "adamw8bit" else 0
-    return Shares(parts, size // of_weights, step)
+    step = size // state_shards if steps_here and optimizer.kind != "adamw8bit" else 0
+    return Shares(parts, size // weight_shards, step)
 
 
 def saved_by_quantisation(policy: Policy) -> int:

@@ -112,7 +112,7 @@ def make_app(folders: Sequence[Path]) -> FastAPI:
     def version() -> PlainTextResponse:
         files = [folder / name for folder in folders for name in WATCHED]
         stats = [file.stat() for file in files if file.exists()]
-        text = "-".join(f"{found.st_mtime_ns:x}.{found.st_size:x}" for found in stats)
+        text = "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" for stat in stats)
         return PlainTextResponse(text, headers={"Cache-Control": "no-store"})
 
     return app

@@ -89,10 +89,10 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
 
     @app.get("/image/{image}")
     def image(image: str) -> Response:
-        found = store.image(image)
-        if found is None:
+        file = store.image(image)
+        if file is None:
             return PlainTextResponse("This image no longer exists.", 404)
-        return Response(found, media_type="image/png", headers={"Cache-Control": "private, max-age=3600, immutable"})
+        return Response(file, media_type="image/png", headers={"Cache-Control": "private, max-age=3600, immutable"})
 
     @app.get("/report.css")
     def report_style() -> Response:

@@ -155,7 +155,7 @@ def test_the_files_of_a_race(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["tiny_shapes", "--methods", "vgrpo", "--target", "0.5", "--seeds", "2", "--out", "."]
     options = compare_options(words)
-    found = [Entrant("vgrpo", "published", {}), Entrant("vgrpo", "tuned", {}, found=Budget(8, 2, 30))]
+    found = [Entrant("vgrpo", "published", {}), Entrant("vgrpo", "tuned", {}, budget=Budget(8, 2, 30))]
     text = write_race(options, found, [curve("vgrpo", s, [0.2, 0.9]) for s in range(2)])
     assert "- vgrpo: 8 points x 2 seeds x 30 iterations" in text
     assert "One seed" not in text
