@@ -6,7 +6,7 @@ rank's values are those of its first process.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,32 @@ T = TypeVar("T")
 _per_rank = 1  # processes
 
 
-def image_ranks(trainer: Any) -> tuple[int, int]:
+class RanksOfTrainer(Protocol):
+    """What the number of ranks depends on in a Lightning Trainer, which this package does not import."""
+
+    @property
+    def strategy(self) -> Any: ...
+
+    @property
+    def global_rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+def image_ranks(trainer: RanksOfTrainer) -> tuple[int, int]:
     """Return this process's rank and the number of ranks; processes that share images count as one rank."""
     processes = _processes_per_rank(trainer)
     return trainer.global_rank // processes, max(1, trainer.world_size // processes)
 
 
-def count_ranks_of(trainer: Any) -> None:
+def count_ranks_of(trainer: RanksOfTrainer) -> None:
     """From now on, count processes that share images under a trainer's strategy as one rank."""
     global _per_rank
     _per_rank = _processes_per_rank(trainer)
 
 
-def _processes_per_rank(trainer: Any) -> int:
+def _processes_per_rank(trainer: RanksOfTrainer) -> int:
     return getattr(trainer.strategy, "context_parallel", 1)
 
 
