@@ -27,7 +27,7 @@ from lit_vgrpo.system.paths import resolve_path
 SMALLEST_NEED = 100 * 2**20
 CHECKPOINTS_AT_ONCE = 4
 """The last, previous and best checkpoint, and the one being written."""
-OF_WEIGHTS = ("lora_rank", "lora_alpha", "lora_targets", "train_only")
+WEIGHT_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "train_only")
 """Options of a policy that decide which weights it trains."""
 COPIES_OF_WEIGHTS = 4
 """Weights, Adam's two moments and the average, in the checkpoint of a fully trained network."""
@@ -55,7 +55,7 @@ def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
         say(f"Stage {stage.number} of {len(curriculum.stages)}: {stage.name}")
         try:
             policy = _check_recipe(Command.parse(curriculum.check_words(stage)), gpu_memory)
-            options = {f"model.policy.{name}": getattr(policy, name) for name in OF_WEIGHTS}
+            options = {f"model.policy.{name}": getattr(policy, name) for name in WEIGHT_OPTIONS}
             weights.append({"model.policy": type(policy).__name__, **options})
         except UserError as error:
             stage_errors.append((stage, error.errors))

@@ -39,7 +39,7 @@ from lit_vgrpo.training.trainer_internals import callbacks_of
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null", "trainer.inference_mode=false")
 """Disables logging, resuming and inference mode, so that tensors are as in training."""
-OF_TRAINING = ("model.optimizer", "model.lr_scheduler", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time")
+TRAINING_KEYS = ("model.optimizer", "model.lr_scheduler", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time")
 LEVEL, RESAMPLES = 0.95, 2000
 
 
@@ -54,7 +54,7 @@ class EvaluateOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        unused = dict.fromkeys(OF_TRAINING, "has no effect on an evaluation.")
+        unused = dict.fromkeys(TRAINING_KEYS, "has no effect on an evaluation.")
         refuse_overrides(self.words, unused | {"ckpt_path": "has no effect on an evaluation. Use --checkpoint FILE."})
         self.out = self.out or self.run / "eval.json"
         if self.out.suffix != ".json":

@@ -25,10 +25,8 @@ class RanksOfTrainer(Protocol):
 
     @property
     def strategy(self) -> Any: ...
-
     @property
     def global_rank(self) -> int: ...
-
     @property
     def world_size(self) -> int: ...
 

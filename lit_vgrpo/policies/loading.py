@@ -56,9 +56,7 @@ class Loadable(Protocol):
 
     @property
     def network_names(self) -> tuple[str, ...]: ...
-
     def null_components(self, folder: Path) -> dict[str, None]: ...
-
     def misfit(self, pipeline: Any) -> str | None: ...
 
 

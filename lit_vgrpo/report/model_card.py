@@ -25,7 +25,7 @@ from lit_vgrpo.system.paths import copy_file, write_atomically
 
 CARD_NAME, PICTURE_NAME = "README.md", "before_after.png"
 LICENCE_KEYS = ("license", "license_name", "license_link")
-OF_THIS_MACHINE = ("name:", "run_dir:", "ckpt_path:", "allow_changes:", "#")
+MACHINE_LINES = ("name:", "run_dir:", "ckpt_path:", "allow_changes:", "#")
 """Prefixes of lines of ``config.yaml`` that are meaningless to others."""
 
 
@@ -109,7 +109,7 @@ def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, edit
         "tags": [task, "reinforcement-learning", "lit-vgrpo", *(["lora"] if is_adapter else [])],
     }
     model = run.recipe.get("model") or {}
-    recipe = [line for line in run.config.splitlines() if not line.startswith(OF_THIS_MACHINE)]
+    recipe = [line for line in run.config.splitlines() if not line.startswith(MACHINE_LINES)]
     return (
         environment()
         .get_template("card.md.j2")

@@ -46,6 +46,7 @@ class Reward(ABC):
             mean; see :class:`~lit_vgrpo.rewards.Frames` for fewer frames.
         failure: One line on why images of the last call got NaN, if the reward knows.
         key: The reward's key in a recipe, such as ``model.reward``; empty if options are typed without a prefix.
+        combined: The rewards that this one combines, which are checked, loaded and closed with it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Reward(ABC):
     takes_videos: bool = False
     failure: str | None = None
     key: str | None = None
+    combined: Sequence[Reward] = ()
 
     def option(self, name: str) -> str:
         """Return an option's name for messages: the key to type, or the class's attribute outside recipes."""
@@ -99,7 +101,7 @@ class Reward(ABC):
     @property
     def loads_nothing(self) -> bool:
         """True if a call needs neither weights nor a server, so that ``lightning check`` can try it."""
-        return type(self).load is Reward.load and not self.compares
+        return type(self).load is Reward.load and not self.combined and not self.compares
 
     @property
     def takes_references(self) -> bool:
@@ -108,28 +110,37 @@ class Reward(ABC):
 
     def check(self) -> list[str]:
         """Return errors that can be found without loading weights, one line each."""
-        return []
+        return [error for errors in self._ask_combined("check") for error in errors]
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         """Return why no image of this prompt can be scored, or None; called for every prompt before loading."""
         return None
 
-    def load(self) -> None:  # noqa: B027
+    def load(self) -> None:
         """Load the weights, if any; a second call does nothing."""
+        self._ask_combined("load")
 
     def leaves(self) -> list[Reward]:
         """Return the rewards that score images: those that this one combines, or itself."""
-        return [self]
+        return [leaf for reward in self.combined for leaf in reward.leaves()] or [self]
 
-    def enter_run(self, folder: Path) -> None:  # noqa: B027
+    def enter_run(self, folder: Path) -> None:
         """Open the reward's files in a run folder; called on every rank before training."""
+        self._ask_combined("enter_run", folder)
 
     def take_counts(self) -> dict[str, int]:
         """Return counts of events since the last call, such as retries by cause."""
         return {}
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Cancel pending work and close connections; a later call may reopen them."""
+        self._ask_combined("close")
+
+    def _ask_combined(self, method: str, *args: Any) -> list[Any]:
+        if not self.combined:
+            return []
+        with guest():
+            return [getattr(reward, method)(*args) for reward in self.combined]
 
 
 def _set_stop_handlers(handlers: Sequence[Any]) -> None:
@@ -139,13 +150,13 @@ def _set_stop_handlers(handlers: Sequence[Any]) -> None:
 
 
 Settings = Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]]
-OF_THREAD: Settings = (
+THREAD_SETTINGS: Settings = (
     # not "cpu", which would slow down every function of torch
     (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_num_threads, torch.set_num_threads),
 )
-OF_PROCESS: Settings = (
+PROCESS_SETTINGS: Settings = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (lambda: [*map(signal.getsignal, STOP_SIGNALS)], _set_stop_handlers),
@@ -158,9 +169,9 @@ _inside: list[list[Any]] = []  # for each guest, the process's settings before t
 @contextmanager
 def guest() -> Iterator[None]:
     """Run a user's code, in any thread."""
-    process, thread = os.getpid(), [get() for get, _ in OF_THREAD]
+    process, thread = os.getpid(), [get() for get, _ in THREAD_SETTINGS]
     with _lock:
-        _inside.append(_inside[0] if _inside else [get() for get, _ in OF_PROCESS])
+        _inside.append(_inside[0] if _inside else [get() for get, _ in PROCESS_SETTINGS])
     error: BaseException | None = None
     try:
         yield
@@ -171,7 +182,7 @@ def guest() -> Iterator[None]:
         if os.getpid() != process:  # a fork, which would continue as a second trainer
             _end(error)
         with _lock:
-            before = zip((*OF_THREAD, *OF_PROCESS), (*thread, *_inside.pop()), strict=True)
+            before = zip((*THREAD_SETTINGS, *PROCESS_SETTINGS), (*thread, *_inside.pop()), strict=True)
             for put, value in [(put, value) for (get, put), value in before if get() != value]:
                 put(value)
 

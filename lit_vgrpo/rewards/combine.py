@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Finite, checked
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardOutage, Scores, called, guest, reason_of
+from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardOutage, Scores, called, reason_of
 from lit_vgrpo.rewards.function import RewardLike, RewardsLike, as_reward
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.signals import is_stop
@@ -87,8 +86,7 @@ class Weighted(Reward):
     def rewards(self) -> list[Reward]:
         return [part.reward for part in self.parts]
 
-    def leaves(self) -> list[Reward]:
-        return [leaf for reward in self.rewards for leaf in reward.leaves()]
+    combined = rewards
 
     @property
     def part_names(self) -> list[str]:
@@ -168,9 +166,6 @@ class Weighted(Reward):
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         return self.score(images, prompts, rows).total
 
-    def check(self) -> list[str]:
-        return [error for errors in self._ask_all("check") for error in errors]
-
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         return next(iter(self.errors_of_prompt(prompt, row).values()), None)
 
@@ -191,19 +186,6 @@ class Weighted(Reward):
     def unknown_names(self, row: Mapping[str, Any]) -> list[str]:
         """Return names in a row's field ``rewards`` that do not exist."""
         return [name for name in _named(row) if name not in self.part_names]
-
-    def load(self) -> None:
-        self._ask_all("load")
-
-    def enter_run(self, folder: Path) -> None:
-        self._ask_all("enter_run", folder)
-
-    def close(self) -> None:
-        self._ask_all("close")
-
-    def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        with guest():
-            return [getattr(part.reward, method)(*args) for part in self.parts]
 
     def score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Scores:
         """Score a batch with every reward.

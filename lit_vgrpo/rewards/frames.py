@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from torch import Tensor
@@ -29,6 +28,10 @@ class Frames(Reward):
         self.name, self.concurrent = self.reward.name, self.reward.concurrent
         self.compares, self.differentiable = self.reward.compares, self.reward.differentiable
 
+    @property
+    def combined(self) -> list[Reward]:  # type: ignore[override]
+        return [self.reward]
+
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         scores = called(self.reward, self._chosen(images), prompts, rows)
         self.failure = self.reward.failure
@@ -44,23 +47,8 @@ class Frames(Reward):
         self.reward.found_at(key)
         return super().found_at(key)
 
-    def leaves(self) -> list[Reward]:
-        return self.reward.leaves()
-
-    def check(self) -> list[str]:
-        return self.reward.check()
-
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         return self.reward.prompt_error(prompt, row)
 
-    def load(self) -> None:
-        self.reward.load()
-
-    def enter_run(self, folder: Path) -> None:
-        self.reward.enter_run(folder)
-
     def take_counts(self) -> dict[str, int]:
         return self.reward.take_counts()
-
-    def close(self) -> None:
-        self.reward.close()

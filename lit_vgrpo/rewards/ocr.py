@@ -25,7 +25,7 @@ MEASURE = r'(?:(?<=[\d¼-¾⅐-⅞])|(?<=\d )(?=.\s))["”](?![぀-鿿가-힣])'
 PAIRS = '"([^"]*)"|“([^“”]*)”|„([^“”„]*)[“”]|”([^“”„]*)”|«([^«»]*)»|»([^«»]*)«|「([^「」]*)」|『([^『』]*)』'
 QUOTED = re.compile(f'{MEASURE}|{PAIRS}|(?P<unpaired>["“”„«»「」『』])')
 ESCAPED, KEPT = '\\"', "\0"
-OF_SCRIPTS = str.maketrans("\uff02\u301d\u301e\u301f", '"“””')
+SCRIPT_QUOTES = str.maketrans("\uff02\u301d\u301e\u301f", '"“””')
 PLAIN_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u201e", '\'\'"""')  # a recogniser does not distinguish them
 RECOGNISER_HEIGHT = 48  # pixels, the line height that PP-OCR was trained on
 DETECTOR_LINE_WIDTH = 320  # pixels, the recogniser's usual minimum width
@@ -163,7 +163,7 @@ def wanted_text(prompt: str, row: dict[str, Any]) -> str:
 def _quoted(prompt: str) -> tuple[list[str], str | None]:
     """Return the quoted texts of a prompt, and the first quotation mark without a partner with what follows it."""
     is_inner = prompt.count('"') > prompt.count(ESCAPED)  # else every mark is escaped, as in a program's source
-    marks = [*QUOTED.finditer(prompt.replace(ESCAPED, KEPT if is_inner else '"').translate(OF_SCRIPTS))]
+    marks = [*QUOTED.finditer(prompt.replace(ESCAPED, KEPT if is_inner else '"').translate(SCRIPT_QUOTES))]
     texts = [mark[mark.lastindex] for mark in marks if mark.lastindex and not mark["unpaired"]]
     unpaired = (mark.string[mark.start() :][:20] for mark in marks if mark["unpaired"])
     return [text.replace(KEPT, '"').strip() for text in texts], next(unpaired, None)

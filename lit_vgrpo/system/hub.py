@@ -26,7 +26,9 @@ ORIGIN_KEYS = (
     "_name_or_path", "_commit_hash", "transformers_version", "_diffusers_version", "dtype", "torch_dtype"
 )  # fmt: skip
 OUT_OF_MEMORY = re.compile(r"out of memory|allocate memory|bad_alloc|\(os error 12\)|start new thread", re.IGNORECASE)
-OF_MEMORY = "Free memory, raise its limit (ulimit -v, or the job's), or load less: another dtype, or a smaller model."
+FREE_MEMORY = (
+    "Free memory, raise its limit (ulimit -v, or the job's), or load less: another dtype, or a smaller model."
+)
 WEIGHTS = re.compile(
     # a network's weights, with or without a variant, which is before or (formerly) after the number of a shard
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))?(?:-\d{5}-of-\d{5})?(?:\.(\w+))?\.(?:safetensors|bin)"
@@ -79,7 +81,7 @@ def loading(checkpoint: str, remedy: str) -> Iterator[None]:
         reason = f"there is no {reason}" if isinstance(error, KeyError) else reason or type(error).__name__
         for cause in causes(error):
             if isinstance(cause, MemoryError) or OUT_OF_MEMORY.search(str(cause)):
-                reason, remedy = f"out of memory ({one_line(cause)[:200]})", OF_MEMORY
+                reason, remedy = f"out of memory ({one_line(cause)[:200]})", FREE_MEMORY
         raise LoadError(f"Cannot load {checkpoint}: {reason}. {remedy}") from error
 
 

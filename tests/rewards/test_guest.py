@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lit_vgrpo.rewards import PythonReward, ScoreQueue, Weighted
-from lit_vgrpo.rewards.base import OF_PROCESS, OF_THREAD, guest
+from lit_vgrpo.rewards.base import PROCESS_SETTINGS, THREAD_SETTINGS, guest
 from lit_vgrpo.system.signals import StopRequests
 
 IMAGES, PROMPTS, ROWS = torch.rand(2, 3, 4, 4), ["a", "b"], [{}, {}]
@@ -25,7 +25,7 @@ CHANGES = [
 
 
 def settings():
-    return [get() for get, _ in (*OF_THREAD, *OF_PROCESS)]
+    return [get() for get, _ in (*THREAD_SETTINGS, *PROCESS_SETTINGS)]
 
 
 def reward_that(act, **options):
@@ -63,7 +63,7 @@ def test_settings_are_those_of_before(step):
         assert found.total.dtype == torch.float32
         assert found.ok.all() == (step != "fail")
     finally:
-        for (_, put), value in zip((*OF_THREAD, *OF_PROCESS), before, strict=True):
+        for (_, put), value in zip((*THREAD_SETTINGS, *PROCESS_SETTINGS), before, strict=True):
             put(value)
 
 

@@ -36,7 +36,7 @@ MAY_SET = (
     "trainer.gradient_clip_val",
 )
 """Keys that may differ between methods; all share the recipe's task, images and evaluation."""
-OF_POLICY = ("scale_cap", "teachers")
+POLICY_OPTIONS = ("scale_cap", "teachers")
 """Options of an objective that depend on the network. The recipe sets them for every method that has them."""
 LEFT_OUT_CALLBACKS = ("SampleGrid", "Export", "SurrogateDiagnostics")
 """Callbacks that cost time or disk space and do not affect a comparison."""
@@ -184,7 +184,7 @@ def _lost_overrides(options: CompareOptions, overlays: Iterable[Overlay]) -> lis
             key = typed.rstrip("+")
             if key.startswith("model.objective"):
                 option = key.removeprefix("model.objective").removeprefix(".init_args").strip(".").partition(".")[0]
-                is_lost = option not in ("rollout", *OF_POLICY)
+                is_lost = option not in ("rollout", *POLICY_OPTIONS)
             else:
                 is_lost = any(f"{one}.".startswith(f"{key}.") for one in replaced)
             if is_lost:
@@ -301,7 +301,7 @@ def with_overlay(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, 
     """Return the base recipe with a method in it.
 
     The overlay's objective replaces the base's; its ``rollout`` is merged over the base's solver, steps and guidance,
-    and the base's :data:`OF_POLICY` options are kept. Everything else merges key by key. Held-out images are
+    and the base's :data:`POLICY_OPTIONS` options are kept. Everything else merges key by key. Held-out images are
     sampled with the base's evaluation, or else with its ODE. Both are resolved plain values.
     """
     given = as_component(base["model"]["objective"])["init_args"]
@@ -310,7 +310,7 @@ def with_overlay(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, 
     objective = as_component(part["model"]["objective"])
     cls = getattr(objectives, class_name(objective), None)
     known = options_of_class(cls) if isinstance(cls, type) else []
-    args = {name: given[name] for name in OF_POLICY if name in given and name in known} | objective["init_args"]
+    args = {name: given[name] for name in POLICY_OPTIONS if name in given and name in known} | objective["init_args"]
     objective["init_args"] = {**args, "rollout": {**rollout, **(args.get("rollout") or {})}}
     result = merged(base, {key: value for key, value in part.items() if key != "model"})
     result["model"] = merged(base["model"], {k: v for k, v in part["model"].items() if k != "objective"})

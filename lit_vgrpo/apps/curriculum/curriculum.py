@@ -28,7 +28,7 @@ from lit_vgrpo.training.resume import read_summary, resumed_folder
 LISTS = ("overlays", "overrides")
 KEYS = (STAGES, "run_dir", *LISTS)
 START = "model.policy.start_from"
-OF_A_STAGE = re.compile(r"stage(\d+)\.([^=]+=.*)", re.DOTALL)
+STAGE_PREFIX = re.compile(r"stage(\d+)\.([^=]+=.*)", re.DOTALL)
 FIXED = (STAGES, "name", "run_dir", "ckpt_path", START)
 """Keys of a recipe that are set by its position in a curriculum."""
 POLL_S = 0.2
@@ -136,7 +136,7 @@ def _settings(command: Command) -> list[str]:
 
 def _for_stage(word: str) -> tuple[int | None, str]:
     """Return the stage that a setting is for, ``None`` for all of them, and the setting without that prefix."""
-    match = OF_A_STAGE.fullmatch(word)
+    match = STAGE_PREFIX.fullmatch(word)
     return (int(match[1]), match[2]) if match else (None, word)
 
 
