@@ -26,9 +26,7 @@ ORIGIN_KEYS = (
     "_name_or_path", "_commit_hash", "transformers_version", "_diffusers_version", "dtype", "torch_dtype"
 )  # fmt: skip
 OUT_OF_MEMORY = re.compile(r"out of memory|allocate memory|bad_alloc|\(os error 12\)|start new thread", re.IGNORECASE)
-FREE_MEMORY = (
-    "Free memory, raise its limit (ulimit -v, or the job's), or load less: another dtype, or a smaller model."
-)
+FREE_MEMORY = "Free memory, raise its limit (ulimit -v, or the job's), or load less: another dtype, or a smaller model."
 WEIGHTS = re.compile(
     # a network's weights, with or without a variant, which is before or (formerly) after the number of a shard
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))?(?:-\d{5}-of-\d{5})?(?:\.(\w+))?\.(?:safetensors|bin)"
