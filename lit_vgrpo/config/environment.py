@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from lit_vgrpo.config.tree import Place, leaves, replaced
@@ -17,46 +17,44 @@ from lit_vgrpo.config.tree import Place, leaves, replaced
 ENVIRONMENT = "oc.env"
 
 
-@contextmanager
-def environment_from(resolver: Callable[..., Any]) -> Iterator[None]:
-    """Resolve ``${oc.env:NAME}`` with ``resolver(name, default)`` inside the block."""
-    _register(resolver)
-    try:
-        yield
-    finally:
-        _register(oc.env)
-
-
-def _register(resolver: Callable[..., Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the method's name differs between releases
-        OmegaConf.register_new_resolver(ENVIRONMENT, resolver, replace=True)
-
-
 def environment_texts(plain: Mapping[Any, Any]) -> dict[Place, str]:
     """Return each value that depends on the environment, as written.
 
     Args:
-        plain: Recipe, not resolved.
+        plain: Recipe, not resolved, whose interpolations can be resolved.
 
-    >>> environment_texts({"data": {"train": "${oc.env:PROMPTS}"}, "copies": ["${data.train}", "${other}"], "other": 1})
-    {('data', 'train'): '${oc.env:PROMPTS}', ('copies', 0): '${data.train}'}
+    >>> environment_texts({"data": {"train": "${oc.env:HOME}"}, "copies": ["${data.train}", "${other}"], "other": 1})
+    {('data', 'train'): '${oc.env:HOME}', ('copies', 0): '${data.train}'}
     """
     texts = {place: text for place, text in leaves(plain) if isinstance(text, str) and "${" in text}
     if not any(ENVIRONMENT in text for text in texts.values()):
         return {}
-    config = OmegaConf.create(dict(plain))
-    resolved = []
-    for value in ("a", "b"):
-        with environment_from(lambda name, default=None, value=value: value):
-            resolved.append([_resolved(config, place) for place in texts])
-    same = [first == second is not None for first, second in zip(*resolved, strict=True)]
-    return {place: text for (place, text), is_same in zip(texts.items(), same, strict=True) if not is_same}
+    config: Any = OmegaConf.create(dict(plain))
+    names: list[str] = []
+    dependent = {}
+
+    def read(name: str, *default: Any) -> Any:
+        names.append(name)
+        return oc.env(name, *default)
+
+    _resolve_with(read)
+    try:
+        for place, text in texts.items():
+            names.clear()
+            value = reduce(getitem, place, config)
+            if OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True)
+            if names:
+                dependent[place] = text
+    finally:
+        _resolve_with(oc.env)
+    return dependent
 
 
-def with_texts(recipe: Any, texts: Mapping[Place, str]) -> Any:
-    """Return a resolved recipe with the values from the environment as written."""
-    return replaced(recipe, texts)
+def _resolve_with(resolver: Callable[..., Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the method's name differs between releases
+        OmegaConf.register_new_resolver(ENVIRONMENT, resolver, replace=True)
 
 
 def unchanged_texts(texts: Mapping[Place, str], before: Any, after: Any) -> dict[Place, str]:
@@ -95,14 +93,3 @@ def is_same_value(saved: Any, value: Any) -> bool:
 def _fingerprint(value: Any) -> str:
     # Six digits detect a change, and are too few to reveal a password.
     return f" (value #{hashlib.sha256(str(value).encode()).hexdigest()[:6]})"
-
-
-def _resolved(config: Any, place: Place) -> Any:
-    """Return a resolved value; ``None`` if it cannot be resolved."""
-    for step in place[:-1]:
-        config = config[step]
-    try:
-        value = config[place[-1]]
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    except OmegaConfBaseException:
-        return None

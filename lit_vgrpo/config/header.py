@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from lit_vgrpo.errors import UserError
@@ -11,6 +12,8 @@ from lit_vgrpo.errors import UserError
 LEVELS = ("measured here", "published settings, not measured", "ours, not measured")
 """Levels of evidence; the first one is followed by its command in brackets."""
 LABELS = ("Evidence", "Needs", "Expect")
+LABELLED = re.compile(rf"\b({'|'.join(LABELS)}): (.*?)(?=\.$|\s(?:{'|'.join(LABELS)}): |\Z)", re.DOTALL | re.MULTILINE)
+"""A label and its text, up to the next label or the first line that ends a sentence."""
 MARK, COMMAND = "#", "#   "
 
 
@@ -40,12 +43,12 @@ class Header:
         >>> header.title, header.commands, header.needs, header.expect, header.evidence
         ('A task', ('lightning run a',), 'a GPU of 40 GB', '.9', '')
         """
-        lines = text.splitlines()
-        end = next((number for number, line in enumerate(lines) if not line.startswith(MARK)), len(lines))
-        commands = tuple(line.removeprefix(COMMAND).strip() for line in lines[:end] if line.startswith(COMMAND))
-        prose = [line.removeprefix(MARK).strip() for line in lines[:end] if not line.startswith(COMMAND)]
-        said = {label: _labelled(prose, f"{label}: ") for label in LABELS}
-        return cls(prose[0] if prose else "", commands, said["Evidence"], said["Needs"], said["Expect"])
+        lines = list(takewhile(lambda line: line.startswith(MARK), text.splitlines()))
+        commands = tuple(line.removeprefix(COMMAND).strip() for line in lines if line.startswith(COMMAND))
+        prose = "\n".join(line.removeprefix(MARK).strip() for line in lines if not line.startswith(COMMAND))
+        texts = {match[1]: " ".join(match[2].split()).rstrip(".") for match in LABELLED.finditer(prose)}
+        parts = (texts.get(label, "") for label in LABELS)
+        return cls(prose.partition("\n")[0], commands, *parts)
 
     @classmethod
     def of_file(cls, path: Path) -> Header:
@@ -54,23 +57,3 @@ class Header:
             return cls.of(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"Cannot read {path}: {error}.") from error
-
-
-def _labelled(prose: Sequence[str], label: str) -> str:
-    """Return the text after a label: until the next one, or the first line that ends a sentence."""
-    for number, line in enumerate(prose):
-        _, found, text = line.partition(label)
-        if not found:
-            continue
-        rest = iter(prose[number + 1 :])
-        text = _before_next_label(text)
-        while not text.endswith((".", "\0")) and (more := next(rest, None)) is not None:
-            text = f"{text} {_before_next_label(more)}"
-        return text.rstrip(".\0 ")
-    return ""
-
-
-def _before_next_label(text: str) -> str:
-    """Return the text up to the next label, then a NUL if there was one."""
-    found = [text.index(f"{label}: ") for label in LABELS if f"{label}: " in text]
-    return f"{text[: min(found)].rstrip()}\0" if found else text

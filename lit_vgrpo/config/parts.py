@@ -1,4 +1,8 @@
-"""Parsing of recipes by jsonargparse, part by part, with its errors in one line."""
+"""Building of a recipe's parts by jsonargparse, with its errors in one line.
+
+jsonargparse 4.53 has no structured errors: an ArgumentError is a text, and of a union only the first type's error is
+its cause. So the key, the value and the reason are read from the text.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +12,38 @@ import re
 import sys
 import typing
 from argparse import ArgumentError
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Mapping, Sequence
+from pydoc import locate
 from typing import Any
 
 from jsonargparse import ArgumentParser
+from pydantic import ValidationError
 
-from lit_vgrpo.config.tree import Place, apply_override, expanded, leaves, typed_key
-from lit_vgrpo.errors import UserError, error_in_user_code, nearest, one_line, unknown_option
+from lit_vgrpo.config.tree import CLASS_KEYS, Place, apply_override, expanded, leaves, typed_key
+from lit_vgrpo.errors import UserError, causes, error_in_user_code, nearest, one_line, unknown_option
 
-CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
 KEY = re.compile(r"""Parser key ["']([\w.+]+)["']""")
-CLASS = re.compile(r"class_path '([\w.]+)'")
+CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
 UNKNOWN = re.compile(r"(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?")
 UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (.+)")
-OF_CLASS = re.compile(r"Problem with given class_path '(?:[\w.]+\.)?(\w+)':\s+(.+)")
 OTHER_CLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subclass of (\w+)")
 OF_CONSTRUCTOR = re.compile(r"- (\w+=.*)")
-LIMIT = re.compile(r"(Input should be .+?) \[type=")
 EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value|$)", re.MULTILINE)
-GIVEN = re.compile(r"(?:Given value|Got value|input_value)[:=] ?(.*)")
+GIVEN = re.compile(r"(?:Given value|Got value): (.*)")
 REQUIRED = re.compile(r"the following arguments are required: (.+)")
 NO_CLASS = re.compile(r"is abstract|class_path 'lightning.Callback'")
+PATH = re.compile(r"\s*- Expected a path but .*\n")
 TYPES = {"NoneType": "null", "bool": "true or false", "float": "a number", "str": "text", "dict": "a mapping"}
 
 
-def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
+def built_part(tree: Mapping[str, Any], key: str, hint: Any, parse_only: bool = False) -> Any:
     """Build the part under a dotted key; return ``None`` if the recipe has none.
 
     Args:
         tree: Recipe as plain values, with overrides and interpolations applied.
         hint: Type hint of the part, usually its base class.
+        parse_only: Find the errors that need no instance, and return ``None``.
 
     Raises:
         UserError: The part has an error; the message is the first one.
@@ -52,7 +56,8 @@ def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument(f"--{key}", type=hint)
     try:
-        return parser.instantiate_classes(parser.parse_object({key: copy.deepcopy(node)}))[key]
+        config = parser.parse_object({key: copy.deepcopy(node)})
+        return None if parse_only else parser.instantiate_classes(config)[key]
     except (ArgumentError, *CONSTRUCTOR_ERRORS) as error:
         raise UserError(recipe_error(error, tree, hint)) from error
 
@@ -77,15 +82,16 @@ def recipe_error(error: BaseException, tree: Mapping[str, Any], root: Any = None
         root: Class of the part that was parsed, to suggest its options.
     """
     if isinstance(error, ArgumentError) or "Union subtypes" in str(error):
-        return _parser_error(str(error), tree, root)
+        return _parser_error(error, tree, root)
     plain = one_line(error) or type(error).__name__
     quoted = [place for place, value in leaves(tree) if isinstance(value, str) and repr(value) in plain]
     message = with_full_key(plain, tree)
     return error_in_user_code(error) or (f"{typed_key(quoted[0])}: {plain}" if quoted and message == plain else message)
 
 
-def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
-    keys, classes = KEY.findall(text), CLASS.findall(text)
+def _parser_error(error: BaseException, tree: Mapping[str, Any], root: Any) -> str:
+    text, reason = PATH.sub("", str(error)), [*causes(error)][-1]
+    keys = KEY.findall(text)
     key = ".".join(dict.fromkeys(keys)).replace(".init_args", "")
     if misplaced := _misplaced_option(tree, key):
         return misplaced
@@ -97,42 +103,46 @@ def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
     if (unknown := UNKNOWN.search(text)) and unknown[2] in keys:  # of another class that the option accepts
         text, unknown = text[: unknown.start()], None
     if unknown:
-        owner, group = _imported(classes[-1]) if classes else root, unknown[1] or ""
-        for step in filter(None, group.split(".")):
-            owner = _member(owner, step)
-        full = ".".join(filter(None, (key, group, unknown[2].partition(".")[0]))).replace(".init_args", "")
-        if inspect.isclass(owner):
-            options = options_of_class(owner)
-        else:
-            options = [*(owner or ()), *(typed_key(place) for place, _ in leaves(tree) if place[0] in (owner or ()))]
-        return unknown_option(full, getattr(owner, "__name__", "a recipe"), options)
+        classes = CLASS.findall(text[: unknown.start()]) or CLASS.findall(text)[:1]
+        return _unknown(unknown, key, locate(classes[-1]) if classes else root, tree)
     if message := OF_CONSTRUCTOR.search(text):
         return with_full_key(message[1], tree)
+    if isinstance(reason, ValidationError):
+        limit = reason.errors()[0]
+        return f"{key}={limit['input']!r}: {limit['msg']}"
+    if isinstance(reason, ImportError | AttributeError):
+        return f"{key}: {one_line(reason)}"
     value, expected = GIVEN.search(text), [_type_name(kind) for kind in EXPECTED.findall(text)]
     if literals := [kind for kind in expected if kind.startswith("one of")]:
         expected = [*literals, "a mapping"] if UNKNOWN_CLASS.search(text) else expected
     elif name := UNKNOWN_CLASS.search(text):
         modules = [module for path, module in sys.modules.items() if path.startswith("lit_vgrpo.")]
-        known = [name for module in modules for name in getattr(module, "__all__", ())]
-        guess = nearest(name[1], known)
+        guess = nearest(name[1], [name for module in modules for name in getattr(module, "__all__", ())])
         hint = f"Did you mean {guess}?" if guess else "Write it as package.module.Class."
         return f"{key}={name[1]} is not a known class. {hint}"
     if wrong := OTHER_CLASS.search(text):
         return f"{key}={wrong[1]} is not a {wrong[2]}. Name one of its classes."
-    if limit := LIMIT.search(text):
-        return f"{key}={value[1].partition(',')[0] if value else ''}: {limit[1]}"
     if value is not None and expected and key:
         return f"{key}={value[1]}: expected {' or '.join(dict.fromkeys(expected))}."
-    plain = re.sub(r'Parser key "[\w.]+":|Problem with given class_path \'[\w.]+\':', "", text).strip()
-    plain = re.sub(r"- Expected a path but .*\n", "", plain).strip(" -\n").partition("\n")[0]
-    if plain.startswith("Does not validate") and (reason := OF_CLASS.search(text)):
-        return f"{reason[1]}: {reason[2]}"
-    return f"{key}: {plain}" if key else one_line(plain)
+    return f"{key}: {one_line(reason)}".removeprefix(": ")
+
+
+def _unknown(unknown: re.Match[str], key: str, owner: Any, tree: Mapping[str, Any]) -> str:
+    """Return the error of an option that a class, or a group of options in it, does not have."""
+    groups = unknown[1].split(".") if unknown[1] else []
+    for group in groups:
+        hint = owner.get(group) if isinstance(owner, Mapping) else typing.get_type_hints(owner.__init__).get(group)
+        owner = next((kind for kind in typing.get_args(hint) or (hint,) if inspect.isclass(kind)), None)
+    full = ".".join(filter(None, (key, *groups, unknown[2].partition(".")[0]))).replace(".init_args", "")
+    if inspect.isclass(owner):
+        return unknown_option(full, owner.__name__, options_of_class(owner))
+    known = [*(owner or ()), *(typed_key(place) for place, _ in leaves(tree) if place[0] in (owner or ()))]
+    return unknown_option(full, "a recipe", known)
 
 
 def _misplaced_option(tree: Mapping[str, Any], key: str) -> str | None:
     """Return the error for an option next to a ``class_path``, at or below a dotted key, or ``None``."""
-    classes = {place[:-1]: value for place, value in leaves(tree) if place and place[-1] == "class_path"}
+    classes = {place[:-1]: value for place, value in leaves(tree) if place[-1:] == ("class_path",)}
     for place, _ in leaves(tree):
         for part, option in ((place[:end], step) for end, step in enumerate(place)):
             if part in classes and option not in CLASS_KEYS and typed_key(part).startswith(key):
@@ -156,48 +166,18 @@ def with_full_key(message: str, tree: Mapping[str, Any]) -> str:
         if isinstance(value, str) and message.startswith(f"{value} ") and typed_key(place) not in message:
             return f"{typed_key(place)}: {message}"
     name = re.match(r"\w+(?=[=.:])", message)
-    places = list(_places_of(name[0], tree)) if name else []
-    if not places:
+    starts: dict[Place, Any] = {}
+    for place, value in leaves(tree):
+        if name and name[0] in place:
+            starts.setdefault(place[: place.index(name[0])], value)
+    if not starts:
         return message
     shown = re.match(r"\w+=([^\s:]+)", message)
-    same = [place for place, value in places if shown and str(value) == shown[1].strip("'\"")]
-    return f"{typed_key((same or [place for place, _ in places])[0][:-1])}.{message}".removeprefix(".")
-
-
-def _places_of(name: str, tree: Any) -> Iterator[tuple[Place, Any]]:
-    seen = set()
-    for place, value in leaves(tree):
-        if name in place:
-            start = place[: place.index(name) + 1]
-            if start not in seen:
-                seen.add(start)
-                yield start, value
+    same = [place for place, value in starts.items() if shown and str(value) == shown[1].strip("'\"")]
+    return f"{typed_key([*same, *starts][0])}.{message}".removeprefix(".")
 
 
 def options_of_class(cls: type) -> list[str]:
     """Return the names of a class's options, with those of the base classes that its ``**kwargs`` reach."""
-    names: list[str] = []
-    for owner in cls.__mro__:
-        if owner is not cls and ("__init__" not in vars(owner) or owner is object):
-            continue
-        parameters = inspect.signature(owner).parameters.values()
-        names += [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-            break
-    return list(dict.fromkeys(names))
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(import_module(module), name, None)
-    except (ImportError, ValueError):
-        return None
-
-
-def _member(owner: Any, option: str) -> Any:
-    """Return the class of an option, or of an entry of a mapping of classes."""
-    if isinstance(owner, Mapping):
-        return owner.get(option)
-    hint = typing.get_type_hints(owner.__init__).get(option) if inspect.isclass(owner) else None
-    return next((kind for kind in typing.get_args(hint) or (hint,) if inspect.isclass(kind)), None)
+    names: list[str] = ArgumentParser().add_class_arguments(cls, fail_untyped=False)
+    return names

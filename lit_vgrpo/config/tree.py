@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -20,33 +21,31 @@ REWARD_KEYS = ("reward", "heldout_reward")
 """Options of the model that accept a reward."""
 TEXT_KEYS = ("name", "run_dir", "ckpt_path")
 """Keys whose value is text even if it looks like a number."""
-ENTRY = re.compile(r"\[(\d+)\]")
+CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 PYTHON, JUDGE = "python", "judge"
 ASKS_FOR_SCORE = ("prompt_template", "score_pattern", "num_scores")
 
 
-def leaves(tree: Any, opens: Callable[[Place, list[Any]], bool] | None = None) -> Iterator[tuple[Place, Any]]:
+def leaves(tree: Any, place: Place = (), open_lists: bool = True) -> Iterator[tuple[Place, Any]]:
     """Yield every value of a tree with its place; an empty mapping or list counts as a value.
 
     Args:
-        opens: Predicate for the lists whose entries are values too; by default all lists.
+        place: Place of the tree itself.
+        open_lists: Yield the entries of lists; otherwise a list is a value.
 
     >>> dict(leaves({"a": {"b": 1}, "c": [2, {}]}))
     {('a', 'b'): 1, ('c', 0): 2, ('c', 1): {}}
     """
-
-    def of_node(node: Any, place: Place) -> Iterator[tuple[Place, Any]]:
-        if isinstance(node, Mapping) and (node or not place):
-            entries = list(node.items())
-        elif isinstance(node, list) and node and (opens is None or opens(place, node)):
-            entries = list(enumerate(node))
-        else:
-            yield place, node
-            return
-        for step, value in entries:
-            yield from of_node(value, (*place, step))
-
-    return of_node(tree, ())
+    if isinstance(tree, Mapping) and (tree or not place):
+        entries: Iterable[tuple[str | int, Any]] = tree.items()
+    elif isinstance(tree, list) and tree and open_lists:
+        entries = enumerate(tree)
+    else:
+        yield place, tree
+        return
+    for step, value in entries:
+        yield from leaves(value, (*place, step), open_lists)
 
 
 def replaced(
@@ -105,13 +104,13 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     >>> merged({"a": {"class_path": "X", "init_args": {"b": 1}}}, {"a": {"class_path": "Y"}})
     {'a': {'class_path': 'Y'}}
     """
-    result = copy.deepcopy(dict(base))
+    result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        is_same = isinstance(old, Mapping) and class_name(value) in ("", class_name(old))
-        is_part = is_same and isinstance(value, Mapping)
-        result[key] = merged(dict(old or {}), value) if is_part else copy.deepcopy(value)
-    return result
+        is_part = isinstance(old, Mapping) and isinstance(value, Mapping)
+        is_part = is_part and class_name(value) in ("", class_name(old))
+        result[key] = merged(old or {}, value) if is_part else value
+    return copy.deepcopy(result)
 
 
 def expanded(node: Any) -> Any:
@@ -125,23 +124,22 @@ def expanded(node: Any) -> Any:
     ['model', 'name', 'compare']
     """
     if isinstance(node, str) and node.startswith((f"{PYTHON}:", f"{JUDGE}:")):
-        form, _, name = node.partition(":")
-        node = {form: name.strip()}
+        short, _, name = node.partition(":")
+        node = {short: name.strip()}
     if isinstance(node, list):
         return [expanded(item) for item in node]
     if not isinstance(node, Mapping):
         return node
-    if isinstance(node.get(PYTHON), str) and "class_path" not in node:
-        options = {key: value for key, value in node.items() if key != PYTHON}
-        return {"class_path": "PythonReward", "init_args": {"function": node[PYTHON], **options}}
-    if isinstance(node.get(JUDGE), str) and "class_path" not in node:
-        reward = judge_preset(node[JUDGE])["reward"]
-        options = reward["init_args"]
-        if node.get("compare"):  # the preset asks for the score of one image
-            options = {key: value for key, value in options.items() if key not in ASKS_FOR_SCORE}
-        options = {**options, **{key: value for key, value in node.items() if key != JUDGE}}
-        return {"class_path": reward["class_path"], "init_args": options}
-    return {key: expanded(value) for key, value in node.items()}
+    form = next((form for form in (PYTHON, JUDGE) if isinstance(node.get(form), str)), None)
+    if form is None or "class_path" in node:
+        return {key: expanded(value) for key, value in node.items()}
+    options = {key: value for key, value in node.items() if key != form}
+    if form == PYTHON:
+        return {"class_path": "PythonReward", "init_args": {"function": node[form], **options}}
+    reward = judge_preset(node[form])["reward"]
+    dropped = ASKS_FOR_SCORE if node.get("compare") else ()  # the preset asks for the score of one image
+    preset = {key: value for key, value in reward["init_args"].items() if key not in dropped}
+    return {"class_path": reward["class_path"], "init_args": {**preset, **options}}
 
 
 def judge_names() -> list[str]:
@@ -175,10 +173,9 @@ def _weighted(reward: Any) -> Any:
 
 def apply_override(recipe: dict[Any, Any], key: str, text: str) -> None:
     """Set a key of a recipe in place to the value that a text stands for, see :func:`set_value`."""
-    try:
+    value: Any = text
+    with suppress(yaml.YAMLError, OmegaConfBaseException):
         value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]
-    except (yaml.YAMLError, OmegaConfBaseException):
-        value = text
     is_text = text == "" or (key in TEXT_KEYS and value is not None)
     set_value(recipe, key, text if is_text else value)
 
@@ -205,39 +202,28 @@ def set_value(recipe: dict[Any, Any], key: str, value: Any) -> None:
             set_value(recipe, reward, "PythonReward")  # options of another class are dropped
             key = f"{reward}.function"
     appends, key = key.endswith("+"), key.rstrip("+").removesuffix(".class_path")
-    steps: list[str | int] = []
-    for part in key.split("."):
-        name, *entries = ENTRY.split(part)
-        steps += [name, *(int(entry) for entry in entries if entry)]
-    node: Any = recipe
-    for number, step in enumerate(steps[:-1]):
-        node, step = _holder(node, step, steps[:number])
-        if isinstance(node[step], str) and isinstance(steps[number + 1], str):
-            node[step] = {"class_path": node[step]}
-        elif not isinstance(node[step], dict | list):
-            node[step] = {}
-        node = node[step]
-    node, last = _holder(node, steps[-1], steps[:-1])
-    old = node[last]
+    parent: Any = {"": recipe}
+    last: str | int = ""
+    steps = [int(index) if index else name for name, index in STEP.findall(key)]
+    for number, step in enumerate(steps):
+        node, where = parent[last], dotted(steps[:number])
+        if isinstance(step, int):
+            if not isinstance(node, list) or step >= len(node):
+                raise UserError(f"{where}[{step}] does not exist. Append an entry with {where}+=VALUE.")
+        elif isinstance(node, list):
+            raise UserError(f"{where} is a list and has no option {step}. Write {where}[0].{step}=...")
+        else:
+            if not isinstance(node, dict):
+                node = parent[last] = {"class_path": node} if isinstance(node, str) else {}
+            if "class_path" in node and step not in CLASS_KEYS:
+                node = node.setdefault("init_args", {})
+            node.setdefault(step, None)
+        parent, last = node, step
+    old = parent[last]
     if appends:
         if isinstance(old, str | Mapping):
             raise UserError(f"{key}+= appends to a list, which {key} is not. To replace the value, use {key}=.")
         value = [*(old or []), *(value if isinstance(value, list) else [value])]
     elif isinstance(old, dict) and isinstance(value, str) and class_name(old) == class_name(value):
         value = {**old, "class_path": value}
-    node[last] = value
-
-
-def _holder(node: Any, step: str | int, before: Sequence[str | int]) -> tuple[Any, Any]:
-    """Return the mapping or list that contains a step's value, and its key or index there."""
-    name = dotted(before)
-    if isinstance(step, int):
-        if not isinstance(node, list) or step >= len(node):
-            raise UserError(f"{name}[{step}] does not exist. Append an entry with {name}+=VALUE.")
-        return node, step
-    if not isinstance(node, dict):
-        raise UserError(f"{name} is a list and has no option {step}. Write {name}[0].{step}=...")
-    if "class_path" in node and step not in ("class_path", "init_args", "dict_kwargs"):
-        node = node.setdefault("init_args", {})
-    node.setdefault(step, None)
-    return node, step
+    parent[last] = value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from argparse import ArgumentError
@@ -11,17 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, built_part, part_of_words, recipe_error
 from lit_vgrpo.config.recipe import Command, Recipe, read_recipe, shipped_recipes
-from lit_vgrpo.config.trainer_options import trainer_errors
 from lit_vgrpo.config.tree import REWARD_KEYS
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, error_in_user_code, say
-from lit_vgrpo.launch.recipe_cli import LARGEST_SEED, LINKED, RecipeCLI
+from lit_vgrpo.launch.checks import setting_errors
+from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.launch.train import train
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.objectives.base import Objective
@@ -30,8 +28,11 @@ from lit_vgrpo.rewards import Reward, Weighted, as_weighted
 from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.system.process import is_first_process, report_on_first
 
-PARTS = {"model.policy": Policy, "model.objective": Objective, "model.reward": Reward, "model.heldout_reward": Reward}
 ROOTS = {"model": VGRPOModule, "data": PromptDataModule, "trainer": Trainer}
+PARTS = {
+    **{"model.policy": Policy, "model.objective": Objective, "model.reward": Reward, "model.heldout_reward": Reward},
+    **{"data": PromptDataModule, "trainer": Trainer},
+}
 NO_REWARD = "No reward given. Name a class such as PickScore, python:my_module:my_function, or a recipe."
 
 
@@ -55,7 +56,7 @@ def build_recipe(recipe: Recipe, make_folder: bool = True, elsewhere: bool = Fal
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
     import_from_here()
-    if errors := [*_top_level_errors(recipe.values), *trainer_errors(recipe.values.get("trainer") or {})]:
+    if errors := setting_errors(recipe.values):
         raise UserError(*errors)
     try:
         return RecipeCLI(recipe, make_folder, elsewhere)
@@ -74,37 +75,13 @@ def part_errors(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     Args:
         values: The recipe as plain values.
     """
-    errors = [*_top_level_errors(values), *trainer_errors(values.get("trainer") or {})]
-    parts: dict[str, Any] = {}
+    errors, parts = setting_errors(values), {}
     for key, hint in PARTS.items():
         try:
-            parts[key] = built_part(values, key, hint)
+            parts[key] = built_part({**values, "data": values.get("data") or {}}, key, hint, parse_only=hint is Trainer)
         except UserError as error:
             errors += error.errors
-    for key in ("data", "trainer"):
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(ROOTS[key], key)
-        try:
-            config = parser.parse_object({key: copy.deepcopy(values.get(key) or {})})
-            if key == "data":
-                parts[key] = parser.instantiate_classes(config)[key]
-        except (ArgumentError, *CONSTRUCTOR_ERRORS) as error:
-            errors.append(recipe_error(error, values, ROOTS))
     return errors, parts
-
-
-def _top_level_errors(values: Mapping[str, Any]) -> list[str]:
-    errors = []
-    for target, source in LINKED.items():
-        section, _, name = target.partition(".")
-        if isinstance(values.get(section), dict) and name in values[section]:
-            errors.append(f"{target} follows {source}. Set {source}={values[section][name]} instead.")
-    seed, root = values.get("seed_everything", 0), (values.get("trainer") or {}).get("default_root_dir")
-    if isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED:
-        errors.append(f"seed_everything={seed} is invalid. Use 0 to {LARGEST_SEED}.")
-    if root is not None:
-        errors.append("trainer.default_root_dir is set by the command. Use run_dir=... instead.")
-    return errors
 
 
 def train_recipe(command: Command, context: Callable[[RecipeCLI], AbstractContextManager[object]] = nullcontext) -> int:

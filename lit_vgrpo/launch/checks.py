@@ -1,7 +1,8 @@
-"""Checks of a recipe's callbacks and prompts before anything is loaded."""
+"""Checks of a recipe's settings, callbacks and prompts before anything is loaded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,40 @@ LOGGED = (
 )
 """Prefixes of all metrics that a run logs."""
 
+LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
+LARGEST_SEED = 2**32 - 1
+LEAST_OF_TRAINER = {
+    **{"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "num_nodes": 1, "log_every_n_steps": 0},
+    **{"max_epochs": -1, "max_steps": -1, "min_epochs": 0, "min_steps": 0, "gradient_clip_val": 0},
+    "reload_dataloaders_every_n_epochs": 0,
+}
+"""Smallest numbers that stop no run; Lightning accepts smaller ones silently."""
 FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a table are not read)"
+
+
+def setting_errors(recipe: Mapping[str, Any]) -> list[str]:
+    """Return the errors of settings that the parser accepts, in a recipe as plain values."""
+    errors = []
+    for target, source in LINKED.items():
+        section, _, name = target.partition(".")
+        if isinstance(recipe.get(section), dict) and name in recipe[section]:
+            errors.append(f"{target} follows {source}. Set {source}={recipe[section][name]} instead.")
+    seed, trainer = recipe.get("seed_everything", 0), recipe.get("trainer") or {}
+    if isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED:
+        errors.append(f"seed_everything={seed} is invalid. Use 0 to {LARGEST_SEED}.")
+    if trainer.get("default_root_dir") is not None:
+        errors.append("trainer.default_root_dir is set by the command. Use run_dir=... instead.")
+    for name, least in LEAST_OF_TRAINER.items():
+        value = trainer.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue  # the parser refuses other types
+        is_limit = least == -1
+        if not math.isfinite(value) or value < least or (value == 0 and is_limit):
+            use = "1 or more, or -1" if is_limit else f"{least} or more"
+            errors.append(f"trainer.{name}={value} is invalid. Use {use}.")
+    if trainer.get("barebones"):
+        errors.append("trainer.barebones=true switches off checkpoints, metrics and evaluations. Leave it out.")
+    return errors
 
 
 def callback_errors(callbacks: Sequence[Callback]) -> list[str]:

@@ -23,13 +23,13 @@ from typing_extensions import override
 
 from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  registers the short names of their classes
-from lit_vgrpo.config.environment import with_texts
 from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, recipe_error, with_full_key
 from lit_vgrpo.config.recipe import FOUND_IN, Recipe
+from lit_vgrpo.config.tree import replaced
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.launch.checks import UnscorablePrompts, callback_errors, metric_errors, picture_errors
+from lit_vgrpo.launch.checks import LINKED, UnscorablePrompts, callback_errors, metric_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.memory import device_name, idle_gpu
 from lit_vgrpo.system.paths import remove_drafts, start_folder, typed_path
@@ -45,7 +45,6 @@ from lit_vgrpo.training.settings import errors_under, gradient_note
 from lit_vgrpo.training.strategies import AbsentGPU
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
-LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
 TOP_LEVEL: dict[str, tuple[Any, Any]] = {
     "name": (str | None, None),
     "run_dir": (str | None, None),
@@ -53,7 +52,6 @@ TOP_LEVEL: dict[str, tuple[Any, Any]] = {
     "allow_changes": (bool, False),
 }
 """Keys of a recipe in addition to Lightning's, with their types and defaults."""
-LARGEST_SEED = 2**32 - 1
 # For the default of Lightning's Timer, an Enum, in config.yaml.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
@@ -298,7 +296,7 @@ class RecipeCLI(LightningCLI):
         header = f"# lightning run {self.folder / CONFIG_NAME}\n"
         text = self._dump
         if texts := self.recipe.texts:
-            text = yaml.safe_dump(with_texts(yaml.safe_load(text), texts), sort_keys=False, allow_unicode=True)
+            text = yaml.safe_dump(replaced(yaml.safe_load(text), texts), sort_keys=False, allow_unicode=True)
         log_recipe(self.trainer.loggers, yaml.safe_load(text))
         places = [os.path.relpath(place, self.folder) for place in (*self.recipe.places, start_folder())]
         self.keeper.write_recipe(self.folder, f"{header}{text}{FOUND_IN}: {[*dict.fromkeys(places)]}\n")

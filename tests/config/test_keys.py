@@ -7,6 +7,7 @@ from lit_vgrpo.launch.build import build
 
 SEVERAL = "model.reward={class_path: Weighted, init_args: {rewards: [JPEGCompressibility, ShapesReward]}}"
 STEPS = "model.lr_scheduler=torch.optim.lr_scheduler.StepLR"
+ADAM = "{class_path: torch.optim.AdamW}"
 CYCLE = "model.lr_scheduler={class_path: torch.optim.lr_scheduler.OneCycleLR, init_args: {max_lr: 0.1}}"
 LINES = [
     (["model.objective.num_mc_sample=3"], "model.objective.num_mc_sample is not an option of VGRPO. Did you mean num"),
@@ -36,6 +37,12 @@ LINES = [
         ["trainer.callbacks=[{class_path: EMA, decay: 0.9}]"],
         "trainer.callbacks[0]: decay is an option of the class. Write {class_path: EMA, init_args: {decay: VALUE}}.",
     ),
+    (["model.optimizer.lrr=3"], "model.optimizer.lrr is not an option of OptimizerConfig. Did you mean lr?"),
+    (
+        [f"model.optimizer={ADAM}", "model.optimizer.lrr=3"],
+        "model.optimizer.lrr is not an option of AdamW. Did you mea",
+    ),
+    (["model.optimizer=torch.optim.Adamm"], "model.optimizer: module 'torch.optim' has no attribute 'Adamm'"),
     (["model.optimizer.lr=small"], "model.optimizer.lr=small: expected a number."),
     (["steps=3"], "steps is not an option of a recipe. Did you mean model.objective.rollout.steps?"),
     (["model.policy=SD3Policy", "model.policy.init_args={}"], "The recipe lacks model.policy.checkpoint."),

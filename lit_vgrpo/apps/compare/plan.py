@@ -16,10 +16,10 @@ import yaml
 
 from lit_vgrpo import objectives
 from lit_vgrpo.apps.compare.options import SETTINGS, CompareOptions
-from lit_vgrpo.config.environment import unchanged_texts, with_texts
+from lit_vgrpo.config.environment import unchanged_texts
 from lit_vgrpo.config.parts import options_of_class
 from lit_vgrpo.config.recipe import loaded, resolved
-from lit_vgrpo.config.tree import Place, class_name, dotted, leaves, merged, set_value
+from lit_vgrpo.config.tree import Place, class_name, dotted, leaves, merged, replaced, set_value
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import UserError, counted, suggestion, unknown_option
 from lit_vgrpo.launch.build import build
@@ -210,7 +210,7 @@ def _build_errors(chosen: Sequence[Entrant]) -> list[str]:
 def recipe_text(entrant: Entrant, path: str, texts: Mapping[Place, str]) -> str:
     """Return the merged recipe as a file; ``texts`` are values from the environment as written."""
     what = ", ".join(f"{key}={value}" for key, value in entrant.changed.items()) or f"{entrant.settings} settings"
-    body = yaml.safe_dump(with_texts(entrant.recipe, texts), sort_keys=False, width=120)
+    body = yaml.safe_dump(replaced(entrant.recipe, texts), sort_keys=False, width=120)
     return f"# {entrant.method}, {what}, merged for a comparison\n#   lightning run {path}\n{body}"
 
 
@@ -288,7 +288,7 @@ def read_overlay(path: Path) -> Overlay:
 
 def settings_of(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return every setting of a recipe by its dotted key; a list is one setting."""
-    return {dotted(place): value for place, value in leaves(part, lambda *_: False)}
+    return {dotted(place): value for place, value in leaves(part, open_lists=False)}
 
 
 def as_component(value: Any) -> dict[str, Any]:
