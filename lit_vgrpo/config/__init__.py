@@ -1,1 +1,1 @@
-"""Command-line options and recipes: parsing, merging, and checks against the constructors' signatures."""
+"""Recipes: reading, merging, and building of their parts, with one-line errors."""

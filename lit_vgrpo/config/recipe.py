@@ -158,10 +158,10 @@ def shipped_overlays() -> dict[str, Path]:
 
 def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
     path = Path(text).expanduser()
-    if path.is_file() and path.suffix not in SUFFIXES:
-        raise UserError(f"{text} is not {what}: its name does not end with {' or '.join(SUFFIXES)}.{hint}")
     if path.is_file():
-        return path
+        if path.suffix in SUFFIXES:
+            return path
+        raise UserError(f"{text} is not {what}: its name does not end with {' or '.join(SUFFIXES)}.{hint}")
     name = text.removesuffix(".yaml").removeprefix("recipes/")
     if name in shipped:
         return shipped[name]

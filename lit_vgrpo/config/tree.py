@@ -1,4 +1,9 @@
-"""Recipes as plain values: nested mappings and lists, in which a class is a text or a mapping with ``class_path``."""
+"""Recipes as plain values: nested mappings and lists, in which a class is a text or a mapping with ``class_path``.
+
+jsonargparse merges, swaps classes and appends too. Here it is not used for it, because it needs all classes of a recipe
+even to read one part, keeps a method's settings for another that has options of the same names, has no keys for list
+entries (``callbacks[0].decay``), and loses ``${oc.env:NAME}``.
+"""
 
 from __future__ import annotations
 
@@ -107,9 +112,9 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        is_part = isinstance(old, Mapping) and isinstance(value, Mapping)
-        is_part = is_part and class_name(value) in ("", class_name(old))
-        result[key] = merged(old or {}, value) if is_part else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and class_name(value) in ("", class_name(old)):
+            value = merged(old, value)
+        result[key] = value
     return copy.deepcopy(result)
 
 

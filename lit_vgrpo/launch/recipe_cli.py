@@ -7,7 +7,7 @@ import os
 import random
 from dataclasses import replace
 from enum import Enum
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,6 @@ TOP_LEVEL: dict[str, tuple[Any, Any]] = {
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
-@cache
-def _drawn_seed() -> int:
-    return random.SystemRandom().randrange(2**31)
-
-
-def fixed_seed(seed_everything: bool | int) -> int:
-    """Return the seed of rollouts and prompts: a given number, a random one for ``true``, 0 for ``false``."""
-    return _drawn_seed() if seed_everything is True else int(seed_everything)
-
-
 class RecipeCLI(LightningCLI):
     """Module, data and trainer of a recipe, with the loggers and callbacks of a run folder.
 
@@ -104,13 +94,13 @@ class RecipeCLI(LightningCLI):
         for name, (hint, default) in TOP_LEVEL.items():
             parser.add_argument(f"--{name}", type=hint, default=default)
         for target, source in LINKED.items():
-            parser.link_arguments(source, target, compute_fn=fixed_seed)
+            parser.link_arguments(source, target, compute_fn=int)  # 0 for false
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        if args.get("seed_everything") is True:
+            args["seed_everything"] = random.SystemRandom().randrange(2**31)
         self.config = parser.parse_object(args)
-        if self.config.seed_everything is True:
-            self.config.seed_everything = _drawn_seed()
         command, swapped = self.recipe.command, self.recipe.swapped
         if self.config.name is None:
             suffix = "" if swapped is None else f"_{swapped.rpartition('.')[2]}"
@@ -198,15 +188,16 @@ class RecipeCLI(LightningCLI):
             raise UserError(recipe_error(error, {"trainer": self.recipe.values.get("trainer")})) from error
 
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
-        wanted: dict[type[Callback], type[Callback]] = {our_callbacks.RunSummary: our_callbacks.RunSummary}
+        wanted: list[tuple[type[Callback], type[Callback]]] = [
+            (our_callbacks.RunSummary,) * 2,
+            (our_callbacks.Report,) * 2,
+        ]
         if self.config.trainer.enable_progress_bar is not False:
-            wanted[ProgressBar] = our_callbacks.ProgressBar
-        reports = [callback for callback in chosen if isinstance(callback, our_callbacks.Report)]
-        others = [callback for callback in chosen if callback not in reports]
-        added = [cls() for kind, cls in wanted.items() if not any(isinstance(callback, kind) for callback in chosen)]
+            wanted.insert(1, (ProgressBar, our_callbacks.ProgressBar))
+        added = [cls() for kind, cls in wanted if not any(isinstance(callback, kind) for callback in chosen)]
         self.keeper = RunFolder(None if self.ckpt_path is None else f"{self.ckpt_path}")
-        callbacks: list[Callback] = [self.keeper, self.guard, *others, *added]
-        callbacks += reports or [our_callbacks.Report()]  # it shows the others' results
+        callbacks: list[Callback] = [self.keeper, self.guard, *chosen, *added]
+        callbacks.sort(key=lambda callback: isinstance(callback, our_callbacks.Report))  # it shows the others' results
         own = [callback for callback in chosen if isinstance(callback, RunCheckpoint)]
         if own:
             self.checkpoints = own[0]
