@@ -20,6 +20,7 @@ from lit_vgrpo.data.benchmark import Benchmark, read_benchmark
 from lit_vgrpo.data.benchmark_prompts import read_rows
 from lit_vgrpo.errors import UserError, counted, say, suggestion
 from lit_vgrpo.launch.checks import UnscorablePrompts
+from lit_vgrpo.options import Evaluate
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import INDEX, config_folder, find_pipeline_class
 from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
@@ -32,40 +33,30 @@ POLICY = "model.policy"
 
 
 @dataclass(kw_only=True)
-class BenchmarkOptions:
-    """Options of ``lightning eval --benchmark``, whose help describes them.
+class BenchmarkOptions(Evaluate):
+    """Options of ``lightning eval --benchmark``.
 
     Attributes:
-        words: Runs and models, and overrides of the preset or of ``model.policy``, as typed.
         subjects: The runs and models.
         overrides: Overrides of the policy.
-        benchmark: The preset with its overrides.
-        share: Index of the share of images to score, and number of shares.
+        preset: The benchmark with its overrides.
+        part: Index of the share of images to score, and number of shares.
     """
 
-    words: list[str]
-    name: str
-    prompts: str | None
-    pictures: str | None
-    shares: str | None
-    no_ema: bool
-    reference: bool
-    named: str | None
-    out: Any
     subjects: list[str] = field(init=False)
     overrides: list[str] = field(init=False)
-    benchmark: Benchmark = field(init=False)
-    share: tuple[int, int] = field(init=False)
+    preset: Benchmark = field(init=False)
+    part: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         settings = [word for word in self.words if is_override(word)]
         self.subjects = [word for word in self.words if word not in settings]
         self.overrides = [word for word in settings if word.startswith(f"{POLICY}.")]
-        self.benchmark = read_benchmark(self.name, [word for word in settings if word not in self.overrides])
-        first, _, last = (self.shares or "1/1").partition("/")
+        self.preset = read_benchmark(str(self.benchmark), [word for word in settings if word not in self.overrides])
+        first, _, last = (self.share or "1/1").partition("/")
         if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-            raise UserError(f"--share {self.shares} is not a share. Write --share 2/8 for the second of eight.")
-        self.share = int(first), int(last)
+            raise UserError(f"--share {self.share} is not a share. Write --share 2/8 for the second of eight.")
+        self.part = int(first), int(last)
         if self.named is not None and len(self.subjects) > 1:
             raise UserError("--checkpoint is for a single run. Name the checkpoint files as runs instead.")
         if self.out is not None and self.out.suffix != ".json":
@@ -79,7 +70,7 @@ def evaluate_benchmark(options: BenchmarkOptions) -> int:
         0; 1 if a model has no score at all; 2 for an error in the arguments; 130 after Ctrl-C.
     """
     import_from_here()
-    benchmark = options.benchmark
+    benchmark = options.preset
     subjects = [subject for word in options.subjects for subject in _subjects(word, options)]
     reward = benchmark.build_reward()
     given = [None if path is None else typed_path(path) for path in (options.prompts, options.pictures)]
@@ -89,9 +80,9 @@ def evaluate_benchmark(options: BenchmarkOptions) -> int:
     say(
         f"{benchmark.title}: {counted(len(rows), 'prompt')} x {counted(benchmark.images_per_prompt, 'image')} per model"
     )
-    fill(subjects, benchmark, rows, reward, options.share)
-    if options.share[1] > 1:
-        say(f"Scored share {options.shares}. After all of them, run the same command without --share.")
+    fill(subjects, benchmark, rows, reward, options.part)
+    if options.part[1] > 1:
+        say(f"Scored share {options.share}. After all of them, run the same command without --share.")
         return 0
     report = report_of(benchmark, rows, subjects)
     names = [subject.stem(benchmark, rows).name for subject in subjects]
@@ -109,7 +100,7 @@ def evaluate_benchmark(options: BenchmarkOptions) -> int:
 
 def _subjects(word: str, options: BenchmarkOptions) -> list[Subject]:
     """Return a run's or model's columns of the table; raise UserError if it does not fit the benchmark."""
-    benchmark = options.benchmark
+    benchmark = options.preset
     edits = benchmark.prompts.picture is not None
     sizes = {"height": benchmark.height, "width": benchmark.width}
     words = [*options.overrides, *(f"{POLICY}.{name}={size}" for name, size in sizes.items() if size is not None)]

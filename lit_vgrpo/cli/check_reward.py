@@ -18,6 +18,7 @@ from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.errors import UserError, counted, report, say
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
+from lit_vgrpo.options import CheckReward
 from lit_vgrpo.rewards import Scores, Weighted
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import measured_memory
@@ -27,19 +28,14 @@ OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
 HEADER = ("reward", "weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
 
 
-def check_reward(words: Sequence[str], folder: str | None = None, num_prompts: int = 4, each: int = 2) -> int:
+def check_reward(options: CheckReward) -> int:
     """Try a recipe's rewards on a few images.
-
-    Args:
-        words: A recipe, overlays and overrides.
-        folder: File or folder of images to score; ``None`` takes images of the recipe's policy.
-        num_prompts: Number of training prompts to use.
-        each: Number of images per prompt.
 
     Returns:
         0; 1 if a reward is constant or failed; 2 for an error in the recipe; 130 after Ctrl-C.
     """
-    cli = build([*words, *OVERRIDES], make_folder=False)
+    folder, num_prompts, each = options.images, options.num_prompts, options.images_per_prompt
+    cli = build([*options.words, *OVERRIDES], make_folder=False)
     files = find_images([folder], num_prompts * each) if folder is not None else []
     reward = cli.model.evaluator.observed
     errors = [*reward.check(), *cli.datamodule.check()]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 from typer import Argument, Option
 from typer.core import TyperGroup
 
-from lit_vgrpo import __version__
-from lit_vgrpo.errors import UserError, report
+from lit_vgrpo import __version__, errors, options
+from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.process import is_first_process
 
 START, TRAIN, LOOK, SHARE = "Start", "Train", "Look", "Share"
@@ -31,7 +32,7 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             if is_first_process():
-                report(["Stopped."])
+                errors.report(["Stopped."])
             return 130
 
 
@@ -47,17 +48,6 @@ def _recipes(incomplete: str) -> list[str]:
     return [name for name in shipped_recipes() if name.startswith(incomplete)] + files
 
 
-def _read_path(text: str) -> Path:
-    return Path(text).expanduser()
-
-
-def _read_token(variable: str) -> str:
-    token = os.environ.get(variable, "").strip()
-    if not token:
-        raise UserError(f"{variable} is not set in the environment. Run: export {variable}=...")
-    return token
-
-
 RecipeArg = Annotated[str, Argument(help="Shipped recipe, file or run folder.", autocompletion=_recipes)]
 Words = Annotated[
     list[str] | None, Argument(metavar="[OVERLAY|key=value]", help="Files merged over the recipe, and overrides.")
@@ -65,13 +55,52 @@ Words = Annotated[
 Run = Annotated[str, Argument(help="Run folder, such as runs/tiny_shapes.")]
 Settings = Annotated[list[str] | None, Argument(metavar="[key=value]", help="Overrides of the run's recipe.")]
 RewardArg = Annotated[str, Argument(metavar="REWARD", help="Class, python:my_module:my_function, or recipe.")]
-Resume = Annotated[bool, Option("--resume", help="Continue in the run folder.")]
-NoEma = Annotated[bool, Option("--no-ema", help="Use the trained weights themselves, not their average.")]
-Checkpoint = Annotated[str | None, Option(help="Checkpoint to read; by default the last good one.")]
-Host = Annotated[str, Option(help="Address to listen on.")]
-Port = Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
-Token = Annotated[str | None, Option(parser=_read_token, metavar="NAME", help="Environment variable with a secret.")]
-Out = Annotated[Path | None, Option(parser=_read_path, metavar="PATH", help="File or folder to write.")]
+Given = dict[str, Any]
+"""Values of the fields of a command's class of options."""
+
+
+class _Callback:
+    """What Typer calls for a command: its parameters are the arguments, then the options of a class.
+
+    A field without an ``Option`` is no option: ``words`` gets the arguments, ``line`` the command as typed.
+    """
+
+    def __init__(self, options: type, body: Callable[[Given], int], arguments: dict[str, Any]) -> None:
+        self.body, self.arguments = body, arguments
+        self.__doc__, self.__annotations__ = body.__doc__, {}
+        hints = get_type_hints(options, include_extras=True)
+        self.has_line = "line" in hints
+        parameters = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        for name, hint in arguments.items():
+            default = None if name == "words" and len(arguments) > 1 else Parameter.empty
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+        for field in fields(options):
+            if get_origin(hint := hints[field.name]) is Annotated:
+                default = Parameter.empty if field.default is MISSING else field.default
+                parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+        self.__signature__ = Signature(parameters)
+
+    def __call__(self, ctx: typer.Context, **given: Any) -> int:
+        words = [given.pop(name) for name in self.arguments]
+        given["words"] = [word for one in words for word in ([one] if isinstance(one, str) else one or [])]
+        if self.has_line:
+            given["line"] = shlex.join(["lightning", *(ctx.obj or [])])
+        return self.body(given)
+
+
+def command(options: type, panel: str, **arguments: Any) -> Callable[[Callable[[Given], int]], Callable[[Given], int]]:
+    """Add a command whose options are the fields of a class of :mod:`lit_vgrpo.options`.
+
+    Args:
+        panel: Heading in the help.
+        arguments: Type hints of the arguments; ``words`` after another one may be left out.
+    """
+
+    def add(body: Callable[[Given], int]) -> Callable[[Given], int]:
+        app.command(body.__name__.replace("_", "-"), rich_help_panel=panel)(_Callback(options, body, arguments))
+        return body
+
+    return add
 
 
 def _print_version(asked: bool) -> None:
@@ -130,7 +159,7 @@ def check(
 
 
 @app.command(rich_help_panel=TRAIN)
-def run(recipe: RecipeArg, words: Words = None, resume: Resume = False) -> int:
+def run(recipe: RecipeArg, words: Words = None, resume: options.Resume = False) -> int:
     """Train a recipe or a curriculum.
 
     Every option of a recipe can be overridden, such as model.objective=DiffusionNFT data.group_size=8
@@ -148,230 +177,108 @@ def run(recipe: RecipeArg, words: Words = None, resume: Resume = False) -> int:
     return train_recipe(command)
 
 
-@app.command(rich_help_panel=TRAIN)
-def compare(
-    ctx: typer.Context,
-    recipe: RecipeArg,
-    words: Words = None,
-    methods: Annotated[str | None, Option(help="Shipped overlays or files, separated by commas.")] = None,
-    seeds: Annotated[int | None, Option(min=1, help="Seeds per method; 3 by default, 1 in a sweep.")] = None,
-    first_seed: Annotated[int | None, Option(min=0, help="First seed.")] = None,
-    target: Annotated[str | None, Option(help="Target held-out rewards, such as 0.6,0.7.")] = None,
-    base: Annotated[str | None, Option(help="Baseline method for relative costs.")] = None,
-    settings: Annotated[str | None, Option(help="published, tuned or both, separated by a comma.")] = None,
-    iterations: Annotated[int | None, Option(min=1, help="Iterations per run; by default the recipe's.")] = None,
-    evaluate_every: Annotated[int, Option(min=1, help="Iterations between evaluations.")] = 5,
-    jobs: Annotated[int | None, Option(min=1, help="Number of parallel runs.")] = None,
-    out: Out = None,
-    sweep: Annotated[bool, Option("--sweep", help="Search for each method's best settings instead.")] = False,
-) -> int:
+@command(options.Compare, TRAIN, recipe=RecipeArg, words=Words)
+def compare(given: Given) -> int:
     """Race training methods on one task, or continue a race."""
     with _loading():
-        from lit_vgrpo.apps.compare import options as read
         from lit_vgrpo.apps.compare.command import compare as body
-    options = read.CompareOptions(
-        words=[recipe, *(words or [])],
-        methods=list(read.DEFAULT_METHODS) if methods is None else read.read_names(methods),
-        num_seeds=seeds,
-        first_seed=first_seed,
-        targets=[] if target is None else read.read_rewards(target),
-        base_method=base,
-        settings=None if settings is None else read.read_settings(settings),
-        iterations=iterations,
-        evaluate_every=evaluate_every,
-        jobs=jobs,
-        out=out,
-        sweep=sweep,
-        line=shlex.join(["lightning", *(ctx.obj or [])]),
-    )
-    return body(options)
+        from lit_vgrpo.apps.compare.options import CompareOptions
+    return body(CompareOptions(**given))
 
 
-@app.command(rich_help_panel=TRAIN)
-def vote(
-    words: Annotated[list[str], Argument(metavar="RUN|RECIPE")],
-    resume: Resume = False,
-    host: Host = "127.0.0.1",
-    port: Port = 8009,
-    token_env: Token = None,
-) -> int:
+@command(options.Vote, TRAIN, words=Annotated[list[str], Argument(metavar="RUN|RECIPE")])
+def vote(given: Given) -> int:
     """Show the page on which people choose the best images."""
     with _loading():
         from lit_vgrpo.apps.vote.command import VoteOptions
         from lit_vgrpo.apps.vote.command import vote as body
-    return body(VoteOptions(words=words, host=host, port=port, token=token_env, resume=resume))
+    return body(VoteOptions(**given))
 
 
-@app.command("report", rich_help_panel=LOOK)
-def report_runs(
-    runs: Annotated[list[str], Argument(help="Run folders, shown side by side.")],
-    out: Out = None,
-    serve: Annotated[bool, Option("--serve", help="Serve the page while the runs train; write no file.")] = False,
-    port: Port = 8008,
-) -> int:
+@command(options.Report, LOOK, runs=Annotated[list[str], Argument(help="Run folders, shown side by side.")])
+def report(given: Given) -> int:
     """Write runs as one HTML page."""
     with _loading():
         from lit_vgrpo.apps.report.command import ReportOptions
         from lit_vgrpo.apps.report.command import report as body
-    return body(ReportOptions(words=runs, out=out, serve=serve, port=port))
+    return body(ReportOptions(**given))
 
 
-@app.command("eval", rich_help_panel=LOOK)
-def evaluate(
-    run: Annotated[str, Argument(help="Run folder; with --benchmark also a pipeline folder or hub name.")],
-    words: Annotated[
+@command(
+    options.Evaluate,
+    LOOK,
+    run=Annotated[str, Argument(help="Run folder; with --benchmark also a pipeline folder or hub name.")],
+    words=Annotated[
         list[str] | None, Argument(metavar="[RUN|MODEL|key=value]", help="More runs or models; overrides.")
-    ] = None,
-    benchmark: Annotated[str | None, Option(metavar="NAME", help="Use a published protocol, such as geneval.")] = None,
-    prompts: Annotated[str | None, Option(metavar="PATH", help="Local copy of the benchmark's prompts.")] = None,
-    pictures: Annotated[str | None, Option(metavar="DIR", help="Pictures that the benchmark edits.")] = None,
-    share: Annotated[str | None, Option(metavar="I/N", help="Score the I-th of N shares of its images.")] = None,
-    no_ema: NoEma = False,
-    reference: Annotated[bool, Option("--reference", help="Evaluate the reference too.")] = False,
-    checkpoint: Checkpoint = None,
-    fid_reference: Annotated[str | None, Option(help="Real images, or a file of their statistics.")] = None,
-    features: Annotated[str | None, Option(help="Feature network of FID and diversity.")] = None,
-    out: Out = None,
-) -> int:
+    ],
+)
+def eval(given: Given) -> int:
     """Score a run's weights on its held-out prompts, or runs and models on a benchmark."""
-    for_benchmark = {"--prompts": prompts, "--pictures": pictures, "--share": share}
-    unused = for_benchmark if benchmark is None else {"--fid-reference": fid_reference, "--features": features}
-    for option in (option for option, value in unused.items() if value is not None):
-        raise UserError(f"{option} has no effect with{'out' * (benchmark is None)} --benchmark NAME. Leave it out.")
-    given: dict[str, Any] = {"words": [run, *(words or [])], "no_ema": no_ema, "named": checkpoint, "out": out}
+    has_benchmark = given["benchmark"] is not None
+    for name in ("fid_reference", "features") if has_benchmark else ("prompts", "pictures", "share"):
+        if given[name] is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} has no effect with{'out' * (not has_benchmark)} --benchmark NAME. Leave it out.")
     with _loading():
         from lit_vgrpo.cli import eval as held_out
-    if benchmark is not None:
-        from lit_vgrpo.cli.benchmark import BenchmarkOptions, evaluate_benchmark
+    if has_benchmark:
+        from lit_vgrpo.cli import benchmark
 
-        given |= {"prompts": prompts, "pictures": pictures, "shares": share}
-        return evaluate_benchmark(BenchmarkOptions(name=benchmark, reference=reference, **given))
-    options = held_out.EvaluateOptions(reference=reference, features=features, fid_reference=fid_reference, **given)
-    return held_out.evaluate(options)
+        return benchmark.evaluate_benchmark(benchmark.BenchmarkOptions(**given))
+    return held_out.evaluate(held_out.EvaluateOptions(**given))
 
 
-@app.command(rich_help_panel=LOOK)
-def sample(
-    run: Run,
-    words: Settings = None,
-    prompt: Annotated[list[str] | None, Option(help="Prompt; may be repeated.")] = None,
-    prompts: Annotated[str | None, Option(help="File of prompts.")] = None,
-    image: Annotated[list[Path] | None, Option(parser=_read_path, metavar="FILE", help="Pictures to edit.")] = None,
-    seed: Annotated[int, Option(min=0, help="Seed of the first image of each prompt.")] = 0,
-    count: Annotated[int, Option(min=1, help="Images per prompt, each with the next seed.")] = 1,
-    reference: Annotated[bool, Option("--reference", help="Use the reference's weights.")] = False,
-    no_ema: NoEma = False,
-    checkpoint: Checkpoint = None,
-    steps: Annotated[int | None, Option(min=1, max=1000, help="Sampling steps; by default the recipe's.")] = None,
-    guidance: Annotated[float | None, Option(min=1, max=1000, help="Guidance scale; 1 disables it.")] = None,
-    format: Annotated[Literal["webp", "mp4"], Option(help="File format of videos.")] = "webp",
-    out: Out = None,
-) -> int:
+@command(options.Sample, LOOK, run=Run, words=Settings)
+def sample(given: Given) -> int:
     """Generate images with a run's weights."""
     with _loading():
         from lit_vgrpo.cli.sample import SampleOptions, sample_images
-    given: dict[str, Any] = {"words": [run, *(words or [])], "no_ema": no_ema, "named": checkpoint, "out": out}
-    given |= {"reference": reference, "typed_prompts": prompt or [], "prompt_file": prompts, "image": image}
-    given |= {"seed": seed, "count": count, "steps": steps, "guidance": guidance, "format": format}
     return sample_images(SampleOptions(**given))
 
 
-@app.command(rich_help_panel=LOOK)
-def score(
-    reward: RewardArg,
-    words: Annotated[list[str] | None, Argument(metavar="[IMAGE|FOLDER|key=value]")] = None,
-    prompt: Annotated[str | None, Option(help="Prompt for all images.")] = None,
-    prompts: Annotated[str | None, Option(help="File with one prompt per image.")] = None,
-    out: Out = None,
-    batch_size: Annotated[int, Option(min=1, help="Images per call of the reward.")] = 1,
-) -> int:
+@command(
+    options.Score,
+    LOOK,
+    reward=RewardArg,
+    words=Annotated[list[str] | None, Argument(metavar="[IMAGE|FOLDER|key=value]")],
+)
+def score(given: Given) -> int:
     """Score image files with a reward."""
     with _loading():
         from lit_vgrpo.cli.score import ScoreOptions
         from lit_vgrpo.cli.score import score as body
-    options = ScoreOptions(
-        words=[reward, *(words or [])], prompt=prompt, prompts=prompts, out=out, batch_size=batch_size
-    )
-    return body(options)
+    return body(ScoreOptions(**given))
 
 
-@app.command(rich_help_panel=LOOK)
-def check_reward(
-    recipe: RecipeArg,
-    words: Words = None,
-    images: Annotated[str | None, Option(help="Images to score; by default sampled from the policy.")] = None,
-    num_prompts: Annotated[int, Option(min=1, help="Number of training prompts to use.")] = 4,
-    images_per_prompt: Annotated[int, Option(min=1, help="Images per prompt.")] = 2,
-) -> int:
+@command(options.CheckReward, LOOK, recipe=RecipeArg, words=Words)
+def check_reward(given: Given) -> int:
     """Try a recipe's rewards on a few images."""
     with _loading():
         from lit_vgrpo.cli.check_reward import check_reward as body
-    return body([recipe, *(words or [])], images, num_prompts, images_per_prompt)
+    return body(options.CheckReward(**given))
 
 
-@app.command(rich_help_panel=SHARE)
-def export(
-    run: Run,
-    to: Annotated[str, Option(help="New or empty folder, or hub:OWNER/NAME.")],
-    words: Settings = None,
-    format: Annotated[Literal["diffusers", "kohya", "comfyui"], Option(help="File format of a LoRA.")] = "diffusers",
-    no_ema: NoEma = False,
-    merge: Annotated[bool, Option("--merge", help="Merge the LoRA into the base weights.")] = False,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Option(help="Dtype of the files.")] = "float32",
-    checkpoint: Checkpoint = None,
-    public: Annotated[bool, Option("--public", help="With hub:, create a public repository.")] = False,
-    yes: Annotated[bool, Option("--yes", help="With hub:, upload without asking.")] = False,
-) -> int:
+@command(options.Export, SHARE, run=Run, words=Settings)
+def export(given: Given) -> int:
     """Write a run's weights for diffusers, or publish them."""
     with _loading():
-        from lit_vgrpo.cli.export import ExportOptions, read_target
+        from lit_vgrpo.cli.export import ExportOptions
         from lit_vgrpo.cli.export import export as body
-        from lit_vgrpo.policies.base import DTYPES
-    options = ExportOptions(
-        words=[run, *(words or [])],
-        to=read_target(to),
-        format=format,
-        no_ema=no_ema,
-        merge=merge,
-        dtype=DTYPES[dtype],
-        named=checkpoint,
-        public=public,
-        yes=yes,
-    )
-    return body(options)
+    return body(ExportOptions(**given))
 
 
-@app.command(rich_help_panel=SHARE)
-def serve_reward(
-    reward: RewardArg,
-    words: Annotated[list[str] | None, Argument(metavar="[key=value]", help="Options of the reward.")] = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    token_env: Token = None,
-    device: Annotated[str | None, Option(help="cpu or cuda:0; by default a GPU if there is one.")] = None,
-    batch_size: Annotated[int, Option(min=1, help="Images per call of the reward, or 16 megapixels.")] = 32,
-    max_request_mb: Annotated[int, Option(min=1, help="Maximum size of a request in MB.")] = 64,
-    max_images: Annotated[int, Option(min=1, help="Maximum images per request.")] = 256,
-    max_megapixels: Annotated[int, Option(min=1, max=85, help="Maximum size of an image in megapixels.")] = 4,
-    print_setup: Annotated[bool, Option("--print-setup", help="Print the commands that install a judge.")] = False,
-) -> int:
+@command(
+    options.ServeReward,
+    SHARE,
+    reward=RewardArg,
+    words=Annotated[list[str] | None, Argument(metavar="[key=value]", help="Options of the reward.")],
+)
+def serve_reward(given: Given) -> int:
     """Score images over HTTP for other machines."""
     with _loading():
-        from lit_vgrpo.apps.serve import command
-    if print_setup:
-        return command.print_setup(reward)
-    options = command.ServeOptions(
-        words=[reward, *(words or [])],
-        host=host,
-        port=port,
-        token=token_env,
-        device=device,
-        batch_size=batch_size,
-        max_request_mb=max_request_mb,
-        max_images=max_images,
-        max_megapixels=max_megapixels,
-    )
-    return command.serve(options)
+        from lit_vgrpo.apps.serve.command import print_setup, serve
+    served = options.ServeReward(**given)
+    return print_setup(served.words[0]) if served.print_setup else serve(served)
 
 
 @contextmanager

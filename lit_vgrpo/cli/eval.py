@@ -29,6 +29,7 @@ from lit_vgrpo.metrics import diversity
 from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, TransformersFeatures, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
 from lit_vgrpo.metrics.statistics import bootstrap_interval
+from lit_vgrpo.options import Evaluate
 from lit_vgrpo.rewards import CLIPScore, Weighted, as_weighted
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import typed_path, write_atomically
@@ -44,13 +45,8 @@ LEVEL, RESAMPLES = 0.95, 2000
 
 
 @dataclass(kw_only=True)
-class EvaluateOptions(RunOptions):
-    """Options of ``lightning eval``, whose help describes them."""
-
-    reference: bool
-    features: str | None
-    fid_reference: str | None
-    out: Any
+class EvaluateOptions(RunOptions, Evaluate):
+    """Options of ``lightning eval`` without a benchmark."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

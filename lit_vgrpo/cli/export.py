@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.errors import UserError, one_line, say
-from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.options import Export
+from lit_vgrpo.policies.base import DTYPES, Policy
 from lit_vgrpo.policies.export import merge_adapter, save_comfyui, save_kohya, save_pipeline
 from lit_vgrpo.report.model_card import add_card
 from lit_vgrpo.system.hub import base_name
@@ -43,20 +43,19 @@ def read_target(text: str) -> Target:
 
 
 @dataclass(kw_only=True)
-class ExportOptions(RunOptions):
-    """Options of ``lightning export``, whose help describes them."""
+class ExportOptions(RunOptions, Export):
+    """Options of ``lightning export``."""
 
-    to: Target
-    yes: bool
-    public: bool
-    format: str
-    dtype: torch.dtype
-    merge: bool
+    target: Target = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.target = read_target(self.to)
+        super().__post_init__()
 
     @property
     def named_file(self) -> Path:
         """Adapter file for other programs, named like the folder because they list adapters by file name."""
-        return self.to.folder / f"{self.to.folder.resolve().name}.safetensors"
+        return self.target.folder / f"{self.target.folder.resolve().name}.safetensors"
 
 
 def export(options: ExportOptions) -> int:
@@ -66,7 +65,7 @@ def export(options: ExportOptions) -> int:
     refuse_misfit(policy, options)
     policy.quantisation = None  # no frozen weight is written, and a merge must not round them
     saved, variant = options.read_weights()
-    folder, repository = options.to
+    (folder, repository), dtype = options.target, DTYPES[options.dtype]
     if repository is not None:
         check_login(options)
     load_saved_policy(policy, saved, variant)
@@ -77,18 +76,18 @@ def export(options: ExportOptions) -> int:
     with write_new_folder(folder, advice) as draft:
         if options.merge:
             merge_adapter(policy.networks().values())
-            save_pipeline(policy.pipeline, policy.networks(), draft, dtype=options.dtype)
+            save_pipeline(policy.pipeline, policy.networks(), draft, dtype=dtype)
         elif options.format == KOHYA:
             base = base_name(policy.checkpoint)
-            save_kohya(policy.network, draft / options.named_file.name, base, options.dtype)
+            save_kohya(policy.network, draft / options.named_file.name, base, dtype)
         else:
-            policy.save(draft, dtype=options.dtype)
+            policy.save(draft, dtype=dtype)
     if options.format == COMFYUI:  # diffusers cannot read ComfyUI's file
         with write_new_folder(folder, advice, replace=True) as draft:
             file, networks = draft / options.named_file.name, policy.networks().values()
-            save_comfyui(networks, policy.comfyui_names, file, options.dtype)
+            save_comfyui(networks, policy.comfyui_names, file, dtype)
     run, whole = options.run, saved.is_whole
-    what, lines = add_card(folder, run, policy, loaded_from, variant, iterations, options.dtype, options.merge, whole)
+    what, lines = add_card(folder, run, policy, loaded_from, variant, iterations, dtype, options.merge, whole)
     say(f"Written: {written} ({what}): {saved.origin(variant)}")
     if repository is not None and not upload(folder, repository, options):
         say(f"Nothing was uploaded. The export is in {folder}.", error=True)

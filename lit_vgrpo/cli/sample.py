@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from lit_vgrpo.data.prompts import Row, Rows
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.options import Sample
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.paths import new_file, typed_path, vacant_folder, write_error
 from lit_vgrpo.training.evaluation import EvaluationSpec, sides_of
@@ -35,44 +36,36 @@ USED = ("model.policy", "model.objective", "model.evaluation")
 
 
 @dataclass(kw_only=True)
-class SampleOptions(RunOptions):
-    """Options of ``lightning sample``, whose help describes them.
+class SampleOptions(RunOptions, Sample):
+    """Options of ``lightning sample``.
 
     Attributes:
+        folder: The folder to write.
         rows: Prompts to draw, with the pictures that they edit.
     """
 
-    reference: bool
-    typed_prompts: list[str]
-    prompt_file: str | None
-    image: list[Path] | None
-    seed: int
-    count: int
-    steps: int | None
-    guidance: float | None
-    format: Literal["webp", "mp4"]
-    out: Any
+    folder: Path = field(init=False)
     rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.no_ema and self.reference:
             raise UserError("--no-ema and --reference are both given. Sample once with each, with the same --seed.")
-        if self.prompt_file is None and not self.typed_prompts:
+        if self.prompts is None and not self.prompt:
             raise UserError('No prompt given. Add --prompt "a red circle", or --prompts FILE.')
         if self.format == "mp4" and not (find_spec("imageio") and find_spec("imageio_ffmpeg")):
             raise UserError('--format mp4 needs imageio and imageio-ffmpeg. Run: pip install "lit-vgrpo[video]"')
         try:
-            self.rows = read_prompts(self.prompt_file, edits=False) if self.prompt_file is not None else []
+            self.rows = read_prompts(self.prompts, edits=False) if self.prompts is not None else []
         except (ValueError, ModuleNotFoundError) as error:
             raise UserError(str(error)) from error
-        self.rows += [{"prompt": prompt} for prompt in self.typed_prompts]
+        self.rows += [{"prompt": prompt} for prompt in self.prompt or []]
         if self.image:
             self.rows = [{**row, PICTURE: [str(file) for file in self.image]} for row in self.rows]
         if self.out is not None:
-            self.out = vacant_folder(self.out)
+            self.folder = vacant_folder(str(self.out))
         else:
-            self.out = next(folder for folder in candidates(self.run / "sample") if not folder.exists())
+            self.folder = next(folder for folder in candidates(self.run / "sample") if not folder.exists())
 
 
 def sample_images(options: SampleOptions) -> int:
@@ -94,7 +87,7 @@ def sample_images(options: SampleOptions) -> int:
         with tqdm(total=len(options.rows) * options.count, leave=False, disable=not sys.stderr.isatty()) as bar:
             for number, row in enumerate(options.rows, start=1):
                 for seed in range(options.seed, options.seed + options.count):
-                    path = typed_path(options.out) / f"{number:03d}_seed{seed}.png"
+                    path = typed_path(options.folder) / f"{number:03d}_seed{seed}.png"
                     image = image_of(policy, spec, row, seed)
                     write_frames(strips(image[None]), path)
                     if image.ndim == 4:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo import objectives, policies  # noqa: F401  registers the short names of their classes
+from lit_vgrpo import objectives, options, policies  # noqa: F401  registers the short names of their classes
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError
@@ -21,19 +21,15 @@ from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedW
 
 
 @dataclass(kw_only=True)
-class RunOptions:
-    """Options of a subcommand that reads a run; the subcommand's help describes the first ones.
+class RunOptions(options.SavedRun):
+    """A run and its checkpoint, from the options of a subcommand that reads them.
 
     Attributes:
-        words: The run's name, then overrides of its recipe; ``__post_init__`` removes the name.
-        named: Checkpoint to read, as typed.
+        words: Overrides of the run's recipe; ``__post_init__`` removes the run's name.
         run: The run folder.
         checkpoint: Checkpoint to read; ``None`` takes the last good one.
     """
 
-    words: list[str]
-    no_ema: bool
-    named: str | None
     run: Path = field(init=False)
     checkpoint: Path | None = field(init=False)
 

@@ -21,6 +21,7 @@ from lit_vgrpo.data import read_prompts
 from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.launch.build import NO_REWARD, build_reward
 from lit_vgrpo.launch.checks import UnscorablePrompts
+from lit_vgrpo.options import Score
 from lit_vgrpo.rewards import Scores
 from lit_vgrpo.system.paths import write_atomically
 
@@ -28,20 +29,14 @@ OUT_KINDS = (".json", ".csv")
 
 
 @dataclass(kw_only=True)
-class ScoreOptions:
-    """Options of ``lightning score``, whose help describes the first ones.
+class ScoreOptions(Score):
+    """Options of ``lightning score``.
 
     Attributes:
-        words: A reward, its options and images, as typed.
         reward: The words that name the reward, with its options.
         images: Files and folders of images.
     """
 
-    words: Sequence[str]
-    prompt: str | None
-    prompts: str | None
-    out: Path | None
-    batch_size: int
     reward: list[str] = field(init=False)
     images: list[str] = field(init=False)
 

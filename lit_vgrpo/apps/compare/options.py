@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from lit_vgrpo.config.recipe import Command, read_recipe, refuse_overrides
 from lit_vgrpo.config.tree import Place, set_value
 from lit_vgrpo.errors import UserError, suggestion
+from lit_vgrpo.options import Compare
 from lit_vgrpo.system.paths import read_regular
 
 SETTINGS = ("published", "tuned")
@@ -70,37 +71,31 @@ def set_sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> str:
 
 
 @dataclass(kw_only=True)
-class CompareOptions:
-    """Options of ``lightning compare``, whose help describes the first ones.
+class CompareOptions(Compare):
+    """Options of ``lightning compare``.
 
     Attributes:
-        words: The recipe and its overrides.
-        line: The command as typed.
+        methods: Names of shipped overlays, or files.
+        settings: Kinds of settings; ``None`` takes all that an overlay has.
+        targets: Target held-out rewards in ascending order.
         command: The base recipe and its overrides.
         texts: Its values from the environment, as written.
         base: The base recipe as plain values; in a sweep with other held-out prompts, see :func:`set_sweep_prompts`.
         prompts: Name of the prompts that methods are evaluated on.
     """
 
-    words: Sequence[str]
-    methods: list[str]
-    num_seeds: Any
-    first_seed: Any
-    base_method: Any
-    settings: list[str] | None
-    targets: list[float]
-    iterations: Any
-    evaluate_every: int
-    jobs: Any
-    out: Any
-    sweep: bool
-    line: str
+    methods: list[str] = field(init=False)
+    settings: list[str] | None = field(init=False)
+    targets: list[float] = field(init=False)
     command: Command = field(init=False)
     texts: dict[Place, str] = field(init=False)
     base: dict[str, Any] = field(init=False)
     prompts: str = field(init=False, default="held-out prompts")
 
     def __post_init__(self) -> None:
+        self.methods = list(DEFAULT_METHODS) if self.named is None else read_names(self.named)
+        self.targets = [] if self.target is None else read_rewards(self.target)
+        self.settings = None if self.kinds is None else read_settings(self.kinds)
         refuse_overrides(self.words, dict.fromkeys(REFUSED, "is set by the comparison. Use its options."))
         self.command = Command.parse(self.words)
         recipe = read_recipe(self.command)

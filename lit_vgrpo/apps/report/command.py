@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lit_vgrpo.config.recipe import is_override
 from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.options import Report
 from lit_vgrpo.report.page import MARK, render
 from lit_vgrpo.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME, RunData, read_run
 from lit_vgrpo.report.verdict import Verdict
@@ -25,18 +26,13 @@ WATCHED = ("metrics.csv", "summary.json", "samples", f"{KEPT}/{SCORES_NAME}", f"
 
 
 @dataclass(kw_only=True)
-class ReportOptions:
-    """Options of ``lightning report``, whose help describes the first ones.
+class ReportOptions(Report):
+    """Options of ``lightning report``.
 
     Attributes:
-        words: Names of the runs.
         runs: The run folders.
     """
 
-    words: Sequence[str]
-    out: Path | None
-    serve: bool
-    port: int
     runs: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:

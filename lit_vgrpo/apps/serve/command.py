@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lit_vgrpo.errors import UserError, counted, nearest, say
+from lit_vgrpo.options import ServeReward
 from lit_vgrpo.system.sockets import listening_socket, require_packages, web_address
 
 if TYPE_CHECKING:
@@ -20,22 +20,7 @@ SHUTDOWN_S = 5
 BACKLOG = 256
 
 
-@dataclass(kw_only=True)
-class ServeOptions:
-    """Options of ``lightning serve-reward``, whose help describes them."""
-
-    words: Sequence[str]
-    host: str
-    port: int
-    token: str | None
-    device: str | None
-    batch_size: int
-    max_request_mb: int
-    max_images: int
-    max_megapixels: int
-
-
-def serve(options: ServeOptions) -> int:
+def serve(options: ServeReward) -> int:
     """Serve a reward: ``RECIPE_OR_CLASS [key=value ...] [--host 127.0.0.1] [--port 8000] ...``.
 
     Returns:
@@ -53,7 +38,7 @@ def serve(options: ServeOptions) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
+def _serve_on(listener: socket.socket, options: ServeReward) -> int:
     import torch
 
     from lit_vgrpo.apps.serve.app import Worker, make_app
@@ -113,7 +98,7 @@ def print_setup(name: str) -> int:
     return 0
 
 
-def opening(name: str, listener: socket.socket, options: ServeOptions, device: str) -> list[str]:
+def opening(name: str, listener: socket.socket, options: ServeReward, device: str) -> list[str]:
     """Return the lines to print once requests are accepted."""
     from lit_vgrpo.rewards.connection import is_loopback
 

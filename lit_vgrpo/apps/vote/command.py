@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from lit_vgrpo.config.recipe import STAGES, Command, loaded
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import train_recipe
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
+from lit_vgrpo.options import Vote
 from lit_vgrpo.rewards import VoteReward
 from lit_vgrpo.rewards.connection import is_loopback
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
@@ -33,20 +34,14 @@ NOT_ASKED = "does not ask people. Set model.reward=VoteReward, and model.heldout
 
 
 @dataclass(kw_only=True)
-class VoteOptions:
-    """Options of ``lightning vote``, whose help describes the first ones.
+class VoteOptions(Vote):
+    """Options of ``lightning vote``.
 
     Attributes:
-        words: A run folder, or a recipe with overlays and overrides.
         run: The run folder; ``None`` for a recipe.
         command: The recipe; ``None`` for a run folder.
     """
 
-    words: Sequence[str]
-    host: str
-    port: int
-    token: str | None
-    resume: bool
     run: Path | None = field(init=False, default=None)
     command: Command | None = field(init=False, default=None)
 
