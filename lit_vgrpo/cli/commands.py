@@ -57,6 +57,9 @@ Settings = Annotated[list[str] | None, Argument(metavar="[key=value]", help="Ove
 RewardArg = Annotated[str, Argument(metavar="REWARD", help="Class, python:my_module:my_function, or recipe.")]
 Given = dict[str, Any]
 """Values of the fields of a command's class of options."""
+Loaded = tuple[Callable[[Any], int], type]
+"""A command's implementation, and the class of its argument, made from the options."""
+Load = Callable[[Given], Loaded]
 
 
 class _Callback:
@@ -65,9 +68,9 @@ class _Callback:
     A field without an ``Option`` is no option: ``words`` gets the arguments, ``line`` the command as typed.
     """
 
-    def __init__(self, options: type, body: Callable[[Given], int], arguments: dict[str, Any]) -> None:
-        self.body, self.arguments = body, arguments
-        self.__doc__, self.__annotations__ = body.__doc__, {}
+    def __init__(self, options: type, load: Load, arguments: dict[str, Any]) -> None:
+        self.load, self.arguments = load, arguments
+        self.__doc__, self.__annotations__ = load.__doc__, {}
         hints = get_type_hints(options, include_extras=True)
         self.has_line = "line" in hints
         parameters = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
@@ -85,10 +88,12 @@ class _Callback:
         given["words"] = [word for one in words for word in ([one] if isinstance(one, str) else one or [])]
         if self.has_line:
             given["line"] = shlex.join(["lightning", *(ctx.obj or [])])
-        return self.body(given)
+        with _loading():
+            body, options = self.load(given)
+        return body(options(**given))
 
 
-def command(options: type, panel: str, **arguments: Any) -> Callable[[Callable[[Given], int]], Callable[[Given], int]]:
+def command(options: type, panel: str, **arguments: Any) -> Callable[[Load], Load]:
     """Add a command whose options are the fields of a class of :mod:`lit_vgrpo.options`.
 
     Args:
@@ -96,9 +101,9 @@ def command(options: type, panel: str, **arguments: Any) -> Callable[[Callable[[
         arguments: Type hints of the arguments; ``words`` after another one may be left out.
     """
 
-    def add(body: Callable[[Given], int]) -> Callable[[Given], int]:
-        app.command(body.__name__.replace("_", "-"), rich_help_panel=panel)(_Callback(options, body, arguments))
-        return body
+    def add(load: Load) -> Load:
+        app.command(load.__name__.replace("_", "-"), rich_help_panel=panel)(_Callback(options, load, arguments))
+        return load
 
     return add
 
@@ -178,30 +183,28 @@ def run(recipe: RecipeArg, words: Words = None, resume: options.Resume = False) 
 
 
 @command(options.Compare, TRAIN, recipe=RecipeArg, words=Words)
-def compare(given: Given) -> int:
+def compare(given: Given) -> Loaded:
     """Race training methods on one task, or continue a race."""
-    with _loading():
-        from lit_vgrpo.apps.compare.command import compare as body
-        from lit_vgrpo.apps.compare.options import CompareOptions
-    return body(CompareOptions(**given))
+    from lit_vgrpo.apps.compare.command import compare as body
+    from lit_vgrpo.apps.compare.options import CompareOptions
+
+    return body, CompareOptions
 
 
 @command(options.Vote, TRAIN, words=Annotated[list[str], Argument(metavar="RUN|RECIPE")])
-def vote(given: Given) -> int:
+def vote(given: Given) -> Loaded:
     """Show the page on which people choose the best images."""
-    with _loading():
-        from lit_vgrpo.apps.vote.command import VoteOptions
-        from lit_vgrpo.apps.vote.command import vote as body
-    return body(VoteOptions(**given))
+    from lit_vgrpo.apps.vote import command as body
+
+    return body.vote, body.VoteOptions
 
 
 @command(options.Report, LOOK, runs=Annotated[list[str], Argument(help="Run folders, shown side by side.")])
-def report(given: Given) -> int:
+def report(given: Given) -> Loaded:
     """Write runs as one HTML page."""
-    with _loading():
-        from lit_vgrpo.apps.report.command import ReportOptions
-        from lit_vgrpo.apps.report.command import report as body
-    return body(ReportOptions(**given))
+    from lit_vgrpo.apps.report import command as body
+
+    return body.report, body.ReportOptions
 
 
 @command(
@@ -212,28 +215,28 @@ def report(given: Given) -> int:
         list[str] | None, Argument(metavar="[RUN|MODEL|key=value]", help="More runs or models; overrides.")
     ],
 )
-def eval(given: Given) -> int:
+def eval(given: Given) -> Loaded:
     """Score a run's weights on its held-out prompts, or runs and models on a benchmark."""
     has_benchmark = given["benchmark"] is not None
     for name in ("fid_reference", "features") if has_benchmark else ("prompts", "pictures", "share"):
         if given[name] is not None:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} has no effect with{'out' * (not has_benchmark)} --benchmark NAME. Leave it out.")
-    with _loading():
-        from lit_vgrpo.cli import eval as held_out
     if has_benchmark:
-        from lit_vgrpo.cli import benchmark
+        from lit_vgrpo.cli.benchmark import BenchmarkOptions, evaluate_benchmark
 
-        return benchmark.evaluate_benchmark(benchmark.BenchmarkOptions(**given))
-    return held_out.evaluate(held_out.EvaluateOptions(**given))
+        return evaluate_benchmark, BenchmarkOptions
+    from lit_vgrpo.cli.eval import EvaluateOptions, evaluate
+
+    return evaluate, EvaluateOptions
 
 
 @command(options.Sample, LOOK, run=Run, words=Settings)
-def sample(given: Given) -> int:
+def sample(given: Given) -> Loaded:
     """Generate images with a run's weights."""
-    with _loading():
-        from lit_vgrpo.cli.sample import SampleOptions, sample_images
-    return sample_images(SampleOptions(**given))
+    from lit_vgrpo.cli.sample import SampleOptions, sample_images
+
+    return sample_images, SampleOptions
 
 
 @command(
@@ -242,29 +245,27 @@ def sample(given: Given) -> int:
     reward=RewardArg,
     words=Annotated[list[str] | None, Argument(metavar="[IMAGE|FOLDER|key=value]")],
 )
-def score(given: Given) -> int:
+def score(given: Given) -> Loaded:
     """Score image files with a reward."""
-    with _loading():
-        from lit_vgrpo.cli.score import ScoreOptions
-        from lit_vgrpo.cli.score import score as body
-    return body(ScoreOptions(**given))
+    from lit_vgrpo.cli import score as body
+
+    return body.score, body.ScoreOptions
 
 
 @command(options.CheckReward, LOOK, recipe=RecipeArg, words=Words)
-def check_reward(given: Given) -> int:
+def check_reward(given: Given) -> Loaded:
     """Try a recipe's rewards on a few images."""
-    with _loading():
-        from lit_vgrpo.cli.check_reward import check_reward as body
-    return body(options.CheckReward(**given))
+    from lit_vgrpo.cli.check_reward import check_reward as body
+
+    return body, options.CheckReward
 
 
 @command(options.Export, SHARE, run=Run, words=Settings)
-def export(given: Given) -> int:
+def export(given: Given) -> Loaded:
     """Write a run's weights for diffusers, or publish them."""
-    with _loading():
-        from lit_vgrpo.cli.export import ExportOptions
-        from lit_vgrpo.cli.export import export as body
-    return body(ExportOptions(**given))
+    from lit_vgrpo.cli import export as body
+
+    return body.export, body.ExportOptions
 
 
 @command(
@@ -273,12 +274,11 @@ def export(given: Given) -> int:
     reward=RewardArg,
     words=Annotated[list[str] | None, Argument(metavar="[key=value]", help="Options of the reward.")],
 )
-def serve_reward(given: Given) -> int:
+def serve_reward(given: Given) -> Loaded:
     """Score images over HTTP for other machines."""
-    with _loading():
-        from lit_vgrpo.apps.serve.command import print_setup, serve
-    served = options.ServeReward(**given)
-    return print_setup(served.words[0]) if served.print_setup else serve(served)
+    from lit_vgrpo.apps.serve.command import print_setup, serve
+
+    return print_setup if given["print_setup"] else serve, options.ServeReward
 
 
 @contextmanager

@@ -90,11 +90,11 @@ def build_served(words: Sequence[str]) -> Weighted:
     return build_reward(words)
 
 
-def print_setup(name: str) -> int:
+def print_setup(options: ServeReward) -> int:
     """Print the commands that install and start a judge; raise UserError if there is none of this name."""
     from lit_vgrpo.config.tree import judge_preset
 
-    say(judge_preset(name)["setup"].rstrip())
+    say(judge_preset(options.words[0])["setup"].rstrip())
     return 0
 
 
