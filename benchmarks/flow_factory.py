@@ -157,9 +157,8 @@ def run_ours(method: str, folder: Path, compiled: bool) -> dict[str, Any]:
 
     class Watch(L.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-            if batch.is_first:
-                laps.append(Laps(module.policy.network)) if not laps else None
-                laps[0].mark()
+            laps.append(Laps(module.policy.network)) if not laps else None
+            laps[0].mark()
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
             laps[0].mark()

@@ -47,11 +47,10 @@ class Clock(L.Callback):
         self._started = time.perf_counter(), time.process_time()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch.is_last:
-            wall, cpu = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
-            phases = {name: pl_module.record.seconds.get(name, 0.0) for name in PHASES}
-            updates = wall - sum(phases[name] for name in PHASES if name != "reward_overlapped")
-            self.iterations.append({"iteration": wall, "cpu": cpu, **phases, "updates": updates})
+        wall, cpu = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
+        phases = {name: pl_module.record.seconds.get(name, 0.0) for name in PHASES}
+        updates = wall - sum(phases[name] for name in PHASES if name != "reward_overlapped")
+        self.iterations.append({"iteration": wall, "cpu": cpu, **phases, "updates": updates})
 
 
 def run(options: argparse.Namespace, std: str, batch_size: int, overlap: bool) -> tuple[list[dict[str, float]], Tensor]:

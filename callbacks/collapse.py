@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import lightning as L
+import torch
 
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
@@ -91,16 +92,14 @@ class CollapseStop(StopsRun):
         self.low_evaluations = 0
         self.unit: float | None = None
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if (batch.step + 1) % batch.micro_batches_per_update:
-            return
+    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: VGRPOModule, optimizer: torch.optim.Optimizer) -> None:
         is_bad = not all_finite(local(p) for p in trainable_parameters(pl_module.policy).values())
         if trainer.strategy.reduce_boolean_decision(is_bad, all=False):
             self.outcome = COLLAPSED
+            assert pl_module.iteration is not None
+            done, number = pl_module.iteration.updates_done, pl_module.iteration.record.iteration + 1
             self.reason = (
-                f"Weights are not finite after update {batch.update + 1} of iteration {batch.iteration + 1}. "
+                f"Weights are not finite after update {done} of iteration {number}. "
                 f"Nothing was saved after it. Lower model.optimizer.lr. {describe_best(trainer)}"
             )
             raise FloatingPointError(self.reason)

@@ -77,6 +77,7 @@ class SurrogateDiagnostics(L.Callback):
         _, schedule = schedule_of(policy, spec)
         times = schedule[torch.linspace(0, len(schedule) - 1, min(MOST_TIMES, len(schedule))).round().long()]
         seed = (module.seed, record.iteration, module.global_rank)
+        assert module.iteration is not None
         micros, groups = module.iteration.micros, record.local_group_ids
         with module.ledger.phase("diagnostics"):
             ratios = snr_by_time(objective, policy, micros, groups, times, self.snr_draws, seed)

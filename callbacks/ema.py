@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import torch
 from torch import Tensor
 
 from lit_vgrpo.core.ranges import Count, HalfOpenUnitInterval, checked
@@ -47,9 +48,7 @@ class EMA(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._last_step = pl_module.objective.num_updates
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: VGRPOModule, optimizer: torch.optim.Optimizer) -> None:
         # The trainer also counts steps that a gradient scaler skips; the objective's count does not.
         steps = pl_module.objective.num_updates
         if steps == self._last_step:

@@ -65,9 +65,8 @@ class ProgressBar(LightningProgressBar):
             self._shown["reward"] = f"{float(record.rewards.nanmean()):.3f}"
         elif record.losses:
             self._shown["loss"] = f"{float(record.losses[-1]):.4f}"
-        if batch.is_last:
-            seconds = pl_module.ledger.stopwatch.wall_s - self._train_s
-            self._shown["images/s"] = f"{record.images / max(seconds, 1e-9):.3g}"
+        seconds = pl_module.ledger.stopwatch.wall_s - self._train_s
+        self._shown["images/s"] = f"{record.images / max(seconds, 1e-9):.3g}"
         if self._bar is not None:
             self._bar.set_postfix(self._shown)
 

@@ -55,23 +55,23 @@ class RewardLogger(L.Callback):
             rank_zero_warn(f"No model FLOPs utilisation: {one_line(error)}")
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: VGRPOModule, batch: Any, batch_idx: int) -> None:
-        if batch.is_first or not self._started:  # a resumed run may start mid-iteration
-            self._started = time.perf_counter()
-            self._norms = []
-            self._passes = _passes(pl_module)
+        self._started = time.perf_counter()
+        self._norms = []
+        self._passes = _passes(pl_module)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        record = pl_module.record
-        assert record is not None
-        if (batch.step + 1) % batch.micro_batches_per_update == 0 and record.has_advantage:
+    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: VGRPOModule, optimizer: torch.optim.Optimizer) -> None:
+        if pl_module.record is not None and pl_module.record.has_advantage:
             norm = pl_module.guard.norm
             if isinstance(trainer.strategy, ZeRO):
                 step_norm = trainer.strategy.last_gradient_norm()
                 norm = None if step_norm is None else torch.tensor(step_norm)
             self._norms += [] if norm is None else [norm]
-        if not batch.is_last:
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        record = pl_module.record
+        if record is None or pl_module.iteration is not None:
             return
         seconds = time.perf_counter() - self._started
         local = self._local(record, seconds) | self._utilisation(pl_module, seconds)
@@ -86,10 +86,10 @@ class RewardLogger(L.Callback):
         log_row(trainer, metrics)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        # Lightning takes any StopIteration, even a callback's, for the last batch.
-        is_whole = pl_module.iteration is None and trainer.is_last_batch
-        if not is_whole and not 0 <= trainer.max_steps <= trainer.global_step:
-            number = trainer.current_epoch + 1
+        # Lightning takes any StopIteration, even a callback's, for the end of an iteration.
+        record, number = pl_module.record, trainer.current_epoch + 1
+        is_over = pl_module.is_resumed if record is None else record.iteration + 1 == number
+        if pl_module.iteration is not None or not is_over:
             raise RuntimeError(f"Iteration {number} ended before its last update. Did a callback raise StopIteration?")
 
     def _local(self, record: IterationRecord, seconds: float) -> dict[str, float]:

@@ -1,8 +1,9 @@
-"""The LightningModule: the paper's Algorithm 1, one iteration per epoch."""
+"""The LightningModule: the paper's Algorithm 1, one iteration per training step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.gather import count_ranks_of, image_ranks
-from lit_vgrpo.core.ranges import BatchSize, Seed, checked
+from lit_vgrpo.core.ranges import BatchSize, NonNegativeFloat, Seed, checked
 from lit_vgrpo.core.records import IterationRecord, PassLedger
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.data.batch import PromptBatch
@@ -23,28 +24,36 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import as_weighted
 from lit_vgrpo.rewards.function import RewardsLike
-from lit_vgrpo.rollout.iteration import Continuation, Iteration, Replay
+from lit_vgrpo.rollout.iteration import Iteration, Replay
 from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector
 from lit_vgrpo.training.checkpoint_file import read_sound
 from lit_vgrpo.training.evaluation import EvaluationSpec, Evaluator
-from lit_vgrpo.training.micro_batch import settle
-from lit_vgrpo.training.module_state import load_state, save_state
+from lit_vgrpo.training.micro_batch import choose_micro_batch_size
 from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import load_policy
 from lit_vgrpo.training.settings import fitting_callbacks, hide_expected_warnings, set_up
 from lit_vgrpo.training.teachers import load_teachers
-from lit_vgrpo.training.trainer_internals import count_steps, move_root_dir, read_limits
+from lit_vgrpo.training.trainer_internals import (
+    accumulating,
+    call_hooks,
+    check_steps,
+    move_root_dir,
+    read_limits,
+    restart_batch,
+    set_logged_step,
+    skip_step,
+)
 from lit_vgrpo.training.update_guard import NonFinite, UpdateGuard
+
+PARTS = ("ledger", "evaluator", "guard", "objective", "replay")
+"""Attributes of the module whose state is saved."""
 
 
 @checked
 class VGRPOModule(L.LightningModule):
-    """Trains a policy; one epoch is one iteration of Algorithm 1.
-
-    The first step of an iteration samples its images, see :meth:`collect`. Every step returns the loss of one
-    micro-batch, so Lightning accumulates, clips and steps as usual.
+    """Trains a policy by manual optimization: one training step, a whole epoch, is one iteration of Algorithm 1.
 
     Args:
         policy: The denoising model; its weights are loaded in ``configure_model``.
@@ -65,6 +74,8 @@ class VGRPOModule(L.LightningModule):
         seed: Seed of rollout noise, pairs and held-out noise.
         lr_scheduler: Any of torch's schedules, by ``class_path`` or as a function of the optimizer, stepped after every
             update; null keeps the rate constant after the warm-up.
+        gradient_clip_val: Largest gradient of an update; null or 0 clips none.
+        gradient_clip_algorithm: Clip by the norm of all gradients, or each by its value.
 
     Attributes:
         evaluator: Samples and scores held-out images; usable without a trainer.
@@ -89,12 +100,16 @@ class VGRPOModule(L.LightningModule):
         non_finite: NonFinite = "stop",
         seed: Seed = 0,
         lr_scheduler: LRSchedulerCallable | None = None,
+        gradient_clip_val: NonNegativeFloat | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
     ) -> None:
         super().__init__()
         hide_expected_warnings()
+        self.automatic_optimization = False
         self.policy, self.objective, self.seed = policy, objective, seed
         self.reward = as_weighted(reward, "model.reward")
         self.optimization = Optimization(optimizer, lr_scheduler)
+        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
         self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std
         self.advantage_aggregate: AdvantageAggregate = advantage_aggregate or objective.advantage_aggregate
         self.evaluation, self.evaluate_at_start = evaluation, evaluate_at_start
@@ -107,8 +122,10 @@ class VGRPOModule(L.LightningModule):
         self.sampler = Sampler(policy, objective, ledger, seed, rollout_batch_size)
         spec, queue = evaluation or objective.rollout_spec(0).as_ode(), self.scores.queue
         self.evaluator = Evaluator(policy, self.reward, heldout_reward, spec, rollout_batch_size, seed, ledger, queue)
-        self.guard, self.replay, self.continuation = UpdateGuard(non_finite), Replay(), Continuation()
-        self.iteration: Iteration | Any = None  # None between iterations
+        self.guard, self.replay = UpdateGuard(non_finite), Replay()
+        self.is_resumed = False
+        self.saved_iteration: dict[str, Any] | None = None  # from a checkpoint, until it continues
+        self.iteration: Iteration | None = None  # None between iterations
         self.record: IterationRecord | None = None
         self.reference: Snapshot | Any = None
         self.strict_loading = False  # checkpoints hold only trained weights
@@ -117,18 +134,44 @@ class VGRPOModule(L.LightningModule):
 
     @in_own_precision
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
-        """Return the loss of one micro-batch; the first step of an iteration samples its images."""
-        home = self.rollout_device or self.device
-        iteration = self.iteration or self.continuation.take_up(batch, home) or self.collect(batch)
-        self.iteration, self.record = iteration, iteration.record
-        if not iteration.record.has_advantage:
-            return torch.zeros((), device=self.device)
-        if batch.starts_update:
-            self.objective.before_update(self.policy, iteration.micros_of_update(batch), self.ledger)
-        loss, metrics = self.objective.loss(self.policy, iteration.micro_of_step(batch).to(self.policy.device))
-        iteration.record.add(loss, metrics)
-        self.guard.watch(loss)
-        return loss
+        """Train one iteration, and return the loss of its last micro-batch.
+
+        Callbacks may save and stop in any hook; a resumed run continues with the first unfinished update.
+        """
+        optimizer: Any = self.optimizers()
+        loss = torch.zeros((), device=self.device)
+        with self.ledger.training_step():
+            iteration = self.iteration = self.restore(batch) or self.collect(batch)
+            record = self.record = iteration.record
+            for micros in iteration.remaining_updates():
+                if record.has_advantage:
+                    self.objective.before_update(self.policy, micros, self.ledger)
+                    for micro in micros:
+                        with accumulating(self.trainer, is_last=micro is micros[-1]):
+                            loss, metrics = self.objective.loss(self.policy, micro.to(self.policy.device))
+                            record.add(loss, metrics)
+                            self.guard.watch(loss)
+                            self.manual_backward(loss / len(micros))
+                    optimizer.step(closure=lambda loss=loss: loss)  # checks and clips in on_before_optimizer_step
+                    took_step = self.guard.took_step(self.trainer)
+                else:  # Adam would turn the KL's rounding error into full-size steps
+                    took_step = skip_step(self.trainer)
+                iteration.end_update(took_step)
+                if took_step:
+                    self.objective.after_update(self.policy)
+                self.optimization.step(self.lr_schedulers())
+                call_hooks(self.trainer, "on_before_zero_grad", self.trainer.optimizers[0])
+                optimizer.zero_grad()
+            if record.updates:
+                self.objective.after_iteration(self.policy)
+            self.iteration = None
+        set_logged_step(self.trainer)
+        return loss.detach()
+
+    def restore(self, batch: PromptBatch) -> Iteration | None:
+        """Return the unfinished iteration of the checkpoint that the run resumed from, once."""
+        saved, self.saved_iteration = self.saved_iteration, None
+        return None if saved is None else Iteration.restored(saved, batch, self.rollout_device or self.device)
 
     def collect(self, batch: PromptBatch) -> Iteration:
         """Roll out, score, compare within groups, and prepare what the updates need."""
@@ -144,41 +187,12 @@ class VGRPOModule(L.LightningModule):
             self.objective, self.policy, rollout, advantages, record, batch, self.ledger, self.replay, self.reward
         )
 
-    # --- one update ------------------------------------------------------------------------------------------------
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        # Without advantages no step is taken: Adam would turn the KL's rounding error into full-size steps.
-        if self.iteration.record.has_advantage:
-            super().backward(loss, *args, **kwargs)
-
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.guard.look(self.trainer, self.policy, self.iteration.place)
+        self.guard.check(self.trainer, self.policy, f"in {self.iteration}")
+        self.configure_gradient_clipping(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        loss = optimizer_closure()  # an iteration's first step rolls out inside it
-        iteration, took_step = self.iteration, False
-        if iteration.record.has_advantage:
-            super().optimizer_step(epoch, batch_idx, optimizer, lambda: loss)
-            took_step = self.guard.took_step(self.trainer)
-        iteration.end_update(took_step)
-        if took_step:
-            self.objective.after_update(self.policy)
-        if iteration.is_over and iteration.record.updates:
-            self.objective.after_iteration(self.policy)
-        # Not in on_train_batch_end, before which a checkpoint callback may have saved the state.
-        self.iteration = None if iteration.is_over else iteration
-
-    def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
-        count_steps(self.trainer)
-        self.ledger.stopwatch.start(waits=batch.is_first)
-        self.ledger.memory.enter("update")
-
-    def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
-        self.ledger.stopwatch.stop(waits=batch.is_last)
-        self.ledger.memory.enter("")
-        # After max_time, finish the iteration first: its images are already sampled.
-        self._stops |= self.trainer.should_stop
-        self.trainer.should_stop = self._stops and batch.is_last
+    def on_train_epoch_end(self) -> None:
+        self.optimization.end_epoch(self.lr_schedulers(), self.trainer.callback_metrics)
 
     # --- held-out images -------------------------------------------------------------------------------------------
 
@@ -213,6 +227,7 @@ class VGRPOModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         count_ranks_of(self.trainer)
         if stage == "fit":
+            self.is_resumed, self.saved_iteration = False, None
             set_up(self)
 
     def configure_model(self) -> None:
@@ -235,25 +250,55 @@ class VGRPOModule(L.LightningModule):
         return self.optimization.build(trainable_parameters(self.policy).values())
 
     def on_fit_start(self) -> None:
-        self.iteration, self.record, self._stops = None, None, False
+        self.iteration, self.record = None, None
+        self.zero_grad()  # of an update that an exception ended
         for copy in (self.reference, *self.objective.copies.values()):
             copy.follow()
         self.reward.enter_run(move_root_dir(self.trainer))
-        settle(self)
-        is_resumed = self.continuation.rewind(self.trainer)
-        if not is_resumed and self.trainer.global_step == 0:
+        choose_micro_batch_size(self)
+        if not self.is_resumed and self.trainer.global_step == 0:
             self.evaluator.load_state_dict({"history": []})  # not that of an earlier fit
-        if not is_resumed and self.evaluate_at_start:
+        if not self.is_resumed and self.evaluate_at_start:
             read_limits(self.trainer)  # before the first image, and not after the evaluation
             self.evaluator.evaluate(self, logs=True)
 
     def on_train_start(self) -> None:
-        if self.continuation.is_resumed:
+        if self.is_resumed:
             self.optimization.resume(self.lr_schedulers())
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
-    on_save_checkpoint, on_load_checkpoint = save_state, load_state
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep only the trained weights in a checkpoint, and add the state of the run; all ranks must call it."""
+        trained = self._trained_names()
+        checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
+        # Include the images of an unfinished iteration, so that no rollout is repeated.
+        iteration = None if self.iteration is None else self.iteration.state_dict()
+        checkpoint["lit_vgrpo"] = {name: getattr(self, name).state_dict() for name in PARTS} | {"iteration": iteration}
+        restart_batch(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the state of the run, and let ``fit`` continue it.
+
+        Raises:
+            RuntimeError: Trained weights are missing, or the checkpoint was written with another method or version.
+        """
+        trained, state = self._trained_names(), checkpoint["lit_vgrpo"]
+        if missing := trained - checkpoint["state_dict"].keys():
+            raise RuntimeError(
+                f"The checkpoint lacks {len(missing)} of {len(trained)} trained tensors, e.g. {min(missing)}. "
+                "Resume with the recipe that wrote it (RUN/config.yaml)."
+            )
+        for name in PARTS:
+            getattr(self, name).load_state_dict(state[name])
+        with suppress(RuntimeError):  # without a trainer, only the weights are needed
+            self.is_resumed = self.trainer.state.fn == "fit"
+        if self.is_resumed:
+            check_steps(checkpoint)
+            self.saved_iteration = state["iteration"]
+
+    def _trained_names(self) -> set[str]:
+        return {f"policy.{name}" for name in trainable_parameters(self.policy)}
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:

@@ -5,11 +5,10 @@ PRETEND_GPU=1 python -m pytest tests/test_resume.py    # other tests on the same
 
 import io
 
-import lightning as L
 import pytest
 import test_methods
 import torch
-from helpers import Brightness, make_data, make_trainer, weights
+from helpers import Brightness, SaveAt, make_data, make_trainer, weights
 from policies.families import make_family
 from support.pretended_gpu import pretended_gpu
 from torch import nn
@@ -29,16 +28,15 @@ METHODS = {
 CASES = [("sd3", LORA, "sde"), ("unet_eps", FULL, "anchor"), ("flux", FULL, "sde"), ("sdxl", FOLDED, "nft")]
 
 
-class SaveWithin(L.Callback):
+class SaveWithin(SaveAt):
     """Saves after the first micro-batch of the second iteration."""
 
     def __init__(self, path):
-        self.path = path
+        super().__init__(path, 1, 1)
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    def on_after_backward(self, trainer, pl_module):
+        super().on_after_backward(trainer, pl_module)
         assert pl_module.policy.device == CUDA
-        if (batch.iteration, batch_idx) == (1, 0):
-            trainer.save_checkpoint(self.path)
 
 
 def train(family, policy_options, method, tmp_path, real, features, ckpt=None, **module_options):

@@ -4,6 +4,7 @@ import itertools
 import math
 from functools import cache
 
+import lightning as L
 import pytest
 import torch
 from all_methods import METHODS, REPLAYED
@@ -40,7 +41,7 @@ def same(one, other):
     )
 
 
-# With 8 images: the step after the first of two updates, and one in the middle of the second's gradients.
+# With 8 images: two micro-batches an update, or four.
 WHOLE_UPDATE = {"micro_batch_size": 4}
 MIDDLE = {"micro_batch_size": 2}
 
@@ -52,13 +53,13 @@ NOTHING_MORE += ("DRaFT-K", "PEPG, on-policy", "RAM, pure noise", "CRD, pure noi
 SAVED = [name for name in METHODS | REPLAYED if name not in NOTHING_MORE]
 
 
-# V-GRPO with replay remembers an anchor and the last groups; test_after_any_step stops between three steps.
+# V-GRPO with replay remembers an anchor and the last groups; test_before_any_pass stops between its passes.
 @pytest.mark.parametrize("name", repeating(SAVED, slow={*SAVED} - {"V-GRPO, replay"}))
 def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
     make, _, _ = (METHODS | REPLAYED)[name]
     split = "V-GRPO" not in name
     steps = 1 if split else 2  # of one update
-    saver = SaveAt(tmp_path / "middle.ckpt", 1, steps - 1)
+    saver = SaveAt(tmp_path / "middle.ckpt", 1, steps)
     sizes = {**WHOLE_UPDATE, "split_updates": split}
     if split:  # groups 0 and 2 to the first update, 1 and 3 to the second: another order than that of the rollout
         sizes |= {"prompts_per_iteration": 4, "group_size": 2}
@@ -81,37 +82,67 @@ def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_sd3, tmp_path_factory):
-    """``undisturbed(name)``: the weights at the end of a run, and its checkpoint after each step of iteration 0."""
+    """``undisturbed(name)``: the weights at the end of a run, and its checkpoint before each pass of iteration 0."""
 
     @cache
     def made(name):
         folder = tmp_path_factory.mktemp("undisturbed")
-        checkpoints = [folder / f"{step}.ckpt" for step in range(7)]
-        savers = [SaveAt(path, 0, step) for step, path in enumerate(checkpoints)]
+        checkpoints = [folder / f"{passes}.ckpt" for passes in range(8)]
+        savers = [SaveAt(path, 0, passes) for passes, path in enumerate(checkpoints)]
         whole, *_ = run(tiny_sd3, folder, METHODS[name][0], 2, savers, **MIDDLE)
         return weights(whole), checkpoints
 
     return made
 
 
-STEPS = [*itertools.product(["V-GRPO, three steps", "DGPO, moving"], range(7))]
-SHOWN = [("V-GRPO, three steps", 0), ("V-GRPO, three steps", 6)]
+PASSES = [*itertools.product(["V-GRPO, three steps", "DGPO, moving"], range(8))]
+SHOWN = [("V-GRPO, three steps", 1), ("V-GRPO, three steps", 7)]
 
 
-@pytest.mark.parametrize(("name", "step"), repeating(STEPS, slow={*STEPS} - {*SHOWN}))
-def test_after_any_step(tiny_sd3, tmp_path, undisturbed, name, step):
+@pytest.mark.parametrize(("name", "passes"), repeating(PASSES, slow={*PASSES} - {*SHOWN}))
+def test_before_any_pass(tiny_sd3, tmp_path, undisturbed, name, passes):
     """Gradients that were not yet used are computed again, with what the update needs of the weights before it."""
     expected, checkpoints = undisturbed(name)
-    resumed, trainer, _, rollouts = run(tiny_sd3, tmp_path, METHODS[name][0], 2, ckpt=checkpoints[step], **MIDDLE)
+    resumed, trainer, _, rollouts = run(tiny_sd3, tmp_path, METHODS[name][0], 2, ckpt=checkpoints[passes], **MIDDLE)
     assert trainer.global_step == trainer.fit_loop.epoch_loop._batches_that_stepped == 4  # the loggers' step
     assert rollouts == 1
     assert same(weights(resumed), expected)
 
 
+class SaveAfter(L.Callback):
+    """Saves in a hook of Lightning's, in iteration 0."""
+
+    def __init__(self, path, hook):
+        self.path = path
+        setattr(self, hook, self.save)
+
+    def save(self, trainer, pl_module, *args):
+        if pl_module.record.iteration == 0 and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+HOOKS = ["on_before_zero_grad", "on_train_batch_end", "on_train_epoch_end"]
+
+
+@pytest.mark.parametrize("hook", repeating(HOOKS, slow=HOOKS[2:]))
+def test_after_an_update_and_after_an_iteration(tiny_sd3, tmp_path, hook):
+    """Also from a checkpoint of the resumed run, and with an evaluation that was due after the first one."""
+    make, first, second = METHODS["V-GRPO, three steps"][0], tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    whole, trainer, average, _ = run(tiny_sd3, tmp_path, make, 3, [SaveAfter(first, hook)], **MIDDLE)
+    again, *_ = run(tiny_sd3, tmp_path, make, 3, [SaveAt(second, 2, 5)], ckpt=first, **MIDDLE)
+    last, resumed, average_again, rollouts = run(tiny_sd3, tmp_path, make, 3, ckpt=second, **MIDDLE)
+    assert rollouts == 0
+    assert resumed.global_step == resumed.fit_loop.epoch_loop._batches_that_stepped == trainer.global_step == 6
+    assert resumed.current_epoch == trainer.current_epoch == 3
+    assert same(weights(again), weights(whole))
+    assert same(weights(last), weights(whole))
+    assert same(average_again.average.tensors, average.average.tensors)
+
+
 @pytest.mark.slow
 def test_the_middle_of_an_iteration_goes_on_with_other_micro_batches(tiny_sd3, tmp_path):
     make, _, _ = METHODS["V-GRPO, three steps"]
-    whole, *_ = run(tiny_sd3, tmp_path, make, 2, [SaveAt(tmp_path / "middle.ckpt", 1, 1)], micro_batch_size=4)
+    whole, *_ = run(tiny_sd3, tmp_path, make, 2, [SaveAt(tmp_path / "middle.ckpt", 1, 2)], micro_batch_size=4)
     resumed, trainer, *_ = run(tiny_sd3, tmp_path, make, 2, ckpt=tmp_path / "middle.ckpt", micro_batch_size=2)
     assert trainer.global_step == 4
     for name, value in weights(whole).items():
@@ -136,7 +167,7 @@ def test_copies_that_follow_iterations_remember_the_update_before_the_stop(tiny_
         assert (objective.num_updates, module.guard.skipped) == (1, 1)
         return module
 
-    whole = run([SaveAt(tmp_path / "middle.ckpt", 0, 1)])
+    whole = run([SaveAt(tmp_path / "middle.ckpt", 0, 2)])
     resumed = run([], tmp_path / "middle.ckpt")
     anchor = whole.objective.copies["anchor"].tensors
     assert not same(anchor, whole.reference.tensors)
@@ -146,7 +177,7 @@ def test_copies_that_follow_iterations_remember_the_update_before_the_stop(tiny_
 @pytest.mark.slow
 def test_images_of_other_sizes_are_refused(tiny_sd3, tmp_path):
     make, _, _ = METHODS["AWM"]
-    saver = SaveAt(tmp_path / "middle.ckpt", 1, 1)
+    saver = SaveAt(tmp_path / "middle.ckpt", 1, 2)
     run(tiny_sd3, tmp_path, make, 2, [saver], micro_batch_size=4)
     with pytest.raises(RuntimeError, match="during iteration 2, with different prompts or sizes"):
         run(tiny_sd3, tmp_path, make, 2, ckpt=tmp_path / "middle.ckpt", micro_batch_size=4, group_size=8)

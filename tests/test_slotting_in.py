@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lit_vgrpo import VGRPO, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
 from lit_vgrpo.callbacks import EMA, Report, RewardLogger, RunSummary
+from lit_vgrpo.training.loggers import read_table
 
 EXTENDING = Path(__file__).parents[1].joinpath("docs", "extending.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", EXTENDING, flags=re.DOTALL)
@@ -138,12 +140,48 @@ def test_fit_test_the_best_and_go_on(tiny_sd3, tmp_path):
     assert (trainer.global_step, trainer.current_epoch, module.record.iteration) == (3, 3, 2)
 
 
-@pytest.mark.slow
-def test_the_documented_loop_learns_without_lightning(capsys):
-    (code,) = [block for block in BLOCKS if "optimizer.step()" in block]
-    exec(code, {})
-    rewards = [float(line) for line in capsys.readouterr().out.splitlines()]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.03  # other seeds gain 0.08 to 0.12
+class Hooks(L.Callback):
+    """Writes down the hooks of an iteration, each with the optimizer steps taken by then."""
+
+    def __init__(self):
+        self.calls = []
+        for row in re.findall(r"^\| (`on_.*?) \|", EXTENDING, flags=re.MULTILINE):
+            for name in re.findall(r"`(\w+)`", row):
+                setattr(self, name, partial(self.note, name))
+
+    def note(self, name, trainer, *args):
+        self.calls.append((name, trainer.global_step))
+
+
+def test_lightnings_callbacks_work_and_hooks_fire_as_documented(tiny_sd3, tmp_path):
+    hooks, lightnings = Hooks(), L.pytorch.callbacks
+    by_steps = ModelCheckpoint(tmp_path / "steps", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    callbacks = [
+        *(hooks, lightnings.LearningRateMonitor(), by_steps, lightnings.Timer("00:01:00:00", interval="step")),
+        *(
+            lightnings.ThroughputMonitor(lambda batch: batch.images, window_size=2),
+            lightnings.DeviceStatsMonitor(cpu_stats=True),
+        ),
+    ]
+    options = {"logger": CSVLogger(tmp_path), "profiler": "simple", "enable_checkpointing": True}
+    trainer = make_trainer(tmp_path, 4, callbacks, **options)
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    module = make_module(tiny_sd3, lr_scheduler=schedule, evaluate_at_start=False)
+    trainer.fit(module, datamodule=make_data(updates_per_iteration=2, heldout_limit=1))
+    passes = [("on_before_backward", 0), ("on_after_backward", 0)] * 2  # of two micro-batches
+    update = [*passes, ("on_before_optimizer_step", 0), ("on_before_zero_grad", 1)]
+    second = [(name, step + 1) for name, step in update]
+    ends = [("on_train_batch_end", 2), ("on_train_epoch_end", 2)]
+    assert hooks.calls[:16] == [("on_train_epoch_start", 0), ("on_train_batch_start", 0), *update, *second, *ends]
+    assert len(hooks.calls) == 4 * 16
+    assert {path.name for path in (tmp_path / "steps").iterdir()} == {"step=4.ckpt", "step=8.ckpt"}
+    _, rows = read_table(next(tmp_path.rglob("metrics.csv")))
+    rates = {int(row["step"]): float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]}
+    assert rates == {step: 1e-2 * 0.5 ** (step // 2) for step in (0, 2, 4, 6)}
+    assert {int(row["step"]) for row in rows if row["policy/loss"]} == {1, 3, 5, 7}
+    assert any("samples_per_sec" in name for name in rows[0])
+    assert any("cpu_percent" in name for name in rows[0])
+    assert "optimizer_step" in trainer.profiler.summary()
 
 
 @pytest.mark.slow

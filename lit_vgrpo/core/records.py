@@ -112,20 +112,15 @@ class Stopwatch:
         self._total = (0.0, 0.0)
         self._started: tuple[float, float] | None = None
 
-    @staticmethod
-    def _now(waits: bool = True) -> tuple[float, float]:
-        return _wall_s() if waits else time.perf_counter(), time.process_time()
+    def start(self) -> None:
+        """Start after waiting for the GPU, so that earlier work does not count."""
+        self._started = _wall_s(), time.process_time()
 
-    def start(self, waits: bool = True) -> None:
-        """Start; ``waits`` for the GPU first, so that earlier work does not count."""
-        self._started = self._now(waits)
+    def stop(self) -> None:
+        self._total, self._started = self._read(), None
 
-    def stop(self, waits: bool = True) -> None:
-        """Stop; without ``waits`` the GPU's rest counts in the next interval."""
-        self._total, self._started = self._read(waits), None
-
-    def _read(self, waits: bool = True) -> tuple[float, float]:
-        now = self._now(waits)
+    def _read(self) -> tuple[float, float]:
+        now = _wall_s(), time.process_time()
         began = self._started or now
         return self._total[0] + now[0] - began[0], self._total[1] + now[1] - began[1]
 
@@ -185,6 +180,16 @@ class PassLedger:
     def count_images(self, number: int) -> None:
         """Count images rolled out for training."""
         self.images += number
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Measure the time of a training step, and its peak memory under ``update``."""
+        self.stopwatch.start()
+        try:
+            with self.memory.during("update"):
+                yield
+        finally:
+            self.stopwatch.stop()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

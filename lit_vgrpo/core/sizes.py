@@ -26,7 +26,6 @@ class Plan:
     images_per_rank: int
     images_per_update: int
     micro_batches_per_update: int
-    steps_per_iteration: int  # = length of the training loader on every rank
     is_settled: bool = True  # False until a micro-batch size of "auto" is chosen
 
     def table(self, passes_per_image: Mapping[str, float] | None = None, decodes_per_image: float = 0) -> str:
@@ -48,8 +47,6 @@ class Plan:
             ("micro-batches per update", micro_batches if self.is_settled else "auto: as few as memory allows"),
             ("updates", f"{self.updates_per_iteration} on {self.images_per_update} images each"),
         ]
-        if self.is_settled:
-            rows.append(("steps per iteration", str(self.steps_per_iteration)))
         for phase, passes in (passes_per_image or {}).items():
             total = passes * self.images_per_iteration
             rows.append((f"network passes, {phase}", f"{total:g} ({passes:g} per image)"))
@@ -229,7 +226,6 @@ class Sizes:
             images_per_rank=images // world_size,
             images_per_update=images // self._shares,
             micro_batches_per_update=micro_batches,
-            steps_per_iteration=micro_batches * self.updates_per_iteration,
             is_settled=self.micro_batch_size != "auto",
         )
 

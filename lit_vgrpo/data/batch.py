@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pictures import references_of
@@ -16,13 +15,8 @@ from lit_vgrpo.core.types import RolloutRequest
 class PromptBatch:
     """The prompts of one rank's share of an iteration, or a batch of held-out images to sample.
 
-    Every step of a training iteration has the same prompts; step 0 collects experience, and all steps train on
-    micro-batches of it.
-
     Args:
         iteration: Number of the iteration, from 0; -1 for held-out batches.
-        step: Position in the iteration; -1 for held-out batches.
-        num_steps: Steps of the iteration; 0 for held-out batches.
         prompts: Training: one per group of this rank; held-out: one per image.
         rows: The prompts' rows with their extra fields, as long as ``prompts``.
         sources: Names of the prompts' sources, as long as ``prompts``; empty if there is only one.
@@ -33,13 +27,10 @@ class PromptBatch:
         members: Images of each group that this rank samples: all of them, unless groups are split over ranks.
         updates: Optimizer steps of the iteration; 0 for held-out batches.
         order: Order in which this rank's images are divided among optimizer steps; None if each step uses all.
-        micro_batches_per_update: Micro-batches of one optimizer step; 0 for held-out batches.
         micro_batch_size: Images of one forward and backward pass; for held-out batches the largest number on any rank.
     """
 
     iteration: int
-    step: int
-    num_steps: int
     prompts: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -49,7 +40,6 @@ class PromptBatch:
     members: list[int] = field(default_factory=lambda: [0])
     updates: int = 0
     order: list[int] | None = None
-    micro_batches_per_update: int = 0
     micro_batch_size: int = 1
 
     def request(self, seed: int, batch_size: int | None) -> RolloutRequest:
@@ -68,30 +58,6 @@ class PromptBatch:
 
     def references(self) -> list[Tensor] | None:
         """Return the pictures that the prompts of :meth:`padded` edit, as in ``references_of``, if they have any."""
-        found = references_of(self.rows)
+        pictures = references_of(self.rows)
         missing = self.micro_batch_size - len(self.slots)
-        return None if found is None else [*found, *found[-1:] * missing]
-
-    @property
-    def update(self) -> int:
-        """The optimizer step that this step belongs to, from 0 in every iteration."""
-        return self.step // self.micro_batches_per_update
-
-    @property
-    def later(self) -> Tensor | None:
-        """This rank's images that the first update does not train on, ``(K,)``; ``None`` if each update uses all."""
-        return None if self.order is None else torch.tensor(self.order[len(self.order) // self.updates :])
-
-    @property
-    def starts_update(self) -> bool:
-        return self.step % self.micro_batches_per_update == 0
-
-    @property
-    def is_first(self) -> bool:
-        """True if this step collects the iteration's images."""
-        return self.step == 0
-
-    @property
-    def is_last(self) -> bool:
-        """True if this step ends the iteration."""
-        return self.step == self.num_steps - 1 and self.step >= 0
+        return None if pictures is None else [*pictures, *pictures[-1:] * missing]

@@ -1,4 +1,4 @@
-"""The two datasets of prompt batches, the steps of an iteration and the held-out images, and their samplers."""
+"""The two datasets of prompt batches, iterations and held-out images, and their samplers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lit_vgrpo.data.prompts import Rows
 
 
 class IterationDataset(Dataset[PromptBatch]):
-    """One rank's batches: item ``iteration * steps + step``, a pure function of the index, without end.
+    """One rank's batches: item i is iteration i, a pure function of the index, without end.
 
-    Its length is the number of steps of one iteration, since an iteration is an epoch.
+    Its length is 1, since an iteration is an epoch.
     """
 
     def __init__(
@@ -33,17 +33,14 @@ class IterationDataset(Dataset[PromptBatch]):
         self.seed = seed
 
     def __len__(self) -> int:
-        return self.plan.steps_per_iteration
+        return 1
 
     def __getitem__(self, index: int) -> PromptBatch:
-        iteration, step = divmod(index, len(self))
-        start = iteration * self.plan.prompts_per_iteration
+        start = index * self.plan.prompts_per_iteration
         positions = [start + slot for slot in self.slots]
         rows = self.prompts.rows(self.seed, positions)
         return PromptBatch(
-            iteration=iteration,
-            step=step,
-            num_steps=len(self),
+            iteration=index,
             prompts=[row["prompt"] for row in rows],
             rows=rows,
             sources=self.prompts.names_at(positions),
@@ -53,7 +50,6 @@ class IterationDataset(Dataset[PromptBatch]):
             members=list(self.members),
             updates=self.plan.updates_per_iteration,
             order=self.order,
-            micro_batches_per_update=self.plan.micro_batches_per_update,
             micro_batch_size=self.plan.micro_batch_size,
         )
 
@@ -92,8 +88,6 @@ class HeldOutDataset(Dataset[PromptBatch]):
         rows = [self.rows[image // self.images_per_prompt] for image in part]
         return PromptBatch(
             iteration=-1,
-            step=-1,
-            num_steps=0,
             prompts=[row["prompt"] for row in rows],
             rows=rows,
             sources=[self.sources[image // self.images_per_prompt] for image in part if self.sources],
@@ -116,25 +110,17 @@ def held_out_error(images: int, batch_size: int, world_size: int) -> str | None:
 
 
 class GroupSampler(DistributedSampler[Any]):
-    """Sampler of the steps of one iteration in order: ``iteration * steps + step``.
+    """Sampler of one epoch's items in order: the epoch itself from the training dataset.
 
-    A ``DistributedSampler``, so that Lightning keeps it and sets its epoch, which is the iteration. Every rank goes
-    through the same steps; the dataset maps them to the rank's prompts.
-
-    Args:
-        dataset: The training dataset, whose length is the number of steps.
-        num_replicas: Number of ranks.
-        rank: This rank.
-        first_step: Step at which an interrupted first iteration continues; later iterations start at 0.
+    A ``DistributedSampler``, so that Lightning keeps it and sets its epoch, which is the iteration. Every rank gets the
+    same items; the dataset maps them to the rank's prompts.
     """
 
-    def __init__(self, dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0, first_step: int = 0) -> None:
+    def __init__(self, dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=False)
-        self.first_step = first_step
 
     def __iter__(self) -> Iterator[int]:
-        first, self.first_step = self.first_step, 0
-        return iter(range(self.epoch * len(self) + first, (self.epoch + 1) * len(self)))
+        return iter(range(self.epoch * len(self), (self.epoch + 1) * len(self)))
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]

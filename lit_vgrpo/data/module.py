@@ -28,8 +28,7 @@ from lit_vgrpo.system.paths import resolve_path
 class PromptDataModule(L.LightningDataModule):
     """Prompts for training and held-out prompts for evaluation, from files, folders and datasets.
 
-    One epoch of the training loader is one iteration: its length is the number of steps of an iteration, and every item
-    is a :class:`PromptBatch` with the same prompts and the next step.
+    One epoch of the training loader is one iteration, a single :class:`PromptBatch`.
 
     Args:
         train: Prompt file, folder or dataset, or a mapping of the options of
@@ -80,8 +79,7 @@ class PromptDataModule(L.LightningDataModule):
         self.heldout_images_per_prompt = heldout_images_per_prompt
         self.eval_batch_size = eval_batch_size
         self.seed = seed
-        self._first_step = 0
-        self._settled: int | None = None
+        self._micro_batch_size: int | None = None  # once chosen
         self._sets: PromptSets | None = None
 
     @property
@@ -89,19 +87,16 @@ class PromptDataModule(L.LightningDataModule):
         """The sizes of an iteration, with as few prompts as possible under a trainer's ``fast_dev_run``."""
         is_tried = self.trainer is not None and bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
         sizes = self._sizes.smallest(self._world_size) if is_tried else self._sizes
-        return sizes if self._settled is None else replace(sizes, micro_batch_size=self._settled)
+        chosen = self._micro_batch_size
+        return sizes if chosen is None else replace(sizes, micro_batch_size=chosen)
 
-    def settle(self, micro_batch_size: int) -> None:
+    def set_micro_batch_size(self, micro_batch_size: int) -> None:
         """Replace ``micro_batch_size="auto"`` by a number."""
-        self._settled = micro_batch_size
+        self._micro_batch_size = micro_batch_size
 
     def read_for(self, policy: Policy) -> None:
         """Require readable pictures in the rows only if a policy edits them."""
         self.choice = replace(self.choice, edits=policy.edits)
-
-    def start_at(self, step: int) -> None:
-        """Let the next training loader, and no later one, start at a step of its iteration."""
-        self._first_step = step
 
     @property
     def has_heldout(self) -> bool:
@@ -134,11 +129,9 @@ class PromptDataModule(L.LightningDataModule):
             raise ValueError(found[0])
 
     def train_dataloader(self) -> DataLoader[PromptBatch]:
-        """Return the steps of one iteration on this rank; ``sampler.set_epoch`` sets the iteration."""
+        """Return the batch of one iteration on this rank; ``sampler.set_epoch`` sets the iteration."""
         dataset = IterationDataset(self._loaded().training, self.sizes, self._world_size, self._rank, self.seed)
-        first_step, self._first_step = self._first_step, 0
-        sampler = GroupSampler(dataset, self._world_size, self._rank, first_step)
-        return _loader(dataset, sampler)
+        return _loader(dataset, GroupSampler(dataset, self._world_size, self._rank))
 
     def val_dataloader(self) -> DataLoader[PromptBatch] | list[Any]:
         """Return this rank's share of the held-out images, each once; an empty list without held-out prompts."""

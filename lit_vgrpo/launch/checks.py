@@ -29,7 +29,7 @@ LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
 LARGEST_SEED = 2**32 - 1
 LEAST_OF_TRAINER = {
     **{"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "num_nodes": 1, "log_every_n_steps": 0},
-    **{"max_epochs": -1, "max_steps": -1, "min_epochs": 0, "min_steps": 0, "gradient_clip_val": 0},
+    **{"max_epochs": -1, "max_steps": -1, "min_epochs": 0, "min_steps": 0},
     "reload_dataloaders_every_n_epochs": 0,
 }
 """Smallest numbers that stop no run; Lightning accepts smaller ones silently."""

@@ -143,8 +143,7 @@ class RecipeCLI(LightningCLI):
             "advantage_std": self.model.advantage_std,
             "advantage_aggregate": self.model.advantage_aggregate,
         }
-        clipping = recipe["trainer"].get("gradient_clip_algorithm") or "norm"
-        recipe["trainer"] |= {"precision": self.trainer.precision, "gradient_clip_algorithm": clipping}
+        recipe["trainer"] |= {"precision": self.trainer.precision}
         return recipe
 
     def _check_checkpoint(self) -> None:

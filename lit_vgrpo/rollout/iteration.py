@@ -1,15 +1,15 @@
-"""The current iteration: what its updates need, and how a resumed run continues it."""
+"""The current iteration: what its updates need, and its state in a checkpoint."""
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.gather import image_ranks, of_all_ranks
+from lit_vgrpo.core.gather import of_all_ranks
 from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
 from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
@@ -36,6 +36,7 @@ class Iteration:
         record: The metrics that callbacks read.
         micros: The experience in micro-batches.
         num_updates: Optimizer steps of the iteration.
+        splits_updates: Every update trains on a different share of the micro-batches, instead of all of them.
         updates_done: Updates taken or skipped so far.
     """
 
@@ -44,6 +45,7 @@ class Iteration:
     record: IterationRecord
     micro_batch_size: int
     num_updates: int
+    splits_updates: bool
     updates_done: int = 0
     micros: list[Experience] = field(init=False)
 
@@ -71,7 +73,9 @@ class Iteration:
             reward: The reward, for a method without advantages.
         """
         replayed = replay.exchange(rollout, advantages, batch) if objective.replay else None
-        size, later = batch.micro_batch_size, batch.later
+        size, later = batch.micro_batch_size, None
+        if batch.order is not None:  # the first update does not train on the others' shares
+            later = torch.tensor(batch.order[len(batch.order) // batch.updates :])
         replayed = replayed if record.has_advantage else None
         if replayed is not None:
             later = None if later is None else torch.cat([later, later + len(rollout)])
@@ -89,26 +93,23 @@ class Iteration:
         if order is not None:
             experience, image_ids = experience.select(order.to(experience.latents.device)), image_ids[order]
             record = replace(record, local_group_ids=image_ids // batch.group_size)
-        return cls(experience, image_ids, record, size if replayed is None else 2 * size, batch.updates)
+        size = size if replayed is None else 2 * size
+        return cls(experience, image_ids, record, size, batch.updates, batch.order is not None)
 
     @property
     def is_over(self) -> bool:
         """``True`` once the last update is done."""
         return self.updates_done == self.num_updates
 
-    @property
-    def place(self) -> str:
-        """The current update, for messages."""
-        return f"in update {self.updates_done + 1} of iteration {self.record.iteration + 1}"
+    def __str__(self) -> str:
+        return f"update {self.updates_done + 1} of iteration {self.record.iteration + 1}"
 
-    def micros_of_update(self, batch: PromptBatch) -> list[Experience]:
-        """Return the micro-batches of the update that a step belongs to."""
-        first = batch.update * batch.micro_batches_per_update % len(self.micros)
-        return self.micros[first : first + batch.micro_batches_per_update]
-
-    def micro_of_step(self, batch: PromptBatch) -> Experience:
-        """Return the micro-batch of a step; without ``split_updates`` every update repeats all micro-batches."""
-        return self.micros[batch.step % len(self.micros)]
+    def remaining_updates(self) -> Iterator[list[Experience]]:
+        """Yield the micro-batches of each update that is not done; :meth:`end_update` ends one."""
+        size = len(self.micros) // (self.num_updates if self.splits_updates else 1)
+        while not self.is_over:
+            first = self.updates_done * size % len(self.micros)
+            yield self.micros[first : first + size]
 
     def end_update(self, took_step: bool) -> None:
         """Count an update; the record counts only those that took a step."""
@@ -147,7 +148,8 @@ class Iteration:
             )
         record = IterationRecord(**state["record"], local_group_ids=wanted // batch.group_size, is_whole=False)
         size = 2 * batch.micro_batch_size if is_replayed else batch.micro_batch_size
-        return cls(experience, wanted, record, size, batch.updates, state["updates_done"])
+        is_split = batch.order is not None
+        return cls(experience, wanted, record, size, batch.updates, is_split, state["updates_done"])
 
 
 class Replay:
@@ -281,49 +283,3 @@ def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> t
     """Return the rows and only the values that they index."""
     used, rows = torch.unique(rows, return_inverse=True)
     return rows.to(device), {name: value[used].to(device) for name, value in values.items()}
-
-
-class Continuation:
-    """The unfinished iteration of a checkpoint, if any, until training continues it on any number of ranks."""
-
-    def __init__(self) -> None:
-        self.is_resumed = False
-        self._saved: dict[str, Any] | None = None
-        self._progress: dict[str, Any] = {}
-
-    def load(self, saved: dict[str, Any] | None, progress: dict[str, Any]) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            saved: :meth:`Iteration.state_dict`; ``None`` if the checkpoint was saved between iterations.
-            progress: ``epoch_loop.batch_progress`` in the checkpoint, before the trainer loads it.
-        """
-        self._saved, self._progress, self.is_resumed = saved, progress, True
-
-    def rewind(self, trainer: Any) -> bool:
-        """Let trainer and data continue after the last whole update; needs the final micro-batch size.
-
-        Returns:
-            False if there is no checkpoint to continue from.
-        """
-        progress, self._progress = self._progress, {}
-        self.is_resumed = bool(progress)
-        if not progress or progress["is_last_batch"]:
-            return self.is_resumed
-        updates_done = 0 if self._saved is None else self._saved["updates_done"]
-        steps = updates_done * trainer.datamodule.sizes.plan(image_ranks(trainer)[1]).micro_batches_per_update
-        # Lightning does not know that the sampler starts at the right step.
-        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
-        progress["current"] = dict.fromkeys(progress["current"], steps)
-        progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
-        trainer.datamodule.start_at(steps)
-        return True
-
-    def take_up(self, batch: PromptBatch, device: torch.device) -> Iteration | None:
-        """Return this rank's share of the iteration on the first call, then ``None``.
-
-        Raises:
-            RuntimeError: The recipe has other prompts or sizes than the checkpoint's.
-        """
-        saved, self._saved = self._saved, None
-        return None if saved is None else Iteration.restored(saved, batch, device)

@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -117,7 +118,7 @@ class RunCheckpoint(Checkpoint):
         self.unsaved: str | None = None
         self.status: int | None = None
         self._requests: _Requests | None = None
-        self._leaving = False
+        self._leaving = self._within_update = False
         self._is_through = False
         self._seen: Any = None  # evaluation
         self._aside: str | None = None  # name for a best checkpoint of other images or rewards
@@ -163,16 +164,23 @@ class RunCheckpoint(Checkpoint):
         self.training = True
         self._leave()
 
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.training = True
-        self._leave()
-        self.saved = None
-
     def _leave(self) -> None:
         # Not where the checkpoint is written: later hooks must run first.
         if self._leaving:
             raise SIGTERMException
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.training = True  # a resumed epoch does not start
+        self._within_update = False
+        self.saved = None
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        # Also within an update, which may take longer than the job has left.
+        if self._within_update:
+            self._leave_if_terminated(trainer)
+        self._within_update = True
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -180,17 +188,29 @@ class RunCheckpoint(Checkpoint):
             self._requests.hold()  # half an update must not be saved
 
     @override
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._within_update = False
+        if self._requests is not None:
+            self._requests.release()
+        iteration: Any = pl_module.iteration
+        if not iteration.is_over:
+            self._leave_if_terminated(trainer)
+
+    def _leave_if_terminated(self, trainer: Trainer) -> None:
+        """Save the unfinished iteration with its images, and stop, if any rank was told to."""
+        if _any_rank(trainer, self.terminated):
+            self.terminated = self._leaving = True
+            self._save(trainer, INTERRUPTED)
+            raise SIGTERMException
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._requests is not None:
-            self._requests.release()
-        # After any micro-batch: an update may take longer than the job has left, and the checkpoint holds its images.
+        # The epoch ends first, perhaps with an evaluation, whose result must not be lost.
         if _any_rank(trainer, self.terminated):
             self.terminated = True
             self._save(trainer, INTERRUPTED)
-            # After the last step the iteration ends first, perhaps with an evaluation, whose result must not be lost.
-            self._leaving = not trainer.is_last_batch
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

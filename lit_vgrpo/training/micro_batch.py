@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
@@ -30,12 +29,7 @@ SMALLEST_8BIT = 4096
 """Smallest number of elements for which 8-bit Adam stores a tensor's moments in 8 bits."""
 
 
-def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
-    """Set the trainer's ``accumulate_grad_batches`` to the number of micro-batches per update."""
-    trainer.accumulate_grad_batches = sizes.plan(image_ranks(trainer)[1]).micro_batches_per_update
-
-
-def settle(module: Any) -> None:
+def choose_micro_batch_size(module: Any) -> None:
     """Choose the micro-batch size if it is ``"auto"``, the same on all ranks, and report it.
 
     Raises:
@@ -53,8 +47,7 @@ def settle(module: Any) -> None:
     with trial.without_trace():
         trial.run(1)  # libraries allocate workspaces on first use
         size, taken = largest_that_fits(divisors(share), room, lambda images: trial.most_of_ranks(trial.taken(images)))
-    trainer.datamodule.settle(size)
-    accumulate(trainer, trainer.datamodule.sizes)
+    trainer.datamodule.set_micro_batch_size(size)
     if trainer.is_global_zero:
         fit = f"{size} of {share} images per update fit"
         say(f"micro_batch_size: {fit}: {shown(taken)} of {shown(room)} free")

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, NonNegativeInt, Range, checked
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import one_line, suggestion
 
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LRSchedulerCallable = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -247,13 +247,31 @@ class Optimization:
             raise ValueError(f"model.lr_scheduler cannot be built: {one_line(error)}") from error
         options = inspect.signature(type(scheduler)).parameters.keys() - {"optimizer", "last_epoch"}
         self._asked = {name: copy(value) for name, value in vars(scheduler).items() if name in options}
-        config: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
-        if isinstance(scheduler, ReduceLROnPlateau):
-            if (metric := getattr(scheduler, "monitor", None)) is None:
-                named = "class_path: lightning.pytorch.cli.ReduceLROnPlateau, init_args: {monitor: heldout/reward}"
-                raise ValueError(f"model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {{{named}}}.")
-            config |= {"interval": "epoch", "monitor": metric}
-        return {"optimizer": optimizer, "lr_scheduler": config}
+        if isinstance(scheduler, ReduceLROnPlateau) and getattr(scheduler, "monitor", None) is None:
+            named = "class_path: lightning.pytorch.cli.ReduceLROnPlateau, init_args: {monitor: heldout/reward}"
+            raise ValueError(f"model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {{{named}}}.")
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @staticmethod
+    def step(scheduler: Any) -> None:
+        """Step a schedule, if there is one, after an update; one that waits for a plateau waits for the iteration."""
+        if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
+
+    @staticmethod
+    def end_epoch(scheduler: Any, metrics: Mapping[str, Any]) -> None:
+        """Step a schedule that waits for a plateau after an iteration, with the metric that it monitors.
+
+        Raises:
+            RuntimeError: The metric was not logged.
+        """
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            return
+        metric: str = scheduler.monitor  # type: ignore[attr-defined]
+        if metric not in metrics:
+            advice = suggestion(metric, metrics)
+            raise RuntimeError(f"model.lr_scheduler.monitor={metric}: this metric has not been logged. {advice}")
+        scheduler.step(metrics[metric])
 
     def resume(self, scheduler: Any) -> None:
         """Continue a checkpoint's schedule with the recipe's learning rate; warn of settings that keep the old values.

@@ -47,7 +47,7 @@ MEMORY_ONLY = (
 )
 """Names of settings that only affect batch sizes, placement and speed."""
 NO_OPTIONS = (*MEMORY_ONLY, "key", "failure")  # attributes of a reward that do not change its scores
-OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm", "precision")
+OF_TRAINER = ("precision",)
 ABSENT = "not set"
 
 Inputs = dict[str, dict[str, str]]

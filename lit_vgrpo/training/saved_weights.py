@@ -33,7 +33,7 @@ _HUB_FILE = re.compile(
     rf"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w./-]+(?:{'|'.join(map(re.escape, SUFFIXES))})))?", re.ASCII
 )
 _RUNS = "runs"
-OF_MODULE = "policy."  # in front of the names in a checkpoint, which are those of the Lightning module
+POLICY_PREFIX = "policy."  # of the names in a checkpoint, which are those of the Lightning module
 
 
 @dataclass
@@ -105,7 +105,7 @@ def evaluated_weights(trainer: Any) -> str:
 
 
 def _of_policy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(OF_MODULE): tensor for name, tensor in tensors.items()}
+    return {name.removeprefix(POLICY_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 # --- starting from them ----------------------------------------------------------------------------------------------

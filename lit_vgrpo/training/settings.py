@@ -16,7 +16,6 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.training.micro_batch import accumulate
 from lit_vgrpo.training.saved_weights import policy_errors
 from lit_vgrpo.training.strategies import launcher_error, strategy_errors
 from lit_vgrpo.training.teachers import teacher_errors
@@ -53,7 +52,6 @@ def set_up(module: Any) -> None:
     has_heldout = trainer.datamodule.has_heldout
     for error in errors_under(module, trainer, sizes, has_heldout):
         raise ValueError(error)
-    accumulate(trainer, sizes)
     if trainer.fast_dev_run:  # it counts batches
         iterations = int(trainer.fast_dev_run)
         count_iterations(trainer, iterations)
@@ -206,14 +204,15 @@ def fitting_callbacks(trainer: Any, *needed: type[Callback]) -> list[Callback]:
 
     Raises:
         TypeError: ``datamodule`` is not a data module.
-        ValueError: A callback of the trainer does not fit an iteration.
+        ValueError: A callback or an option of the trainer does not fit an iteration.
     """
     data = trainer.datamodule
     if data is not None and not isinstance(data, LightningDataModule):
         forget_datamodule(trainer)
         kind = data if isinstance(data, type) else type(data)
         raise TypeError(f"datamodule={kind.__name__} is not a data module. Pass datamodule=PromptDataModule(...).")
-    for error in unfit_callbacks(trainer.callbacks):
+    moved = moved_option(trainer) if trainer.state.fn == "fit" else None  # before Lightning refuses it
+    for error in [*filter(None, [moved]), *unfit_callbacks(trainer.callbacks)]:
         raise ValueError(error)
     return [cls() for cls in needed if not callbacks_of(trainer, cls)]
 
@@ -228,6 +227,18 @@ def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
     ]
 
 
+def moved_option(trainer: Any) -> str | None:
+    """Return why an option of the trainer that is for automatic optimization must be set elsewhere, or ``None``."""
+    clipping = {name: getattr(trainer, name) for name in ("gradient_clip_val", "gradient_clip_algorithm")}
+    given = {name: getattr(value, "value", value) for name, value in clipping.items() if value is not None}
+    if given:
+        moved = " and ".join(f"model.{name}={value}" for name, value in given.items())
+        return f"trainer.{next(iter(given))} is now an option of the model. Replace it by {moved}."
+    if (asked := trainer.accumulate_grad_batches) != 1:
+        return f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use data.micro_batch_size."
+    return None
+
+
 def limit_error(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> str | None:
     """Return why a limit of the trainer cannot be kept or has no effect, or ``None``."""
     if has_heldout and trainer.limit_val_batches == 0:
@@ -239,13 +250,10 @@ def limit_error(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> s
     fewer = "Leave it out; use data.prompts_per_iteration for less work, or trainer.fast_dev_run=true for a trial run."
     if trainer.overfit_batches:
         return f"trainer.overfit_batches={trainer.overfit_batches} would drop images already made. {fewer}"
-    plan = sizes.plan(image_ranks(trainer)[1])
-    limit, asked = trainer.limit_train_batches, trainer.accumulate_grad_batches
-    if asked not in (1, plan.micro_batches_per_update):
-        return f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use data.micro_batch_size."
-    is_whole = limit >= plan.steps_per_iteration if isinstance(limit, int) else limit == 1.0
-    if not is_whole and not trainer.fast_dev_run:
-        return f"trainer.limit_train_batches={limit} would drop images already made. {fewer}"
+    if (moved := moved_option(trainer)) is not None:
+        return moved
+    if trainer.limit_train_batches < 1:
+        return f"trainer.limit_train_batches={trainer.limit_train_batches} is less than an iteration. {fewer}"
     updates, steps = sizes.updates_per_iteration, trainer.max_steps
     if steps > 0 and steps % updates and not trainer.fast_dev_run:
         return (

@@ -37,12 +37,6 @@ class StoredPrecision(DeepSpeedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
 
-    @override
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        # DeepSpeed's engine bypasses the module's backward, which skips an iteration without advantages.
-        if model.iteration.record.has_advantage:
-            model.trainer.model.backward(tensor, *args, **kwargs)
-
 
 @checked
 class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
@@ -116,6 +110,9 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.precision_plugin = StoredPrecision("32-true")
+        module: Any = self.lightning_module
+        assert self.config is not None
+        self.config["gradient_clipping"] = module.gradient_clip_val or 0.0
         super().setup(trainer)
         if self.stage == 3:
             # core/sharding.py calls it after it has written to the weights.
@@ -124,24 +121,23 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
-    @property
-    @override
-    def handles_gradient_accumulation(self) -> bool:
-        # With True, the hooks of an optimizer step would run for every micro-batch.
-        return False
-
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        yield  # the accumulation boundary in backward() decides when to reduce
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
+        yield
+        self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+        self._end_micro_batch()
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.lightning_module is not None
-        accumulates = self.lightning_module.trainer.fit_loop._should_accumulate()
-        self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulates)
-        # Lightning has already divided the loss by the number of micro-batches.
-        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self._end_micro_batch()
+        return output
+
+    def _end_micro_batch(self) -> None:
+        # The engine does it where its forward pass begins, which is that of a whole training step.
+        self.deepspeed_engine.optimizer.clear_backward_seen_flag()
 
     def last_gradient_norm(self) -> float | None:
         """Return the gradient norm of the last update before clipping; ``None`` before the first."""

@@ -158,8 +158,8 @@ def micro_batch_error(strategy: Strategy, sizes: Sizes) -> str | None:
     if sizes.micro_batch_size != "auto" or not isinstance(strategy, ZeRO):
         return None
     return (
-        "data.micro_batch_size=auto does not work under ZeRO, whose engine fixes the number of micro-batches when it "
-        "is set up. Set a number, or use trainer.strategy=ddp or fsdp2."
+        "data.micro_batch_size=auto does not work under ZeRO: a trial does not measure its buffers. Set a number, or "
+        "use trainer.strategy=ddp or fsdp2."
     )
 
 

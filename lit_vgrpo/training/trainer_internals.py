@@ -6,16 +6,16 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
-from contextlib import chdir
+from contextlib import AbstractContextManager, chdir, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.call import _call_setup_hook
+from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook, _call_setup_hook
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -56,14 +56,52 @@ def move_root_dir(trainer: Trainer, folder: Path | None = None) -> Path:
     return folder
 
 
-def count_steps(trainer: Trainer) -> None:
-    """Let loggers count a resumed run's updates as an undisturbed run's; Lightning's restart may be off by one."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+def call_hooks(trainer: Trainer, name: str, *args: Any) -> None:
+    """Call a hook of the callbacks and of the module, as Lightning does under automatic optimization."""
+    _call_callback_hooks(trainer, name, *args)
+    _call_lightning_module_hook(trainer, name, *args)
+
+
+def accumulating(trainer: Trainer, is_last: bool) -> AbstractContextManager[None]:
+    """Return a context for a micro-batch's passes: gradients are reduced over ranks with an update's last one."""
+    strategy = trainer.strategy
+    return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) and not is_last else nullcontext()
+
+
+def skip_step(trainer: Trainer) -> bool:
+    """Count an optimizer step that is not taken, and return ``False``."""
+    progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+    progress.increment_ready()
+    progress.increment_completed()
+    return False
+
+
+def set_logged_step(trainer: Trainer) -> None:
+    """Let loggers count optimizer steps at the end of a training step; Lightning counts batches, and adds this one."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step - 1
+
+
+def restart_batch(checkpoint: Mapping[str, Any]) -> None:
+    """Make a checkpoint that is saved within a training step repeat it; Lightning would take the epoch as done."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    if progress["total"]["processed"] < progress["total"]["ready"]:
+        for counts in (progress["total"], progress["current"]):
+            counts.update(dict.fromkeys(counts, counts["completed"]))
+        progress["is_last_batch"] = False
+
+
+def check_steps(checkpoint: Mapping[str, Any]) -> None:
+    """Raise RuntimeError for a checkpoint of automatic optimization, of which Lightning would restore no step count."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.manual_optimization.optim_step_progress"]
+    if progress["total"]["completed"] != checkpoint["global_step"]:
+        raise RuntimeError(
+            "The checkpoint was written by an earlier version, in which a training step was a micro-batch. "
+            "Start a new run from its weights: model.policy.start_from=RUN."
+        )
 
 
 def count_iterations(trainer: Trainer, iterations: int) -> None:
-    """Make ``fast_dev_run``, which counts batches, run this number of whole epochs."""
-    trainer.limit_train_batches = 1.0
+    """Make ``fast_dev_run``, which counts batches and optimizer steps, run this number of epochs."""
     trainer.fit_loop.max_epochs = iterations
     trainer.fit_loop.epoch_loop.max_steps = -1
 

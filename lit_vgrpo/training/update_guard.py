@@ -72,13 +72,13 @@ class UpdateGuard:
         ranks = [str(rank) for rank, bad in enumerate(found[:, 0] if what == "loss" else found[:, 1]) if bad]
         where = f" on rank {', '.join(ranks)} of {len(found)}" if len(found) > 1 else ""
         often = f" for {self._in_a_row} updates in a row" if self.action == "skip" else ""
-        advice = "Lower model.optimizer.lr or set trainer.gradient_clip_val=1.0"
+        advice = "Lower model.optimizer.lr or set model.gradient_clip_val=1.0"
         advice += "." if self.action == "skip" else ", or skip such updates: model.non_finite=skip."
         raise FloatingPointError(
             f"The {what} is not finite{where}{often}, {when}. The weights were not changed. {advice}"
         )
 
-    def look(self, trainer: Any, policy: nn.Module, when: str) -> None:
+    def check(self, trainer: Any, policy: nn.Module, when: str) -> None:
         """Check an update's losses and gradients before its step, and drop the gradients to skip it.
 
         Args:

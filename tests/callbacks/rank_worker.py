@@ -38,8 +38,8 @@ class OnOneRank(RewardHackAlarm):
 class Breaking(L.Callback):
     """After an update of iteration 1 a weight of the last rank is not finite."""
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch.iteration == 1 and trainer.global_rank == trainer.world_size - 1:
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if pl_module.record.iteration == 1 and trainer.global_rank == trainer.world_size - 1:
             local(next(p for p in pl_module.policy.parameters() if p.requires_grad)).view(-1)[0] = math.inf
 
 

@@ -25,9 +25,9 @@ def test_ema_equals_the_recursion_in_optimizer_steps(tiny_sd3, tmp_path):
     ema, history = EMA(0.8, warmup=False), []
 
     class Watch(EMA):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == len(history) + 1:
-                history.append(weights(pl_module))
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            assert trainer.global_step == len(history) + 1
+            history.append(weights(pl_module))
 
         def on_validation_start(self, *args):
             pass

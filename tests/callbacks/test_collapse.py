@@ -109,8 +109,8 @@ def test_a_resumed_run_goes_on_with_the_best_and_the_count(tiny_sd3, tmp_path):
 class Breaking(L.Callback):
     """After the update of iteration 1 a weight is infinite."""
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch.iteration == 1 and batch.is_last:
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if pl_module.record.iteration == 1:
             next(p for p in pl_module.policy.parameters() if p.requires_grad).data.view(-1)[-1] = math.inf
 
 

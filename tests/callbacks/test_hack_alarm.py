@@ -68,10 +68,11 @@ def hacked(tmp_path, callbacks, iterations=8, ckpt=None, heldout_limit=8, **opti
         JPEGCompressibility(),
         heldout_reward=ShapesReward(),
         optimizer=OptimizerConfig(lr=1e-3),
+        gradient_clip_val=1.0,
     )
     heldout = {"heldout_limit": heldout_limit, "heldout_images_per_prompt": 4}
     data = make_data(prompts_per_iteration=8, group_size=4, micro_batch_size=32, **heldout)
-    options = {"gradient_clip_val": 1.0, "enable_checkpointing": True, **options}
+    options = {"enable_checkpointing": True, **options}
     trainer = make_trainer(tmp_path, iterations, [RunCheckpoint(), *callbacks, RunSummary()], **options)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -62,14 +62,14 @@ def test_groups_are_cut_where_there_are_more_ranks_than_prompts():
 def test_split_updates_share_out_the_images():
     sizes = Sizes(8, 16, 4, 8, split_updates=True)
     plan = sizes.plan(2)
-    assert (plan.images_per_update, plan.micro_batches_per_update, plan.steps_per_iteration) == (32, 2, 8)
+    assert (plan.images_per_update, plan.micro_batches_per_update) == (32, 2)
     assert (sizes.uses_per_image, Sizes(8, 16, 4, 8).uses_per_image) == (1, 4)
     assert "4 on 32 images each" in plan.table()
 
 
 def test_the_table_is_aligned_and_counts_passes():
     lines = Sizes(48, 24, 2, 8).plan(2).table({"rollout": 40, "train": 4}).splitlines()
-    assert "steps per iteration       144" in lines
+    assert "micro-batches per update  72 of 8 images" in lines
     assert "network passes, rollout   46080 (40 per image)" in lines
     assert {re.search(r"  +(?=\S)", line).end() for line in lines} == {26}
 
@@ -92,4 +92,3 @@ def test_a_plan_uses_every_image_once_an_update_or_is_refused(prompts, group, up
         assert [(s, m) for slots, members in shares for s in slots for m in members] == [
             (s, m) for s in range(prompts) for m in range(group)
         ]
-        assert plan.micro_batches_per_update * updates == plan.steps_per_iteration

@@ -72,8 +72,8 @@ def test_every_source_is_walked_through_in_passes_of_its_own():
 @given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 9), st.integers(0, 3))
 def test_prompts_do_not_depend_on_the_number_of_ranks(world, iteration, seed):
     sizes = Sizes(12, 4, 2, 2)
-    (alone,) = _batches(sizes, 1, iteration, seed, step=0)
-    together = _batches(sizes, world, iteration, seed, step=0)
+    (alone,) = _batches(sizes, 1, iteration, seed)
+    together = _batches(sizes, world, iteration, seed)
     assert [p for batch in together for p in batch.prompts] == alone.prompts
     assert [r for batch in together for r in batch.rows] == alone.rows
     assert [s for batch in together for s in batch.slots] == alone.slots == list(range(12))
@@ -81,36 +81,30 @@ def test_prompts_do_not_depend_on_the_number_of_ranks(world, iteration, seed):
 
 
 def test_ranks_that_share_a_group_have_its_prompt_and_different_images():
-    batches = _batches(Sizes(3, 4, 1, 4), 6, 1, 0, step=0)
-    alone = _batches(Sizes(3, 4, 1, 4), 1, 1, 0, step=0)[0]
+    batches = _batches(Sizes(3, 4, 1, 4), 6, 1, 0)
+    alone = _batches(Sizes(3, 4, 1, 4), 1, 1, 0)[0]
     assert [batch.slots for batch in batches] == [[0], [0], [1], [1], [2], [2]]
     assert [batch.members for batch in batches] == [[0, 1], [2, 3]] * 3
     assert [batch.prompts for batch in batches] == [[alone.prompts[i // 2]] for i in range(6)]
 
 
-def _batches(sizes, world, iteration, seed, step):
+def _batches(sizes, world, iteration, seed):
     datasets = [IterationDataset(PromptMixture([ROWS]), sizes, world, rank, seed) for rank in range(world)]
-    return [dataset[iteration * len(dataset) + step] for dataset in datasets]
+    return [dataset[iteration] for dataset in datasets]
 
 
-def test_an_item_carries_the_sizes_and_its_step():
+def test_an_item_is_an_iteration_with_its_sizes():
     dataset = IterationDataset(PromptMixture([ROWS]), Sizes(4, 6, 2, 3), num_replicas=2, rank=1, seed=5)
-    assert len(dataset) == 8
-    batch = dataset[3 * 8 + 7]
-    assert (batch.iteration, batch.step, batch.num_steps) == (3, 7, 8)
+    assert len(dataset) == 1
+    batch = dataset[3]
+    assert batch.iteration == 3
     assert (batch.group_size, batch.updates, batch.micro_batch_size) == (6, 2, 3)
     assert batch.slots == [2, 3]
     assert batch.prompts == [row["prompt"] for row in batch.rows]
-    assert batch.is_last
-    assert not batch.is_first
-    first = dataset[3 * 8]
-    assert first.is_first
-    assert not first.is_last
-    assert first.rows == batch.rows
     assert batch.rows == [ROWS[prompt_index(5, position, len(ROWS))] for position in (14, 15)]
 
 
-def test_every_rank_walks_through_the_same_steps_of_an_iteration():
+def test_every_rank_gets_the_items_of_its_epoch():
     for rank in range(2):
         sampler = GroupSampler(range(5), 2, rank)
         sampler.set_epoch(3)
@@ -134,9 +128,7 @@ def test_every_held_out_image_is_made_once_with_as_many_batches_on_every_rank(pr
         assert 1 <= len(batch.slots) <= batch_size
         assert batch.prompts == [f"prompt {slot // each}" for slot in batch.slots]
         assert batch.rows == [rows[slot // each] for slot in batch.slots]
-        assert (batch.iteration, batch.step, batch.num_steps, batch.group_size) == (-1, -1, 0, 1)
-        assert not batch.is_first
-        assert not batch.is_last
+        assert (batch.iteration, batch.updates, batch.group_size) == (-1, 0, 1)
     for index in range(len(ranks[0])):
         assert {dataset[index].micro_batch_size for dataset in ranks} == {max(len(d[index].slots) for d in ranks)}
 

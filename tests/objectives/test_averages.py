@@ -67,9 +67,9 @@ def test_a_recipes_average_is_as_old_as_the_published_one(name):
     steps, ema = recipe["trainer"]["max_epochs"] * recipe["data"].get("updates_per_iteration", 1), EMA(**given)
     ema.on_fit_start(None, clock)
     ema.on_train_start(None, clock)
-    for step in range(steps):
+    for _ in range(steps):
         clock.tick()
-        ema.on_train_batch_end(None, clock, None, None, step)
+        ema.on_before_zero_grad(None, clock, None)
     found = age_and_start(ema.average, steps)
     assert published(decay_at, steps) == pytest.approx((age, start), abs=0.5)
     assert found[0] == pytest.approx(published(decay_at, steps)[0], abs=1.0)  # a step of the average's eight earlier

@@ -24,17 +24,16 @@ def policy(tiny_sd3):
     return load_copy(SD3Policy, tiny_sd3, max_sequence_length=1)
 
 
-def batch_of(iteration, order=SPLIT, step=0):
+def batch_of(iteration, order=SPLIT):
     prompts = PROMPTS[2 * iteration : 2 * iteration + 2]
     return PromptBatch(
-        *(iteration, step, 4, prompts, [{"prompt": prompt} for prompt in prompts]),
+        *(iteration, prompts, [{"prompt": prompt} for prompt in prompts]),
         slots=[0, 1],
         group_size=GROUP,
         images=IMAGES,
         members=list(range(GROUP)),
         updates=2,
         order=order,
-        micro_batches_per_update=4 if order is None else 2,
         micro_batch_size=MICRO,
     )
 
@@ -135,10 +134,16 @@ def test_a_method_without_advantages_gets_each_images_own_prompt_and_row(policy)
 
 
 @pytest.mark.parametrize("order", [SPLIT, None], ids=["split", "whole"])
-def test_a_step_has_its_micro_batch_and_an_update_its_own(policy, order):
-    found = Run(policy, order).take(0)
-    for step in range(4 if order else 8):
-        batch = batch_of(0, order, step)
-        assert found.micro_of_step(batch) is found.micros[step % 4]
-        first = batch.update * 2 if order else 0
-        assert found.micros_of_update(batch) == found.micros[first : first + (2 if order else 4)]
+def test_an_update_has_its_share_or_all_micro_batches(policy, order):
+    iteration = Run(policy, order).take(0)
+    shares = [[0, 1], [2, 3]] if order else [[0, 1, 2, 3]] * 2
+
+    def remaining(iteration):
+        for micros in iteration.remaining_updates():
+            yield [next(n for n, one in enumerate(iteration.micros) if one is micro) for micro in micros]
+            iteration.end_update(took_step=True)
+
+    assert list(remaining(iteration)) == shares
+    iteration.updates_done = 1
+    restored = Iteration.restored(iteration.state_dict(), batch_of(0, order), CPU)
+    assert list(remaining(restored)) == shares[1:]

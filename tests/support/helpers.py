@@ -25,14 +25,22 @@ class Brightness(Reward):
 
 
 class SaveAt(L.Callback):
-    """Saves after one step of one iteration."""
+    """Saves within an iteration after a number of backward passes: where an update ends, or before the next pass."""
 
-    def __init__(self, path, iteration, step):
-        self.path, self.when = path, (iteration, step)
+    def __init__(self, path, iteration, passes):
+        self.path, self.when = path, (iteration, passes)
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if (batch.iteration, batch.step) == self.when:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.passes = 0
+
+    def on_after_backward(self, trainer, pl_module):
+        self.passes += 1
+
+    def on_before_backward(self, trainer, pl_module, *args):
+        if (pl_module.record.iteration, self.passes) == self.when and not self.path.exists():
             trainer.save_checkpoint(self.path)
+
+    on_before_zero_grad = on_before_backward
 
 
 def repeating(values, slow):

@@ -86,6 +86,7 @@ def job(folder, out, strategy, text):
     own = {"skip": Broken, "stop": Broken, "idle": anchored, "two sources": anchored}
     # A larger eps: Adam makes whole steps of the rounding noise of a gradient that is zero, as that of a key bias is.
     chosen_parts = IDLE if name == "idle" else {"optimizer": OptimizerConfig(lr=1e-4, eps=1e-6)}
+    chosen_parts = {**chosen_parts, "gradient_clip_val": 0.5}
     if name == "two sources":
         chosen |= TWO_SOURCES
         chosen_parts |= {"reward": Weighted([Brightness(), JPEGCompressibility()]), "advantage_std": "source"}
@@ -99,7 +100,7 @@ def job(folder, out, strategy, text):
     callbacks = [ema, seen, SaveInTheMiddle(chosen.pop("middle", -1), Path(out) / f"{name}.middle.ckpt")]
     ckpt = Path(out) / f"{name}.ckpt"
     ranks = {"strategy": small_strategy(strategy), "devices": WORLD} if WORLD > 1 else {}
-    trainer = make_trainer(out, chosen.pop("iterations", 3), callbacks, gradient_clip_val=0.5, **ranks)
+    trainer = make_trainer(out, chosen.pop("iterations", 3), callbacks, **ranks)
     error = ""
     try:
         data = (make_task if name == "OPD" else make_data)(**{**DATA, **chosen})
@@ -125,8 +126,8 @@ class SaveInTheMiddle(L.Callback):
     def __init__(self, iteration, path):
         self.iteration, self.path = iteration, path
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if (batch.iteration, batch.step + 1) == (self.iteration, batch.micro_batches_per_update):
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if (pl_module.record.iteration, pl_module.iteration.updates_done) == (self.iteration, 1):
             trainer.save_checkpoint(self.path)
 
 

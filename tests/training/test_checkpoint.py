@@ -69,7 +69,7 @@ def test_an_interrupted_run_saves_and_ends(tiny_recipe, when):
 
     class Interrupting(type(cli.model)):
         def training_step(self, batch, batch_idx):
-            if batch.iteration == 2 and batch.is_first:
+            if batch.iteration == 2:
                 signal.raise_signal(signal.SIGINT)
                 if when == "middle":
                     signal.raise_signal(signal.SIGINT)
@@ -108,14 +108,13 @@ def test_last_is_saved_every_so_often_and_at_the_end(tiny_recipe):
 # --- SIGTERM ---------------------------------------------------------------------------------------------------------
 
 
-def at_step(when, action):
-    """A module class that does something at the start of one step: ``(iteration, step)``."""
+def after_pass(when, action):
+    """A module class that does something after one backward pass: ``(iteration, pass)``."""
 
     class Acting(VGRPOModule):
-        def training_step(self, batch, batch_idx):
-            if (batch.iteration, batch.step) == when:
+        def on_after_backward(self):
+            if (self.record.iteration, len(self.record.losses) - 1) == when:
                 action()
-            return super().training_step(batch, batch_idx)
 
     return Acting
 
@@ -136,19 +135,19 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("step", "updates_done", "patient"),
+    ("passes", "updates_done", "patient"),
     # Two micro-batches an update. The last time it is killed within the evaluation that follows.
     [(0, 4, True), (3, 6, False)],
 )
 def test_sigterm_saves_after_the_micro_batch_under_way_and_the_run_goes_on_bit_for_bit(
-    tiny_recipe, capfd, undisturbed, step, updates_done, patient
+    tiny_recipe, capfd, undisturbed, passes, updates_done, patient
 ):
     words = [str(tiny_recipe), *UPDATES, "trainer.max_epochs=4", "trainer.callbacks=[EMA]"]
     if not undisturbed.exists():
         assert run([*words, "run_dir=whole"]) == 0
         shutil.copy("whole/checkpoints/last.ckpt", undisturbed)
     cli = build([*words, "run_dir=cut"])
-    cli.model.__class__ = at_step((2, step), lambda: signal.raise_signal(signal.SIGTERM))
+    cli.model.__class__ = after_pass((2, passes), lambda: signal.raise_signal(signal.SIGTERM))
     if not patient:
         cli.model.on_validation_start = lambda: sys.exit() if cli.checkpoints.terminated else None
     cli.save_recipe()
@@ -181,7 +180,7 @@ def iterations_logged(folder):
 @pytest.mark.slow
 def test_sigterm_in_the_last_iteration_lets_the_run_end(tiny_recipe):
     cli = build([str(tiny_recipe), "data.heldout=null"])
-    cli.model.__class__ = at_step((1, 1), lambda: signal.raise_signal(signal.SIGTERM))
+    cli.model.__class__ = after_pass((1, 1), lambda: signal.raise_signal(signal.SIGTERM))
     assert train(cli) == 0
     assert torch.load("runs/tiny/checkpoints/last.ckpt", weights_only=True)["global_step"] == 2
 
@@ -205,7 +204,7 @@ def test_a_second_signal_to_terminate_stops_within_the_micro_batch_and_saves(tin
             signal.raise_signal(signal.Signals[name])
         pytest.fail("it went on")
 
-    cli.model.__class__ = at_step((2, 1), twice)
+    cli.model.__class__ = after_pass((2, 1), twice)
     assert train(cli) == status
     assert cli.checkpoints.saved == cli.folder / "checkpoints" / "interrupted.ckpt"
 

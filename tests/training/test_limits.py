@@ -12,9 +12,8 @@ from lit_vgrpo.training.settings import limit_error
 class Ends(L.Callback):
     """Asks for the end within the first iteration, as ``max_time`` does."""
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch.iteration == 0:
-            trainer.should_stop = True
+    def on_after_backward(self, trainer, pl_module):
+        trainer.should_stop = True
 
 
 def counting(module):
@@ -36,7 +35,15 @@ def counting(module):
 @pytest.mark.parametrize(
     ("limit", "error"),
     [
-        ({"limit_train_batches": 1}, "limit_train_batches=1 would drop images"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5 is less than an iteration. Leave it out; use data"),
+        (
+            {"gradient_clip_val": 1.0},
+            "trainer.gradient_clip_val is now an option of the model. .* model.gradient_clip_val=1.0.",
+        ),
+        (
+            {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"},
+            "Replace it by model.gradient_clip_val=2 and model.gradient_clip_algorithm=value.",
+        ),
         ({"overfit_batches": 1}, "overfit_batches=1 would drop images"),
         ({"overfit_batches": 1, "fast_dev_run": True}, "overfit_batches=1 would drop images"),
         ({"limit_val_batches": 0}, "limit_val_batches=0 disables data.heldout. Set data.heldout=null"),
@@ -68,10 +75,9 @@ def test_a_callback_of_lightnings_that_does_not_fit_is_refused(tiny_sd3, tmp_pat
     assert not module.policy.loaded
 
 
-@pytest.mark.parametrize("limit", [{}, {"limit_train_batches": 4}, {"limit_train_batches": 9}, {"max_steps": 4}])
+@pytest.mark.parametrize("limit", [{}, {"limit_train_batches": 1}, {"limit_train_batches": 9}, {"max_steps": 4}])
 def test_a_limit_that_cuts_none_is_kept(tiny_sd3, tmp_path, limit):
     sizes = Sizes(2, 4, updates_per_iteration=2, micro_batch_size=4)
-    assert sizes.plan(1).steps_per_iteration == 4
     trainer = make_trainer(tmp_path, 1, **limit)
     assert limit_error(make_module(tiny_sd3), trainer, sizes, has_heldout=True) is None
 

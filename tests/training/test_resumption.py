@@ -184,7 +184,7 @@ def test_a_checkpoint_of_another_recipe_is_refused_with_what_differs(tiny_recipe
 def test_what_no_weight_depends_on_may_differ(tiny_recipe, ran_twice):
     free = [
         *("trainer.max_epochs=9", "trainer.strategy=ddp", "trainer.callbacks=[EMA,SampleGrid]"),
-        *("trainer.precision=32", "trainer.gradient_clip_algorithm=norm", "model.advantage_std=global"),
+        *("trainer.precision=32", "model.gradient_clip_algorithm=norm", "model.advantage_std=global"),
         *("name=other", "data.micro_batch_size=1", "data.eval_batch_size=1", "model.rollout_batch_size=1"),
         *("model.policy.decode_batch_size=1", "model.policy.gradient_checkpointing=true", "data.heldout_limit=1"),
         *("model.evaluate_at_start=false", "model.evaluation={steps: 1}", "seed_everything=7"),

@@ -119,9 +119,9 @@ def test_one_norm_is_checked_logged_and_clipped_by(tiny_sd3, tmp_path, monkeypat
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *a, **k: taken.append(norm(*a, **k)) or taken[-1])
     made = []
     for cls in (VGRPOModule, ByLightning):
-        module = make_module(tiny_sd3, VGRPO(RolloutSpec(steps=2)))
+        module = make_module(tiny_sd3, VGRPO(RolloutSpec(steps=2)), gradient_clip_val=0.01, **options)
         module.__class__ = cls
-        trainer = make_trainer(tmp_path, 2, [RewardLogger()], gradient_clip_val=0.01, **options)
+        trainer = make_trainer(tmp_path, 2, [RewardLogger()])
         trainer.fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=2))
         made.append((weights(module), trainer.callback_metrics["policy/grad_norm"]))
     (own, logged), (lightnings, _) = made

@@ -86,8 +86,7 @@ class Witness(L.Callback):
         return {}
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch.is_last:
-            self.seen["rewards"].append(pl_module.record.rewards.clone())
+        self.seen["rewards"].append(pl_module.record.rewards.clone())
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.seen["norms"].append(trainer.callback_metrics["policy/grad_norm"].clone())
@@ -118,6 +117,7 @@ def train(run, folder, sd3):
         rollout_batch_size=2,
         policy=stirred(SD3Policy)(sd3, max_sequence_length=1, lora_rank=64 if lora else None, dtype=dtype),
         non_finite="skip",
+        gradient_clip_val=0.05,
     )
     witness = Witness()
     module.evaluator.observers.append(witness)
@@ -129,7 +129,7 @@ def train(run, folder, sd3):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     strategy = run["strategy"] if run.get("as_named") else small_strategy(run["strategy"])
     chosen = {"strategy": strategy} if strategy else {}
-    trainer = make_trainer(folder, run["iterations"], callbacks, devices=world, gradient_clip_val=0.05, **chosen)
+    trainer = make_trainer(folder, run["iterations"], callbacks, devices=world, **chosen)
     data = make_data(**{"micro_batch_size": 2, "updates_per_iteration": 2, **run.get("data", {})})
     start = str(folder / f"{run['start']}.ckpt") if "start" in run else None
     trainer.fit(module, datamodule=data, ckpt_path=start)
@@ -149,13 +149,14 @@ def train_family(run, folder):
         # A larger eps: Adam would make a whole step of a gradient of 1e-7, of which a tenth is rounding noise.
         optimizer=OptimizerConfig(lr=2e-4 if run["lora"] else 2e-5, warmup_steps=0, eps=1e-5),
         rollout_batch_size=2,
+        gradient_clip_val=0.05,
     )
     callbacks = [EMA(0.8, warmup=False), Export(f"{run['name']}-export")]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = {"strategy": run["strategy"]} if run["strategy"] else {}
     if isinstance(run["strategy"], dict):
         chosen = {"strategy": FSDP2(**run["strategy"])}
-    trainer = make_trainer(folder, run.get("iterations", 1), callbacks, devices=world, gradient_clip_val=0.05, **chosen)
+    trainer = make_trainer(folder, run.get("iterations", 1), callbacks, devices=world, **chosen)
     start = str(folder / f"{run['start']}.ckpt") if "start" in run else None
     data = make_data(**{"micro_batch_size": 2, "updates_per_iteration": 2, **run["data"]})
     trainer.fit(module, datamodule=data, ckpt_path=start)

@@ -31,9 +31,9 @@ MAY_SET = (
     "model.optimizer",
     "model.advantage_std",
     "model.advantage_aggregate",
+    "model.gradient_clip_val",
     "data.updates_per_iteration",
     "data.split_updates",
-    "trainer.gradient_clip_val",
 )
 """Keys that may differ between methods; all share the recipe's task, images and evaluation."""
 POLICY_OPTIONS = ("scale_cap", "teachers")

@@ -63,17 +63,13 @@ class Count(L.Callback):
             s.nbytes() for p, s in found.items() if s is not None and p not in left_out and s.device.type == "cpu"
         )
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch.is_last:
-            start = self._alive(pl_module)
+    def on_after_backward(self, trainer, pl_module):
+        if trainer.current_epoch == 1 and len(pl_module.record.losses) == 1:
+            self.seen["after 0"] = start = self._alive(pl_module)
             self.live.peak, self._offset = self.live.live, start - self.live.live
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.seen["peak"] = self._offset + self.live.peak
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch.is_first:
-            self.seen["after 0"] = self._alive(pl_module)
 
 
 def estimated(run, sd3):
