@@ -99,7 +99,7 @@ class Benchmark(L.Callback):
         """Return the means of the first scorer by task, and the overall mean, without those that have no score."""
         assert self._evaluator is not None
         scorer, names = self.reward.part_names[0], list(dict.fromkeys(tasks))
-        values = self._evaluator.of_images(f"heldout/{scorer}")
+        values = self._evaluator.per_image(f"heldout/{scorer}")
         assert values is not None
         task_means = [values[torch.tensor([own == name for own in tasks])].nanmean() for name in names]
         overall = torch.stack(task_means).mean() if self.benchmark.mean_of == "tasks" else values.nanmean()

@@ -131,7 +131,7 @@ class RewardHackAlarm(StopsRun):
 
 def _values(module: VGRPOModule, name: str) -> Tensor:
     """Return a held-out metric per image, or its mean if it is defined only for the whole set."""
-    values = module.evaluator.of_images(name)
+    values = module.evaluator.per_image(name)
     return torch.tensor([module.evaluator.latest[name]]) if values is None else values
 
 

@@ -146,7 +146,7 @@ class KeptImages:
         asked = [one for _, own, _ in ranks for one in own]
         available = {slot for own, _, held in ranks for slot in own[:held]}
         names = [TOTAL, "untrained_reward", *module.evaluator.observed.part_names]
-        values = {name: module.evaluator.of_images(f"heldout/{name}") for name in names}
+        values = {name: module.evaluator.per_image(f"heldout/{name}") for name in names}
         scores = {name: own.tolist() for name, own in values.items() if own is not None and len(own) == len(slots)}
         places = [place for place, slot in enumerate(slots) if slot in available]
         chosen = choose(scores, asked, places, self.number)

@@ -245,9 +245,9 @@ def scattered(state: dict[str, Any], wanted: Tensor, group_size: int, device: to
         return None
     rows, conditioning = _compact(state["rows"][position], state["conditioning"], device)
     pairs = None
-    if (of_pairs := state["pairs"]) is not None:
-        pair_rows, values = _compact(of_pairs["rows"][position], of_pairs["values"], device)
-        pairs = Pairs(values.pop("times"), values.pop("noise"), pair_rows, of_pairs["shared"], values)
+    if (table := state["pairs"]) is not None:
+        pair_rows, values = _compact(table["rows"][position], table["values"], device)
+        pairs = Pairs(values.pop("times"), values.pop("noise"), pair_rows, table["shared"], values)
 
     def own(value: Tensor) -> Tensor:
         return value[position].to(device)

@@ -138,7 +138,7 @@ class ScoreCollector:
             images=len(scores),
             seconds={**sampler.seconds, **self.seconds},
             has_advantage=self.queue is None or bool(advantages.any()),
-            sources=statistics(of_sources(scores, sources), group_ids),
+            sources=statistics(scores_by_source(scores, sources), group_ids),
             edits={name: of_all_ranks(values) for name, values in self.copies.scores(group_size).items()},
         )
         return advantages.split(len(rollout))[rank_and_world_size()[0]], record
@@ -154,13 +154,13 @@ def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]
 
     By name: ``mean``, ``std``, ``no_spread``, ``failed``, ``seconds_per_image`` and the reward's counts.
     """
-    found = {}
+    table = {}
     for name, values in scores.parts.items():
         applies = scores.applies_to(name)
         asked = values[applies]
         valid = asked[~asked.isnan()]
         mean = valid.mean()
-        found[name] = {
+        table[name] = {
             "mean": float(mean),
             "std": float((valid - mean).square().mean().sqrt()),  # torch.std warns if there are no images
             "no_spread": no_spread_share(asked, group_ids[applies]),
@@ -168,11 +168,11 @@ def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]
             **{event: float(count) for event, count in scores.counts.get(name, {}).items()},
         }
         if name in scores.seconds:
-            found[name]["seconds_per_image"] = scores.seconds[name] / max(int(applies.sum()), 1)
-    return found
+            table[name]["seconds_per_image"] = scores.seconds[name] / max(int(applies.sum()), 1)
+    return table
 
 
-def of_sources(scores: Scores, sources: Sequence[str]) -> Scores:
+def scores_by_source(scores: Scores, sources: Sequence[str]) -> Scores:
     """Return the total as one part per source, which applies to the source's images.
 
     Args:

@@ -178,8 +178,8 @@ _VERIFIED: set[tuple[object, ...]] = set()
 
 def _verify(path: Path, content: Mapping[str, Any]) -> None:
     """Compare a file with its checksums, which torch does not do, and look for weights that are not finite."""
-    found = path.stat()
-    version = (str(path.resolve()), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    stat = path.stat()
+    version = (str(path.resolve()), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     if version in _VERIFIED:
         return
     try:

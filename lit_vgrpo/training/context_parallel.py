@@ -36,13 +36,17 @@ def context_errors(policy: Policy, degree: int, sides: tuple[int | None, int | N
         name = type(network).__name__
         known = "FLUX, FLUX.2, Qwen-Image and Wan"
         return [f"{option}: diffusers cannot split the tokens of {name}, only those of {known}."]
-    found = [(network.config.num_attention_heads, f"attention heads of {policy.checkpoint}. Use a divisor of it.")]
+    divided = [(network.config.num_attention_heads, f"attention heads of {policy.checkpoint}. Use a divisor of it.")]
     length: int = policy.max_sequence_length
-    found.append((length, f"tokens of a prompt. Set model.policy.max_sequence_length={-(-length // degree) * degree}."))
+    divided.append(
+        (length, f"tokens of a prompt. Set model.policy.max_sequence_length={-(-length // degree) * degree}.")
+    )
     for size in (nullcontext(), policy.sized(*sides)) if policy.loaded else ():
         with size:
-            found.append((policy.image_tokens(), f"tokens of an image. Set another {policy.size_in}.height or width."))
-    return [f"{option} does not divide the {number} {what}" for number, what in found if number % degree][:1]
+            divided.append(
+                (policy.image_tokens(), f"tokens of an image. Set another {policy.size_in}.height or width.")
+            )
+    return [f"{option} does not divide the {number} {what}" for number, what in divided if number % degree][:1]
 
 
 def share_tokens(network: Any, degree: int, processes: int, device: str) -> None:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -19,17 +19,19 @@ from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import strips
 from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.records import FINGERPRINT, Evaluation, PassLedger
+from lit_vgrpo.core.records import FINGERPRINT, Evaluation, IterationRecord, PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.errors import RewardError
 from lit_vgrpo.metrics.looks import DISTANCE, LOOKS, distances, diversities, reduced, saturation, sharpness
+from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
-from lit_vgrpo.rewards import ScoreQueue, as_weighted
+from lit_vgrpo.rewards import ScoreQueue, Weighted, as_weighted
 from lit_vgrpo.rewards.function import RewardsLike
 from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED
+from lit_vgrpo.training.optimizer import Optimization
 from lit_vgrpo.training.resume_guard import hashed, row_hash
 from lit_vgrpo.training.saved_weights import evaluated_weights
 
@@ -53,13 +55,34 @@ def sides_of(spec: RolloutSpec) -> tuple[int | None, int | None]:
     return (spec.height, spec.width) if isinstance(spec, EvaluationSpec) else (None, None)
 
 
+class TrainingModule(Protocol):
+    """The attributes of :class:`~lit_vgrpo.module.VGRPOModule` that a run's checks, evaluations and strategies read."""
+
+    policy: Policy
+    objective: Objective
+    reward: Weighted
+    evaluator: Evaluator
+    evaluation: EvaluationSpec | None
+    optimization: Optimization
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: Literal["norm", "value"]
+    ledger: PassLedger
+    record: IterationRecord | None
+
+    @property
+    def trainer(self) -> Any: ...
+
+    @property
+    def loggers(self) -> Sequence[Any]: ...
+
+
 class HeldOutObserver(Protocol):
     """A metric of held-out images in addition to the reward, such as FID; called on every rank at every evaluation."""
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
 
-    def compute(self, module: Any) -> dict[str, float]:
+    def compute(self, module: TrainingModule | None) -> dict[str, float]:
         """Return the metrics over all ranks' images since the last call, the same on every rank."""
 
 
@@ -82,7 +105,7 @@ class Looks:
         asked = [f"{row['prompt']}\n{row.get(PICTURE)}" for row in batch.rows]
         self._numbers += [(slot, zlib.crc32(one.encode())) for slot, one in zip(batch.slots, asked, strict=True)]
 
-    def compute(self, module: Any) -> dict[str, float]:
+    def compute(self, module: TrainingModule | None) -> dict[str, float]:
         """Return the metrics of all ranks' images, the same on every rank, and discard the images.
 
         Images that are not finite are left out, and metrics that cannot be measured.
@@ -91,12 +114,12 @@ class Looks:
         order = numbers[:, 0].argsort()
         measured, prompts = rows_of_all_ranks(torch.cat(self._measured))[order], numbers[order, 1]
         self.start_over()
-        small, of_images = measured[:, :-2], measured[:, -2:].double()
+        small, per_image = measured[:, :-2], measured[:, -2:].double()
         is_finite = measured.isfinite().all(1)
         self.newest = small.half()
-        values = [*diversities(small[is_finite], prompts[is_finite]), *of_images[is_finite].mean(0).tolist()]
-        found = dict(zip(LOOKS, values, strict=False))
-        return {f"heldout/{name}": value for name, value in found.items() if math.isfinite(value)}
+        values = [*diversities(small[is_finite], prompts[is_finite]), *per_image[is_finite].mean(0).tolist()]
+        looks = dict(zip(LOOKS, values, strict=False))
+        return {f"heldout/{name}": value for name, value in looks.items() if math.isfinite(value)}
 
 
 class Evaluator:
@@ -244,22 +267,22 @@ class Evaluator:
         asked = {slot: row for own in objects_of_all_ranks(self._asked) for slot, row in own.items()}
         with self.policy.sized(*self.sides):
             size = dict(zip(("height", "width"), self.policy.image_size or (), strict=False))
-        found = {
+        contents = {
             "prompts": [row for row, _ in groupby(asked[slot] for slot in sorted(asked))],
             "images": sorted(asked),  # by number: how many of each prompt, and which part of the set
             "sampling": [{**asdict(self.spec), **size}, self.policy.num_frames, self.seed],
             "weights": evaluated_weights(trainer),
         }
-        return objects_of_all_ranks({name: hashed(part) for name, part in found.items()} | self._rewards)[0]
+        return objects_of_all_ranks({name: hashed(part) for name, part in contents.items()} | self._rewards)[0]
 
-    def of_images(self, name: str) -> Tensor | None:
+    def per_image(self, name: str) -> Tensor | None:
         """Return a metric of the last evaluation per image over all ranks, ``(N,)``, ordered by image number.
 
         NaN if an image has none; ``None`` for a metric that is not defined per image.
         """
         return self._of_images.get(name)
 
-    def means(self, module: Any = None, is_first: bool = False) -> dict[str, float]:
+    def means(self, module: TrainingModule | None = None, is_first: bool = False) -> dict[str, float]:
         """Return the means over all ranks' images that were scored, the same on every rank, and start over.
 
         ``heldout/reward`` is the trained reward, ``heldout/source/<name>`` that of each source of prompts,
@@ -283,7 +306,7 @@ class Evaluator:
         # Each rank has a contiguous share of the images, in rank order.
         table = rows_of_all_ranks(torch.stack(list(values.values()), dim=1).double())
         self._of_images = dict(zip(values, table.unbind(dim=1), strict=True))
-        means = {name: float(of_images.nanmean()) for name, of_images in self._of_images.items()}
+        means = {name: float(per_image.nanmean()) for name, per_image in self._of_images.items()}
         sources = [source for own in objects_of_all_ranks(self._sources) for source in own]
         for source in sorted(set(sources)):
             own = torch.tensor([one == source for one in sources])
@@ -302,7 +325,7 @@ class Evaluator:
         self.start_over()
         return means
 
-    def evaluate(self, module: Any, logs: bool = False) -> dict[str, float]:
+    def evaluate(self, module: TrainingModule, logs: bool = False) -> dict[str, float]:
         """Evaluate on the trainer's held-out batches, and return the metrics; {} if there are none.
 
         Args:
@@ -314,12 +337,12 @@ class Evaluator:
         for batch in islice(batches, limit if isinstance(limit, int) else int(limit * len(batches))):
             self.add(batch)
         if self.is_pending:
-            found = self.finish(module)
+            metrics = self.finish(module)
             for logger in module.loggers if logs else ():
-                logger.log_metrics(found, step=0)
+                logger.log_metrics(metrics, step=0)
         return self.latest
 
-    def finish(self, module: Any) -> dict[str, float]:
+    def finish(self, module: TrainingModule) -> dict[str, float]:
         """Return the means of the added batches; those of ``fit`` enter the history, with the cost of training so far.
 
         Args:
@@ -344,7 +367,7 @@ class Evaluator:
         self._starts[fingerprint] = start
         self.latest, self.step, self.contents = means, trainer.global_step, contents
         scores = self._of_images["heldout/reward"]
-        found = means | mark | {"heldout/reward_std": float((scores - scores.nanmean()).square().nanmean().sqrt())}
+        metrics = means | mark | {"heldout/reward_std": float((scores - scores.nanmean()).square().nanmean().sqrt())}
         self.history.append(
             Evaluation(
                 # The trainer's own count lags by one during validation.
@@ -357,7 +380,7 @@ class Evaluator:
                 forward_equivalents=self.ledger.training_equivalents(),
                 phases={name: dict(count) for name, count in self.ledger.training_counts().items()},
                 fingerprint=fingerprint,
-                metrics={n.removeprefix("heldout/"): float(x) for n, x in found.items() if math.isfinite(x)},
+                metrics={n.removeprefix("heldout/"): float(x) for n, x in metrics.items() if math.isfinite(x)},
             )
         )
         return means | mark

@@ -226,7 +226,7 @@ def _is_whole(row: dict[Any, Any]) -> bool:
 def rows_up_to(progress: Progress | None) -> Callable[[Mapping[str, Any]], bool]:
     """Keep the rows logged before a checkpoint; a resumed run logs the rest again.
 
-    >>> keep = rows_up_to(Progress(iterations=3, optimizer_steps=6, images=0, batches=0, logged=3))
+    >>> keep = rows_up_to(Progress(iterations=3, optimizer_steps=6, images=0, logged=3))
     >>> [keep({"step": step, "epoch": epoch}) for step, epoch in [("0", ""), ("5", "2"), ("7", "3"), ("8", "")]]
     [True, True, False, False]
     """

@@ -18,6 +18,7 @@ from lit_vgrpo.errors import say
 from lit_vgrpo.policies.placement import place
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.memory import available_bytes, measured_memory
+from lit_vgrpo.training.evaluation import TrainingModule
 from lit_vgrpo.training.memory_passes import LiveMemory, demand, prepared
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.training.sharded import FSDP2
@@ -29,7 +30,7 @@ SMALLEST_8BIT = 4096
 """Smallest number of elements for which 8-bit Adam stores a tensor's moments in 8 bits."""
 
 
-def choose_micro_batch_size(module: Any) -> None:
+def choose_micro_batch_size(module: TrainingModule) -> None:
     """Choose the micro-batch size if it is ``"auto"``, the same on all ranks, and report it.
 
     Raises:
@@ -71,21 +72,21 @@ def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) 
     >>> largest_that_fits([1, 2, 3, 4, 6, 12], 70, lambda size: 10 * size + 5)
     (6, 65)
     """
-    found: list[tuple[int, int]] = []
+    fitting: list[tuple[int, int]] = []
     for size in sizes:
-        if len(found) > 1:
-            (before, less), (last, more) = found[-2:]
+        if len(fitting) > 1:
+            (before, less), (last, more) = fitting[-2:]
             if more + (more - less) / (last - before) * (size - last) > room:
                 break
         if (needed := taken(size)) > room:
             break
-        found.append((size, needed))
-    if not found:
+        fitting.append((size, needed))
+    if not fitting:
         raise RuntimeError(
             f"data.micro_batch_size=auto: not even one image fits into {shown(room)} of free memory. "
             "Set model.policy.gradient_checkpointing=true, or a smaller height and width."
         )
-    return found[-1]
+    return fitting[-1]
 
 
 @dataclass
@@ -97,7 +98,7 @@ class Trial:
         prompt: Prompt whose embedding is used for all images.
     """
 
-    module: Any
+    module: TrainingModule
     optimizer: OptimizerConfig | CustomOptimizer
     plan: Plan
     prompt: str
@@ -105,8 +106,8 @@ class Trial:
     def __post_init__(self) -> None:
         policy, objective = self.module.policy, self.module.objective
         self.device = policy.device
-        self.home = objective.rollout_device or self.device
-        self.conditioning = policy.encode([self.prompt], policy.blank_references(1)).to(self.home)
+        self.storage_device = objective.rollout_device or self.device
+        self.conditioning = policy.encode([self.prompt], policy.blank_references(1)).to(self.storage_device)
         self.weights = list(trainable_parameters(policy).values())
         # The VAE and the rewards' models are on the device in training too.
         place([policy.pipeline.vae], self.device)
@@ -125,8 +126,12 @@ class Trial:
             free = available_bytes() // max(1, self.module.trainer.num_devices)
         latent = 4 * torch.Size(self.module.policy.latent_shape).numel()
         kept = demand(self.module.objective, self.module.policy, self.plan).kept * latent
-        later = moments([local(weight) for weight in self.weights], self.optimizer)
-        return int(SAFE_SHARE * free) - later - (round(kept) if self.home.type == self.device.type else 0)
+        optimizer_bytes = moments([local(weight) for weight in self.weights], self.optimizer)
+        return (
+            int(SAFE_SHARE * free)
+            - optimizer_bytes
+            - (round(kept) if self.storage_device.type == self.device.type else 0)
+        )
 
     def most_of_ranks(self, value: int) -> int:
         """Return the largest value of any rank; all ranks must call it."""

@@ -47,27 +47,24 @@ class Progress:
         iterations: Finished iterations.
         optimizer_steps: Finished updates.
         images: Images sampled, over all ranks.
-        batches: Micro-batches, unfinished iterations included.
         logged: Iterations with a row in the loggers: one more than finished ones if only the end is missing.
     """
 
     iterations: int
     optimizer_steps: int
     images: int
-    batches: int
     logged: int
 
     @classmethod
     def of(cls, checkpoint: dict[str, Any]) -> Progress:
         loop = checkpoint["loops"]["fit_loop"]
-        epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
+        epochs, is_last = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]["is_last_batch"]
         return cls(
             # At the end of an iteration the loop has counted it as processed; as completed only after the checkpoint.
             iterations=epochs["processed"],
             optimizer_steps=checkpoint["global_step"],
             images=checkpoint["lit_vgrpo"]["ledger"]["images"],
-            batches=batches["total"]["ready"],
-            logged=epochs["ready"] if batches["is_last_batch"] else epochs["processed"],
+            logged=epochs["ready"] if is_last else epochs["processed"],
         )
 
     def __str__(self) -> str:
@@ -137,8 +134,8 @@ def checked_json(content: bytes, shape: TypeAdapter[Any], what: str) -> Any:
     try:
         return shape.validate_json(content)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        raise UserError(f"{what} is damaged: {': '.join([*map(str, found['loc']), found['msg']])}.") from error
+        first = error.errors(include_url=False)[0]
+        raise UserError(f"{what} is damaged: {': '.join([*map(str, first['loc']), first['msg']])}.") from error
 
 
 def read_summary(folder: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any] | None:
@@ -179,14 +176,14 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
     Raises:
         UserError: There are checkpoints, but none is sound: starting from the beginning would overwrite them.
     """
-    found: list[tuple[Progress, float, Path]] = []
+    readable: list[tuple[Progress, float, Path]] = []
     files = _files(folder)
     for path in files:
         try:
-            found.append((Progress.of(read(path)), path.stat().st_mtime, path))
+            readable.append((Progress.of(read(path)), path.stat().st_mtime, path))
         except CheckpointDamage as damage:
             say(f"Skipped {path}: it {damage.reason}.")
-    for progress, _, path in sorted(found, reverse=True):
+    for progress, _, path in sorted(readable, reverse=True):
         try:
             read_sound(path)
             return Resumption(folder, path, progress)
@@ -202,10 +199,10 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
 
 def last_good(run: Path, say: Callable[[str], None]) -> Path:
     """Return the checkpoint that :func:`last_good_checkpoint` finds; raise UserError if there is none."""
-    found = last_good_checkpoint(run, say)
-    if found.checkpoint is None:
+    resumption = last_good_checkpoint(run, say)
+    if resumption.checkpoint is None:
         raise UserError(no_checkpoint(run))
-    return found.checkpoint
+    return resumption.checkpoint
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -236,12 +233,12 @@ def _files(folder: Path) -> list[Path]:
     Raises:
         UserError: The folder cannot be read.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for place, prefix in ((folder / CHECKPOINTS, ""), (folder, "hpc_ckpt_")):
         try:
-            found += [path for path in place.iterdir() if path.suffix == ".ckpt" and path.name.startswith(prefix)]
+            files += [path for path in place.iterdir() if path.suffix == ".ckpt" and path.name.startswith(prefix)]
         except FileNotFoundError:
             continue
         except OSError as error:  # glob() would return nothing, and the run would start from the beginning
             raise UserError(f"Cannot look for checkpoints in {place}: {error.strerror}.") from error
-    return sorted(found)
+    return sorted(files)

@@ -13,7 +13,7 @@ from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,9 +27,10 @@ from lit_vgrpo.config.tree import Place, class_name, dotted, leaves
 from lit_vgrpo.core.pictures import PICTURE, picture_files
 from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import INDEX, config_folder
-from lit_vgrpo.rewards import Reward
+from lit_vgrpo.rewards import Reward, Weighted
 from lit_vgrpo.rewards.combine import Part
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.system.paths import file_sha256, import_from_here, typed_path
@@ -52,6 +53,14 @@ ABSENT = "not set"
 
 Inputs = dict[str, dict[str, str]]
 """SHA-256 of files by the recipe's key and the name of the file."""
+
+
+class InputModule(Protocol):
+    """The parts of :class:`~lit_vgrpo.module.VGRPOModule` whose files a run reads."""
+
+    policy: Policy
+    objective: Objective
+    reward: Weighted
 
 
 class ResumeGuard(Callback):
@@ -124,16 +133,16 @@ def refuse_changes(
         UserError: There are differences that are not allowed; the message lists all.
     """
     saved = checkpoint.get(INPUTS_KEY, {})
-    of_recipe = changes(checkpoint[RECIPE_KEY], now, texts) if RECIPE_KEY in checkpoint else []
-    found = [*of_recipe, *changed_inputs(saved, inputs)]
-    if found and not allowed:
-        why = "it is a checkpoint of another recipe" if of_recipe else "it was trained with other files"
+    changed_settings = changes(checkpoint[RECIPE_KEY], now, texts) if RECIPE_KEY in checkpoint else []
+    changed = [*changed_settings, *changed_inputs(saved, inputs)]
+    if changed and not allowed:
+        why = "it is a checkpoint of another recipe" if changed_settings else "it was trained with other files"
         raise UserError(
             f"Cannot continue from {what}: {why}.",
-            *found,
+            *changed,
             "Restore these, or add allow_changes=true to continue with the new ones.",
         )
-    return found
+    return changed
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Place, str] | None = None) -> list[str]:
@@ -186,7 +195,7 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
+def inputs_of(module: InputModule, data: PromptDataModule | None) -> Inputs:
     """Return hashes of the files on this machine that the trained weights depend on.
 
     These are the training prompts, the file that defines each custom reward, the configuration files of the
@@ -204,11 +213,11 @@ def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
         "model.objective.teachers": lambda: teacher_hashes(module.objective, module.policy),
         **{f"model.reward {part.name}": partial(_code_of, part) for part in module.reward.parts},
     }
-    found: Inputs = {}
+    inputs: Inputs = {}
     for key, read in readers.items():
         with suppress(OSError, ValueError, RuntimeError, ImportError):
-            found[key] = read()
-    return {key: hashes for key, hashes in found.items() if hashes}
+            inputs[key] = read()
+    return {key: hashes for key, hashes in inputs.items() if hashes}
 
 
 def _code_of(part: Part) -> dict[str, str]:

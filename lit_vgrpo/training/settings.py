@@ -16,8 +16,9 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.training.evaluation import TrainingModule
 from lit_vgrpo.training.saved_weights import policy_errors
-from lit_vgrpo.training.strategies import launcher_error, strategy_errors
+from lit_vgrpo.training.strategies import clipping_error, launcher_error, strategy_errors
 from lit_vgrpo.training.teachers import teacher_errors
 from lit_vgrpo.training.trainer_internals import callbacks_of, count_iterations, forget_datamodule
 
@@ -42,7 +43,7 @@ UNFIT_CALLBACKS = {
 """Lightning's callbacks that would train wrongly, with replacements; not every version has them all."""
 
 
-def set_up(module: Any) -> None:
+def set_up(module: TrainingModule) -> None:
     """Check the settings of a :class:`~lit_vgrpo.module.VGRPOModule` and make its trainer run whole iterations.
 
     Raises:
@@ -61,7 +62,7 @@ def set_up(module: Any) -> None:
         rank_zero_warn(distilled)
 
 
-def module_errors(module: Any, sizes: Sizes) -> list[str]:
+def module_errors(module: TrainingModule, sizes: Sizes) -> list[str]:
     """Return one line for each error in a module's settings that does not depend on the trainer."""
     spec = module.objective.rollout_spec(0)
     errors, draft = policy_errors(module.policy, [spec, module.evaluator.spec]), module.policy.draft
@@ -78,13 +79,14 @@ def module_errors(module: Any, sizes: Sizes) -> list[str]:
     ]
 
 
-def errors_under(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> list[str]:
+def errors_under(module: TrainingModule, trainer: Any, sizes: Sizes, has_heldout: bool) -> list[str]:
     """Return the module's errors and those that depend on the trainer or on held-out prompts."""
     ranks = image_ranks(trainer)[1]
     fits = not sizes.errors(ranks)  # their errors are the data module's
     return [
         *filter(None, [launcher_error(trainer.world_size)]),
         *strategy_errors(trainer.strategy, module.policy, module.optimization.optimizer, sizes),
+        *filter(None, [clipping_error(trainer.strategy, module.gradient_clip_algorithm)]),
         *module_errors(module, sizes),
         *_comparison_errors(module, sizes, ranks, has_heldout),
         *teacher_errors(module.objective, module.policy),
@@ -92,7 +94,7 @@ def errors_under(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> 
     ]
 
 
-def _comparison_errors(module: Any, sizes: Sizes, ranks: int, has_heldout: bool) -> list[str]:
+def _comparison_errors(module: TrainingModule, sizes: Sizes, ranks: int, has_heldout: bool) -> list[str]:
     if not module.reward.compares:
         return []
     errors = []
@@ -109,7 +111,7 @@ def _comparison_errors(module: Any, sizes: Sizes, ranks: int, has_heldout: bool)
     return errors
 
 
-def _evaluation_errors(module: Any) -> list[str]:
+def _evaluation_errors(module: TrainingModule) -> list[str]:
     spec, policy = module.evaluation, module.policy
     if spec is None:
         return []
@@ -137,7 +139,7 @@ def _size_errors(policy: Policy, sides: tuple[int | None, int | None]) -> list[s
         return [str(error)]
 
 
-def _gradient_errors(module: Any) -> list[str]:
+def _gradient_errors(module: TrainingModule) -> list[str]:
     if not module.objective.takes_reward_gradient or module.reward.differentiable:
         return []
     method, names = type(module.objective).__name__, ", ".join(module.reward.part_names)
@@ -147,7 +149,7 @@ def _gradient_errors(module: Any) -> list[str]:
     ]
 
 
-def _video_errors(module: Any) -> list[str]:
+def _video_errors(module: TrainingModule) -> list[str]:
     if module.policy.num_frames is not None:
         return []
     names = [part.name for part in module.evaluator.observed.parts if part.reward.takes_videos]
@@ -155,7 +157,7 @@ def _video_errors(module: Any) -> list[str]:
     return [f"The reward {name} scores videos, {made}" for name in names][:1]
 
 
-def gradient_note(module: Any) -> list[str]:
+def gradient_note(module: TrainingModule) -> list[str]:
     """Return a line that names the rewards without gradient, if the method trains on the others' gradients."""
     trained = [part.name for part in module.reward.differentiable_parts]
     logged = [part.name for part in module.reward.parts if part.weight and part.name not in trained]
@@ -164,7 +166,7 @@ def gradient_note(module: Any) -> list[str]:
     return [f"Trained on the gradient of {', '.join(trained)}; {', '.join(logged)} has none and is only logged."]
 
 
-def _guidance_errors(module: Any) -> list[str]:
+def _guidance_errors(module: TrainingModule) -> list[str]:
     error = module.policy.guidance_error()
     if error is None:
         return []
@@ -239,7 +241,7 @@ def moved_option(trainer: Any) -> str | None:
     return None
 
 
-def limit_error(module: Any, trainer: Any, sizes: Sizes, has_heldout: bool) -> str | None:
+def limit_error(module: TrainingModule, trainer: Any, sizes: Sizes, has_heldout: bool) -> str | None:
     """Return why a limit of the trainer cannot be kept or has no effect, or ``None``."""
     if has_heldout and trainer.limit_val_batches == 0:
         return "trainer.limit_val_batches=0 disables data.heldout. Set data.heldout=null instead."

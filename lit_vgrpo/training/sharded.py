@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -27,6 +27,7 @@ from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.core.sharding import cut, full, is_sharded, laid_out_as, local
 from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
 from lit_vgrpo.training.context_parallel import context_errors, share_tokens
+from lit_vgrpo.training.evaluation import TrainingModule
 from lit_vgrpo.training.optimizer import resumed_group
 
 
@@ -110,7 +111,7 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.precision_plugin = StoredPrecision("32-true")
-        module: Any = self.lightning_module
+        module = cast(TrainingModule, self.lightning_module)
         assert self.config is not None
         self.config["gradient_clipping"] = module.gradient_clip_val or 0.0
         super().setup(trainer)
@@ -255,7 +256,7 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         # Not in configure_model: whole checkpoint weights are loaded between the two.
-        module: Any = self.lightning_module
+        module = cast(TrainingModule, self.lightning_module)
         network, device, degree = module.policy.network, self.root_device.type, self.context_parallel
         if not any(is_sharded(p) for p in network.parameters()):
             for error in context_errors(module.policy, degree, module.evaluator.sides):
@@ -318,9 +319,9 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
     names = frozenset(getattr(network, "_no_split_modules", None) or ())
 
     def innermost(module: nn.Module) -> list[nn.Module]:
-        found = []
+        blocks = []
         for child in module.children():
-            found += innermost(child) or ([child] if type(child).__name__ in names else [])
-        return found
+            blocks += innermost(child) or ([child] if type(child).__name__ in names else [])
+        return blocks
 
     return innermost(network)

@@ -47,7 +47,7 @@ def strategy_errors(
     strategy: Strategy, policy: Policy, optimizer: OptimizerConfig | CustomOptimizer, sizes: Sizes
 ) -> list[str]:
     """Return one line for each part of a run that does not work under a strategy."""
-    found = (
+    errors = (
         strategy_error(strategy),
         optimizer_error(strategy, optimizer),
         whole_weights_error(strategy, policy),
@@ -56,12 +56,12 @@ def strategy_errors(
         micro_batch_error(strategy, sizes),
         attention_error(policy.attention_backend or "native", isinstance(strategy.accelerator, AbsentGPU)),
     )
-    of_fsdp2 = (
+    mesh_errors = (
         [*strategy.mesh_errors(), *context_errors(policy, strategy.context_parallel)]
         if isinstance(strategy, FSDP2)
         else []
     )
-    return [*(error for error in found if error is not None), *of_fsdp2]
+    return [*(error for error in errors if error is not None), *mesh_errors]
 
 
 def launcher_error(ranks: int) -> str | None:
@@ -93,6 +93,13 @@ def strategy_error(strategy: Strategy) -> str | None:
         f"trainer.precision={precision} would cast the trained weights. Leave it out and set model.policy.dtype, "
         "such as bfloat16."
     )
+
+
+def clipping_error(strategy: Strategy, algorithm: str) -> str | None:
+    """Return why gradients cannot be clipped by an algorithm under a strategy, or ``None``."""
+    if algorithm == "norm" or not isinstance(strategy, ZeRO):
+        return None
+    return f"model.gradient_clip_algorithm={algorithm} does not work under ZeRO. Leave it out, or use ddp or fsdp2."
 
 
 def optimizer_error(strategy: Strategy, optimizer: OptimizerConfig | CustomOptimizer) -> str | None:

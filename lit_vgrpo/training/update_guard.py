@@ -60,17 +60,17 @@ class UpdateGuard:
         losses, self._losses = self._losses, []
         loss_is_bad, norm_is_bad = _are_bad(losses, norm)
         gradient_is_bad = norm_is_bad and not all_finite(gradients)
-        found = of_all_processes(torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])).bool()
-        if not found.any():
+        is_bad = of_all_processes(torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])).bool()
+        if not is_bad.any():
             self._in_a_row = 0
             return False
         self.skipped += 1
         self._in_a_row += 1
         if self.action == "skip" and self._in_a_row < MOST_IN_A_ROW:
             return True
-        what = "loss" if found[:, 0].any() else "gradient"
-        ranks = [str(rank) for rank, bad in enumerate(found[:, 0] if what == "loss" else found[:, 1]) if bad]
-        where = f" on rank {', '.join(ranks)} of {len(found)}" if len(found) > 1 else ""
+        what = "loss" if is_bad[:, 0].any() else "gradient"
+        ranks = [str(rank) for rank, bad in enumerate(is_bad[:, 0] if what == "loss" else is_bad[:, 1]) if bad]
+        where = f" on rank {', '.join(ranks)} of {len(is_bad)}" if len(is_bad) > 1 else ""
         often = f" for {self._in_a_row} updates in a row" if self.action == "skip" else ""
         advice = "Lower model.optimizer.lr or set model.gradient_clip_val=1.0"
         advice += "." if self.action == "skip" else ", or skip such updates: model.non_finite=skip."

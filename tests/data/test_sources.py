@@ -15,7 +15,7 @@ from lit_vgrpo.launch.build import build
 from lit_vgrpo.report.curves import plots
 from lit_vgrpo.report.run_data import Point, RunData
 from lit_vgrpo.rewards import Scores
-from lit_vgrpo.rollout.scores import of_sources, statistics
+from lit_vgrpo.rollout.scores import scores_by_source, statistics
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_names_are_the_files_unless_given(sources, tmp_path):
 
 def test_statistics_by_source():
     total = torch.tensor([1.0, 3.0, float("nan"), 5.0])
-    scores = of_sources(Scores(total, {}, total.isfinite()), ["a", "a", "b", "b"])
+    scores = scores_by_source(Scores(total, {}, total.isfinite()), ["a", "a", "b", "b"])
     assert statistics(scores, torch.tensor([0, 0, 1, 1])) == {
         "a": {"mean": 2, "std": 1, "no_spread": 0, "failed": 0},
         "b": {"mean": 5, "std": 0, "no_spread": 1, "failed": 1},

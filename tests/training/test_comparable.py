@@ -260,12 +260,12 @@ def test_an_interrupted_evaluation_is_forgotten(tiny_sd3, tmp_path):
     with pytest.raises(SystemExit):
         fit(None, tmp_path, callbacks=[Interrupts()], module=module)
     make_trainer(tmp_path).validate(module, datamodule=data, verbose=False)
-    assert len(module.evaluator.of_images("heldout/reward")) == 4
+    assert len(module.evaluator.per_image("heldout/reward")) == 4
     with pytest.raises(SystemExit):
         make_trainer(tmp_path, callbacks=[Interrupts()]).validate(module, datamodule=data, verbose=False)
     evaluator, _ = fit(None, tmp_path, module=module)
     assert len(evaluator.history) == 2
-    assert len(evaluator.of_images("heldout/reward")) == 4
+    assert len(evaluator.per_image("heldout/reward")) == 4
 
 
 RESUMED = {

@@ -27,7 +27,7 @@ def log(logger, *rows):
 
 def test_rows_go_on_after_the_checkpoint_and_new_columns_join(tmp_path):
     log(MetricsTable(tmp_path), {"heldout": 0.5}, *({"a": float(n + 1), "epoch": n} for n in range(3)))
-    again = MetricsTable(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, batches=8, logged=2)))
+    again = MetricsTable(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, logged=2)))
     log(again, {"a": 4.0, "epoch": 2}, {"b": 5.0, "epoch": 3})
     columns, rows = read_table(tmp_path / "metrics.csv")
     assert columns == ["a", "b", "epoch", "heldout", "step"]
@@ -84,14 +84,14 @@ def test_a_damaged_row_costs_no_other(tmp_path, torn):
     path = tmp_path / "metrics.csv"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:-1], torn, *lines[-1:]]))
-    again = MetricsTable(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, batches=8, logged=2)))
+    again = MetricsTable(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, logged=2)))
     log(again, {"a": 3.0, "epoch": 2})
     assert [row["a"] for row in read_table(path)[1]] == ["1.0", "2.0", "3.0"]
 
 
 def test_an_empty_table_is_begun_anew(tmp_path):
     (tmp_path / "metrics.csv").write_text("")
-    log(MetricsTable(tmp_path, rows_up_to(Progress(1, 2, 4, 4, 1))), {"a": 1.0, "epoch": 1})
+    log(MetricsTable(tmp_path, rows_up_to(Progress(1, 2, 4, 1))), {"a": 1.0, "epoch": 1})
     assert read_table(tmp_path / "metrics.csv")[1] == [{"a": "1.0", "epoch": "1", "step": "2"}]
 
 
