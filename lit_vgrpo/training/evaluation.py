@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -76,13 +76,16 @@ class TrainingModule(Protocol):
     def loggers(self) -> Sequence[Any]: ...
 
 
-class HeldOutObserver(Protocol):
+Module = TypeVar("Module", contravariant=True)
+
+
+class HeldOutObserver(Protocol[Module]):
     """A metric of held-out images in addition to the reward, such as FID; called on every rank at every evaluation."""
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
 
-    def compute(self, module: TrainingModule | None) -> dict[str, float]:
+    def compute(self, module: Module) -> dict[str, float]:
         """Return the metrics over all ranks' images since the last call, the same on every rank."""
 
 
@@ -168,7 +171,7 @@ class Evaluator:
         self._rewards = {f"reward {part.name}": hashed(part) for part in self.observed.parts}
         self.ledger = ledger or PassLedger()
         self.looks = Looks()
-        self.observers: list[HeldOutObserver] = [self.looks]
+        self.observers: list[HeldOutObserver[Any]] = [self.looks]
         self.latest: dict[str, float] = {}
         self.step = -1
         self.history: list[Evaluation] = []
