@@ -33,7 +33,7 @@ from lit_vgrpo.training.micro_batch import choose_micro_batch_size
 from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import load_policy
-from lit_vgrpo.training.settings import fitting_callbacks, hide_expected_warnings, set_up
+from lit_vgrpo.training.settings import fitting_callbacks, hide_expected_warnings, set_up, sizes_of
 from lit_vgrpo.training.teachers import load_teachers
 from lit_vgrpo.training.trainer_internals import (
     accumulating,
@@ -41,7 +41,7 @@ from lit_vgrpo.training.trainer_internals import (
     check_steps,
     move_root_dir,
     read_limits,
-    restart_batch,
+    round_progress,
     set_logged_step,
     skip_step,
 )
@@ -165,7 +165,7 @@ class VGRPOModule(L.LightningModule):
             if record.updates:
                 self.objective.after_iteration(self.policy)
             self.iteration = None
-        set_logged_step(self.trainer)
+        set_logged_step(self.trainer, remaining=0)
         return loss.detach()
 
     def restore(self, batch: PromptBatch) -> Iteration | None:
@@ -190,6 +190,9 @@ class VGRPOModule(L.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.guard.check(self.trainer, self.policy, f"in {self.iteration}")
         self.configure_gradient_clipping(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
+
+    def on_train_epoch_start(self) -> None:
+        set_logged_step(self.trainer, remaining=sizes_of(self.trainer).updates_per_iteration)
 
     def on_train_epoch_end(self) -> None:
         self.optimization.end_epoch(self.lr_schedulers(), self.trainer.callback_metrics)
@@ -275,7 +278,7 @@ class VGRPOModule(L.LightningModule):
         # Include the images of an unfinished iteration, so that no rollout is repeated.
         iteration = None if self.iteration is None else self.iteration.state_dict()
         checkpoint["lit_vgrpo"] = {name: getattr(self, name).state_dict() for name in PARTS} | {"iteration": iteration}
-        restart_batch(checkpoint)
+        round_progress(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the state of the run, and let ``fit`` continue it.

@@ -110,14 +110,14 @@ def test_before_any_pass(tiny_sd3, tmp_path, undisturbed, name, passes):
 
 
 class SaveAfter(L.Callback):
-    """Saves in a hook of Lightning's, in iteration 0."""
+    """Saves in a hook of Lightning's, in one iteration."""
 
-    def __init__(self, path, hook):
-        self.path = path
+    def __init__(self, path, hook, iteration):
+        self.path, self.iteration = path, iteration
         setattr(self, hook, self.save)
 
     def save(self, trainer, pl_module, *args):
-        if pl_module.record.iteration == 0 and not self.path.exists():
+        if pl_module.record.iteration == self.iteration and not self.path.exists():
             trainer.save_checkpoint(self.path)
 
 
@@ -126,12 +126,13 @@ HOOKS = ["on_before_zero_grad", "on_train_batch_end", "on_train_epoch_end"]
 
 @pytest.mark.parametrize("hook", repeating(HOOKS, slow=HOOKS[2:]))
 def test_after_an_update_and_after_an_iteration(tiny_sd3, tmp_path, hook):
-    """Also from a checkpoint of the resumed run, and with an evaluation that was due after the first one."""
+    """Also from a checkpoint of the resumed run, saved after its iteration."""
     make, first, second = METHODS["V-GRPO, three steps"][0], tmp_path / "first.ckpt", tmp_path / "second.ckpt"
-    whole, trainer, average, _ = run(tiny_sd3, tmp_path, make, 3, [SaveAfter(first, hook)], **MIDDLE)
-    again, *_ = run(tiny_sd3, tmp_path, make, 3, [SaveAt(second, 2, 5)], ckpt=first, **MIDDLE)
+    whole, trainer, average, _ = run(tiny_sd3, tmp_path, make, 3, [SaveAfter(first, hook, 0)], **MIDDLE)
+    saver = SaveAfter(second, "on_train_epoch_end", 1)
+    again, *_ = run(tiny_sd3, tmp_path, make, 3, [saver], ckpt=first, **MIDDLE)
     last, resumed, average_again, rollouts = run(tiny_sd3, tmp_path, make, 3, ckpt=second, **MIDDLE)
-    assert rollouts == 0
+    assert rollouts == 1
     assert resumed.global_step == resumed.fit_loop.epoch_loop._batches_that_stepped == trainer.global_step == 6
     assert resumed.current_epoch == trainer.current_epoch == 3
     assert same(weights(again), weights(whole))

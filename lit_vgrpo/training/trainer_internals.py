@@ -76,18 +76,30 @@ def skip_step(trainer: Trainer) -> bool:
     return False
 
 
-def set_logged_step(trainer: Trainer) -> None:
-    """Let loggers count optimizer steps at the end of a training step; Lightning counts batches, and adds this one."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step - 1
+def set_logged_step(trainer: Trainer, remaining: int) -> None:
+    """Let loggers use the number of an iteration's last optimizer step, from 0; Lightning counts training steps.
+
+    Args:
+        remaining: Optimizer steps until the iteration ends.
+    """
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + remaining - 1
 
 
-def restart_batch(checkpoint: Mapping[str, Any]) -> None:
-    """Make a checkpoint that is saved within a training step repeat it; Lightning would take the epoch as done."""
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    if progress["total"]["processed"] < progress["total"]["ready"]:
-        for counts in (progress["total"], progress["current"]):
-            counts.update(dict.fromkeys(counts, counts["completed"]))
-        progress["is_last_batch"] = False
+def round_progress(checkpoint: Mapping[str, Any]) -> None:
+    """Let a checkpoint saved within a training step repeat it, and one saved at its end start the next epoch.
+
+    Lightning's own restart miscounts both, and a checkpoint of the resumed run then skips or repeats an epoch.
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
+    total = batches["total"]
+    if total["completed"] == total["ready"]:
+        return
+    is_done = total["processed"] == total["ready"]  # in on_train_batch_end
+    total.update(dict.fromkeys(total, total["ready" if is_done else "completed"]))
+    batches.update(current=dict.fromkeys(batches["current"], 0), is_last_batch=False)
+    for counts in (epochs["total"], epochs["current"]) if is_done else ():
+        counts.update(dict.fromkeys(counts, counts["ready"]))
 
 
 def check_steps(checkpoint: Mapping[str, Any]) -> None:

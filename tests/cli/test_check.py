@@ -61,8 +61,12 @@ MISTAKES = [
     ([f"{FOLDER}/vae/config.json"], f"{FOLDER}/vae/config.json is a file, not a pipeline folder. Use a folder with"),
     ([FOLDER, "model.policy.variant=fp16"], f"{FOLDER} has no weights of model.policy.variant=fp16. Leave it out."),
     (["model.policy.attention_backend=nope"], "model.policy.attention_backend=nope does not exist. Use one of: "),
+    (
+        ["trainer.gradient_clip_val=2"],
+        "trainer.gradient_clip_val is now an option of the model. Replace it by model.grad",
+    ),
     (["trainer.accumulate_grad_batches=8"], "trainer.accumulate_grad_batches=8 is set by the sizes. Leave it out;"),
-    (["trainer.limit_train_batches=1"], "trainer.limit_train_batches=1 would drop images already made."),
+    (["trainer.limit_train_batches=0.5"], "trainer.limit_train_batches=0.5 is less than an iteration."),
     (["trainer.limit_val_batches=0.01"], "You requested to check 0.01 of the `val_dataloader`"),
     (["trainer.val_check_interval=100"], "`val_check_interval` (100) must be less than or equal to the number of"),
     (["trainer.callbacks=[BackboneFinetuning]"], "AttributeError: 'VGRPOModule' object has no attribute 'backbone'"),

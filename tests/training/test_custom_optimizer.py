@@ -69,7 +69,7 @@ def test_the_schedule_is_stepped_with_every_update_and_shown(tiny_sd3, tmp_path)
     assert rate(trainer) == pytest.approx(0.5e-2)
     _, rows = read_table(tmp_path / "lightning_logs" / "version_0" / "metrics.csv")
     shown = {int(row["step"]): float(row["lr-SGD"]) for row in rows if row["lr-SGD"]}
-    assert shown == pytest.approx({0: used[0], 2: used[2]})  # where an iteration starts
+    assert shown == pytest.approx({1: used[0], 3: used[2]})  # the first rate of an iteration, with its metrics
 
 
 def test_a_plateau_is_looked_for_after_every_iteration(tiny_sd3, tmp_path):

@@ -118,13 +118,15 @@ def test_one_norm_is_checked_logged_and_clipped_by(tiny_sd3, tmp_path, monkeypat
     taken, norm = [], torch.nn.utils.get_total_norm
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *a, **k: taken.append(norm(*a, **k)) or taken[-1])
     made = []
-    for cls in (VGRPOModule, ByLightning):
-        module = make_module(tiny_sd3, VGRPO(RolloutSpec(steps=2)), gradient_clip_val=0.01, **options)
+    clip = {"gradient_clip_val": 0.01, **options}
+    for cls, chosen in ((VGRPOModule, clip), (ByLightning, clip), (VGRPOModule, {})):
+        module = make_module(tiny_sd3, VGRPO(RolloutSpec(steps=2)), **chosen)
         module.__class__ = cls
         trainer = make_trainer(tmp_path, 2, [RewardLogger()])
         trainer.fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=2))
         made.append((weights(module), trainer.callback_metrics["policy/grad_norm"]))
-    (own, logged), (lightnings, _) = made
+    (own, logged), (lightnings, _), (unclipped, _) = made
+    assert not all(torch.equal(value, unclipped[name]) for name, value in own.items())
     assert all(torch.equal(value, lightnings[name]) for name, value in own.items())
-    assert len(taken) == 4  # one an update
+    assert len(taken) == 6  # one an update
     assert logged == taken[1] > 0.01
