@@ -110,8 +110,9 @@ def _parser_error(error: BaseException, tree: Mapping[str, Any], root: Any) -> s
     if isinstance(reason, ValidationError):
         limit = reason.errors()[0]
         return f"{key}={limit['input']!r}: {limit['msg']}"
+    named = key or next(iter(CLASS.findall(text)), "").rpartition(".")[2]
     if isinstance(reason, ImportError | AttributeError):
-        return f"{key}: {one_line(reason)}"
+        return f"{named}: {one_line(reason)}"
     value, expected = GIVEN.search(text), [_type_name(kind) for kind in EXPECTED.findall(text)]
     if literals := [kind for kind in expected if kind.startswith("one of")]:
         expected = [*literals, "a mapping"] if UNKNOWN_CLASS.search(text) else expected
@@ -124,7 +125,7 @@ def _parser_error(error: BaseException, tree: Mapping[str, Any], root: Any) -> s
         return f"{key}={wrong[1]} is not a {wrong[2]}. Name one of its classes."
     if value is not None and expected and key:
         return f"{key}={value[1]}: expected {' or '.join(dict.fromkeys(expected))}."
-    return f"{key}: {one_line(reason)}".removeprefix(": ")
+    return f"{named}: {one_line(reason)}".removeprefix(": ")
 
 
 def _unknown(unknown: re.Match[str], key: str, owner: Any, tree: Mapping[str, Any]) -> str:

@@ -73,7 +73,6 @@ class AWM(PairObjective):
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
-    repeats_times: ClassVar[bool] = True
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("unipc", steps=14)
 
     num_times: Annotated[int, Range(1, 1000)] = 6

@@ -365,6 +365,12 @@ class Objective(ABC):
         now = self.see(policy, micro, self.guidance_in("training", policy))
         kept = self._kept(now, micro)
         losses, metrics = self.losses(now, kept, micro)
+        for name, values in {"losses": losses, **metrics}.items():
+            if values.shape != (len(micro),):
+                raise ValueError(
+                    f"{type(self).__name__}.losses returned {name} of shape {tuple(values.shape)} for {len(micro)} "
+                    "images. Return one value per image: take the mean over its pairs or steps."
+                )
         losses = self.pull(losses, metrics, now, kept)
         return (losses if micro.weights is None else losses * micro.weights).mean(), metrics
 

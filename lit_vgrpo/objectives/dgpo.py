@@ -93,6 +93,7 @@ class DGPO(PairObjective):
     """
 
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
+    repeats_times: ClassVar[bool] = False
 
     num_times: Annotated[int, Range(1, 1000)] = 4
     _: KW_ONLY

@@ -65,6 +65,7 @@ class EPG(PairObjective):
 
     advantage_std: ClassVar[AdvantageStd] = "none"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
+    repeats_times: ClassVar[bool] = False
 
     proximal: bool = False
     advantage_scale: Annotated[float, Range(above=0)] = 10.0

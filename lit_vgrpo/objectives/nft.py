@@ -75,6 +75,7 @@ class DiffusionNFT(PairObjective):
     """
 
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
+    repeats_times: ClassVar[bool] = False
 
     beta: Annotated[float, Range(above=0)] = 1.0
     advantage_clip: Annotated[float, Range(above=0)] = 5.0

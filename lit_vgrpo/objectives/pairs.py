@@ -1,7 +1,6 @@
 """Methods on the forward process: the network is asked at noisy copies of the final latents, pairs ``(t, eps)``."""
 
 import copy
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
@@ -292,12 +291,13 @@ class PairObjective(Objective):
 
     needs_ode: ClassVar[bool] = True
     """True if SDEs are refused because the method is defined on samples of the ODE."""
-    repeats_times: ClassVar[bool] = False
-    """True if an image may have several pairs at one time."""
+    repeats_times: ClassVar[bool] = True
+    """False if all pairs of an image are at different times."""
     pairs_option: ClassVar[str] = "num_times"
     """Name of the option for the number of pairs per image."""
     kl_weight = 0.0  # an option of most methods
     share_passes = "none"  # an option of some
+    stratify = True  # likewise
 
     rollout: RolloutSpec | None = None
     _: KW_ONLY
@@ -331,9 +331,23 @@ class PairObjective(Objective):
         """Pairs per image."""
         return int(getattr(self, self.pairs_option))
 
-    @abstractmethod
+    @property
+    def sharing(self) -> Sharing:
+        """Images that share their pairs."""
+        return "group"
+
     def draw(self, context: PrepareContext) -> Pairs:
-        """Draw the pairs of an iteration."""
+        """Draw the pairs of an iteration, by default :func:`rollout_pairs` with the method's options."""
+        pairs = rollout_pairs(
+            context,
+            self.num_pairs,
+            shared=self.sharing,
+            times=self.time_pool(context.rollout),
+            stratified=self.stratify,
+            antithetic=self.antithetic,
+            pure_noise=self.share_passes != "none",
+        )
+        return share_noisy_latents(context, pairs, self.all_ranks) if self.share_passes == "group" else pairs
 
     def bounded(self, advantages: Tensor) -> Tensor:
         """Return the advantages as the loss uses them."""

@@ -11,10 +11,10 @@ from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.probability_paths import expand
 from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, OnlyWith, PositiveFloat, Range, checked
 from lit_vgrpo.core.snapshots import Decay
-from lit_vgrpo.core.surrogate import Pairs, TimeGrid, mean_over_pixels, surrogate
+from lit_vgrpo.core.surrogate import TimeGrid, mean_over_pixels, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
-from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
-from lit_vgrpo.objectives.pairs import PairObjective, PairPass, Sharing, distance_to, prediction, rollout_pairs
+from lit_vgrpo.objectives.base import Copy, Metrics
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass, Sharing, distance_to, prediction
 
 
 def velocity_matching(prediction: Tensor, step: Tensor) -> Tensor:
@@ -61,7 +61,6 @@ class RAM(PairObjective):
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
-    repeats_times: ClassVar[bool] = True
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("euler", steps=20)
 
     num_times: Annotated[int, Range(1, 1000)] = 8
@@ -75,15 +74,9 @@ class RAM(PairObjective):
     time_power: NonNegativeFloat = 1.0
     old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.01, max=0.9)
 
-    def draw(self, context: PrepareContext) -> Pairs:
-        return rollout_pairs(
-            context,
-            self.num_times,
-            shared=self.share_pairs,
-            times=self.time_pool(context.rollout),
-            antithetic=self.antithetic,
-            pure_noise=self.share_passes != "none",
-        )
+    @property
+    def sharing(self) -> Sharing:
+        return self.share_pairs
 
     def bounded(self, advantages: Tensor) -> Tensor:
         return clamped(advantages, self.advantage_clip)

@@ -11,7 +11,6 @@ from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import NonNegativeFloat, OnlyWith, Range, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import (
-    Pairs,
     SharePasses,
     clipped_surrogate,
     denoising_error,
@@ -20,15 +19,13 @@ from lit_vgrpo.core.surrogate import (
     surrogate,
 )
 from lit_vgrpo.core.types import Experience, RolloutSpec
-from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
+from lit_vgrpo.objectives.base import Copy, Metrics
 from lit_vgrpo.objectives.pairs import (
     PairObjective,
     PairPass,
     Sharing,
     normalised_distance,
     prediction,
-    rollout_pairs,
-    share_noisy_latents,
 )
 from lit_vgrpo.policies.base import Policy
 
@@ -63,7 +60,6 @@ class VGRPO(PairObjective):
     """
 
     needs_ode: ClassVar[bool] = False  # any sampler works: only the final latents are trained on
-    repeats_times: ClassVar[bool] = True
     pairs_option: ClassVar[str] = "num_mc_samples"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec()
 
@@ -81,7 +77,7 @@ class VGRPO(PairObjective):
 
     def check(self, sizes: Sizes) -> list[str]:
         errors, unmoved = super().check(sizes), sizes.updates_per_iteration == 1
-        if self.share_passes != "none" and (self._shared != "group" or self.space == "eps"):
+        if self.share_passes != "none" and (self.sharing != "group" or self.space == "eps"):
             errors.append(
                 f"model.objective.share_passes={self.share_passes} needs share_pairs=group, and space x or v: in "
                 "space eps, the error at t = 1 is always 0."
@@ -98,24 +94,12 @@ class VGRPO(PairObjective):
             )
         return errors
 
-    @property
-    def _shared(self) -> Sharing:
-        return self.share_pairs if isinstance(self.share_pairs, str) else "group" if self.share_pairs else "none"
-
     def _kl_to(self, target: KLTarget) -> bool:
         return self.kl_weight > 0 and (self.kl_to or "behaviour") == target
 
-    def draw(self, context: PrepareContext) -> Pairs:
-        pairs = rollout_pairs(
-            context,
-            self.num_mc_samples,
-            shared=self._shared,
-            times=self.time_pool(context.rollout),
-            stratified=self.stratify,
-            antithetic=self.antithetic,
-            pure_noise=self.share_passes != "none",
-        )
-        return share_noisy_latents(context, pairs, self.all_ranks) if self.share_passes == "group" else pairs
+    @property
+    def sharing(self) -> Sharing:
+        return self.share_pairs if isinstance(self.share_pairs, str) else "group" if self.share_pairs else "none"
 
     def bounded(self, advantages: Tensor) -> Tensor:
         return soft_clip(advantages, self.soft_clip)

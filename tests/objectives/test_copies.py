@@ -11,7 +11,7 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Decay
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives.base import Copy
-from lit_vgrpo.objectives.pairs import PairObjective, prediction, rollout_pairs
+from lit_vgrpo.objectives.pairs import PairObjective, prediction
 
 
 @dataclass(eq=False)
@@ -19,12 +19,8 @@ class Measured(PairObjective):
     """Its loss is the distance to what each copy keeps."""
 
     default_rollout = RolloutSpec(steps=2)
-    repeats_times = True
     num_times: int = 2
     copy: Copy = Copy({"copy": prediction})  # noqa: RUF009  it is frozen
-
-    def draw(self, context):
-        return rollout_pairs(context, self.num_times, shared="group", times=self.time_pool(context.rollout))
 
     def copies_needed(self):
         return super().copies_needed() | {"copy": self.copy}
@@ -111,3 +107,23 @@ def test_a_copy_moves_and_samples_as_declared(policy, moves):
             torch.testing.assert_close(tensor.double(), mixed, rtol=1e-5, atol=1e-6)
     assert objective.state_dict()["copies"].keys() == {"copy"}
     assert Measured().state_dict()["copies"] == {}
+
+
+@pytest.mark.parametrize("options", [{"antithetic": True}, {"times": "uniform", "noisiest": 1}])
+def test_a_method_without_a_draw_of_its_own_has_the_options_of_all(policy, options):
+    pairs = [prepare(policy, Measured(num_times=4, **one)).pairs for one in ({}, options)]
+    assert not torch.equal(pairs[0].noise, pairs[1].noise) or not torch.equal(pairs[0].times, pairs[1].times)
+    assert len(pairs[1].noise) == 2  # one row per group
+    assert torch.equal(pairs[1].noise[:, ::2], -pairs[1].noise[:, 1::2]) == ("antithetic" in options)
+
+
+class PerPair(Measured):
+    def losses(self, now, kept, micro):
+        return now.error.square().flatten(2).mean(2), {}
+
+
+def test_losses_that_are_not_per_image_are_one_line(policy):
+    objective = PerPair(num_times=6)  # as many pairs as images
+    objective.setup(policy)
+    with pytest.raises(ValueError, match=r"PerPair.losses returned losses of shape \(6, 6\) for 6 images. Return one"):
+        objective.loss(policy, prepare(policy, objective))

@@ -140,12 +140,15 @@ def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
         assert part_errors(tuned)[0] == [], method
 
 
+DECAY = {"rate": 0.001, "max": 0.5}
+
+
 def test_an_overlay_may_start_from_a_shipped_methods_published_settings(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("like: nft\npublished: {model: {objective: {init_args: {beta: 0.5}}}}")
     nft = read_overlay(find_overlay("nft")).published
     mine = read_overlay(path).published
-    assert mine["model"]["objective"] == {"class_path": "DiffusionNFT", "init_args": {"beta": 0.5, "decay_type": 1}}
+    assert mine["model"]["objective"] == {"class_path": "DiffusionNFT", "init_args": {"beta": 0.5, "old_decay": DECAY}}
     assert (mine["model"]["optimizer"], mine["data"]) == (nft["model"]["optimizer"], nft["data"])
     path.write_text("like: nft")
     assert read_overlay(path).published == nft
