@@ -24,8 +24,8 @@ class Decay:
         start: Value before the first gradient step.
         after: Gradient steps before the increase starts.
 
-    >>> [Decay(rate=0.001, max=0.5)(n) for n in (0, 100, 900)]
-    [0.0, 0.1, 0.5]
+    >>> Decay(rate=0.001, max=0.5)(100)
+    0.1
     """
 
     rate: NonNegativeFloat

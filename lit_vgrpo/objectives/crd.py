@@ -76,8 +76,8 @@ class CRD(PairObjective):
             4.5 (``reference_guidance``).
         sampler_decay: Decay of the copy that samples, moved after each iteration; 0 samples with the policy.
         old_decay: Decay of the copy that the implied reward compares with, moved after every gradient step.
-        num_times, share_passes, advantage_clip: See :class:`~lit_vgrpo.objectives.dgpo.DGPO`, also for the pass that
-            spread groups cost.
+        num_times: See :class:`~lit_vgrpo.objectives.dgpo.DGPO`, also for ``share_passes``, ``advantage_clip``, and the
+            pass that spread groups cost.
 
     The other options are those of :class:`~lit_vgrpo.objectives.pairs.PairObjective`. The advantages are divided by
     twice ``advantage_clip``, and the loss by ``beta / advantage_clip``, so that its first gradient is AWM's.
