@@ -152,6 +152,7 @@ class VGRPOModule(L.LightningModule):
                             record.add(loss, metrics)
                             self.guard.watch(loss)
                             self.manual_backward(loss / len(micros))
+                            loss = loss.detach()  # its graph would outlive the next micro-batch's
                     optimizer.step(closure=lambda loss=loss: loss)  # checks and clips in on_before_optimizer_step
                     took_step = self.guard.took_step(self.trainer)
                 else:  # Adam would turn the KL's rounding error into full-size steps

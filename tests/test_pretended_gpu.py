@@ -130,7 +130,7 @@ def test_rewards_see_nothing_of_the_trainers_precision(tiny_sd3, tmp_path):
         with pretended_gpu():
             trainer = make_trainer(tmp_path, 1, accelerator="gpu", precision=precision)
             trainer.fit(module, datamodule=make_data(heldout_limit=2))
-            return [*module.record.rewards.tolist(), *module.evaluator.of_images("heldout/reward").tolist()]
+            return [*module.record.rewards.tolist(), *module.evaluator.per_image("heldout/reward").tolist()]
 
     exact = rewards("32-true")
     assert rewards("bf16-mixed") == exact

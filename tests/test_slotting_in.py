@@ -191,10 +191,10 @@ def test_lightnings_callbacks_work_and_hooks_fire_as_documented(tiny_sd3, tmp_pa
 
 @pytest.mark.slow
 def test_the_documented_objective_trains_and_costs_what_it_says(tiny_sd3, tmp_path):
-    (code,) = [block for block in BLOCKS if "(Objective)" in block]
+    (code,) = [block for block in BLOCKS if "(PairObjective)" in block]
     names: dict = {}
     exec(code, names)
-    objective = names["BetterOnes"](RolloutSpec(steps=2), temperature=0.5)
+    objective = names["SmoothRatio"](RolloutSpec(steps=2), bound=0.5)
     module, data = make_module(tiny_sd3, objective, policy_options={"lora_rank": 2}), make_data()
     module.configure_model()
     before = weights(module)

@@ -135,7 +135,7 @@ class ChainObjective(Objective):
     def drawn_start(self, iteration: int) -> int:
         """Draw the window's first step from the run's seed and the iteration."""
         starts, generator = self.window_starts, seeded_generator(self.seed, STREAM_STEPS, iteration)
-        return starts[int(torch.randint(len(starts), (), generator=generator))]
+        return starts[int(torch.randint(len(starts), (), generator=generator, device="cpu"))]
 
     def rollout_spec(self, iteration: int) -> RolloutSpec:
         if self.window is None or self.chain_errors():
@@ -187,7 +187,7 @@ class ChainObjective(Objective):
 
     def copies_needed(self) -> dict[str, Copy]:
         # The rollout's log-probabilities are of no use if training has another guidance.
-        recomputes = self.recompute_old or self.guidance_in("training", None) != self.spec.guidance
+        recomputes = self.recompute_old or self.training_guidance not in (None, self.spec.guidance)
         keeps = {"old": lambda now: now.log_prob} | ({"old_mean": mean_of_steps} if self.records_means else {})
         copies = {"old": Copy(keeps, decay=0.0, asked="iteration" if recomputes else "rollout")}
         if self.kl_weight:

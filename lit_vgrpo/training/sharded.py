@@ -111,9 +111,9 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.precision_plugin = StoredPrecision("32-true")
-        module = cast(TrainingModule, self.lightning_module)
         assert self.config is not None
-        self.config["gradient_clipping"] = module.gradient_clip_val or 0.0
+        clip = getattr(self.lightning_module, "gradient_clip_val", None)  # an evaluation's module has none
+        self.config["gradient_clipping"] = clip or 0.0
         super().setup(trainer)
         if self.stage == 3:
             # core/sharding.py calls it after it has written to the weights.
@@ -138,7 +138,10 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
 
     def _end_micro_batch(self) -> None:
         # The engine does it where its forward pass begins, which is that of a whole training step.
-        self.deepspeed_engine.optimizer.clear_backward_seen_flag()
+        zero: Any = self.deepspeed_engine.optimizer
+        zero.clear_backward_seen_flag()
+        if self.stage == 3:
+            zero.empty_partition_cache()  # else the weights stay gathered until the next pass
 
     def last_gradient_norm(self) -> float | None:
         """Return the gradient norm of the last update before clipping; ``None`` before the first."""

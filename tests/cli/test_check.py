@@ -227,3 +227,27 @@ def test_prompts_that_a_reward_truncates_are_named_once(tiny_recipe, tiny_clip, 
     assert re.search(
         r'^Reward "pickscore": 1 of \d+ prompts are longer than the \d+ tokens that it reads, and are tr', out, re.M
     )
+
+
+PER_PAIR = """
+from dataclasses import dataclass
+
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.objectives.pairs import PairObjective
+
+
+@dataclass(eq=False)
+class PerPair(PairObjective):
+    default_rollout = RolloutSpec(steps=2)
+    num_times: int = 2
+
+    def losses(self, now, kept, micro):
+        return now.error.square().flatten(2).mean(2), {}
+"""
+
+
+def test_an_own_method_whose_loss_is_per_pair(tiny_recipe, capsys, monkeypatch):
+    monkeypatch.chdir(tiny_recipe.parent)
+    Path("per_pair.py").write_text(PER_PAIR)
+    assert check([str(tiny_recipe), "model.objective=per_pair.PerPair"]) == 2
+    assert re.match(r"PerPair.losses returned losses of shape \((\d), 2\) for \1 images. Return one ", lines(capsys)[0])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lit_vgrpo.apps.memory.estimate import ADVICE, estimate
-from lit_vgrpo.errors import UserError, one_line
+from lit_vgrpo.errors import UserError, is_deliberate, one_line
 from lit_vgrpo.policies.meta import NotEstimated as NotEstimated
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import available_bytes
@@ -50,6 +50,8 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
     except LoadError as error:
         raise UserError(str(error)) from error
     except Exception as error:  # such as shapes that depend on values: a missing estimate must not fail the check
+        if is_deliberate(error):  # the run's first update would raise it too
+            raise UserError(str(error)) from error
         raise NotEstimated(f"{type(error).__name__}: {one_line(error)}") from error
     hint = "" if size and device.type == "cuda" else " Compare with a GPU: --memory 80GiB."
     text = f"{needed.table()}\n{f'Available: {shown(free)}, {name}.' if size else 'This machine has no GPU.'}{hint}"

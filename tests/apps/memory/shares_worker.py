@@ -63,10 +63,16 @@ class Count(L.Callback):
             s.nbytes() for p, s in found.items() if s is not None and p not in left_out and s.device.type == "cpu"
         )
 
-    def on_after_backward(self, trainer, pl_module):
-        if trainer.current_epoch == 1 and len(pl_module.record.losses) == 1:
-            self.seen["after 0"] = start = self._alive(pl_module)
-            self.live.peak, self._offset = self.live.live, start - self.live.live
+    def on_fit_start(self, trainer, pl_module):
+        loss = pl_module.objective.loss
+
+        def counted(policy, micro):
+            if trainer.current_epoch == 1 and len(pl_module.record.losses) == 1:  # between two micro-batches
+                self.seen["after 0"] = start = self._alive(pl_module)
+                self.live.peak, self._offset = self.live.live, start - self.live.live
+            return loss(policy, micro)
+
+        pl_module.objective.loss = counted
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.seen["peak"] = self._offset + self.live.peak
