@@ -10,14 +10,14 @@ from torch import Tensor
 from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, OnlyWith, Range, checked
 from lit_vgrpo.core.snapshots import Decay
-from lit_vgrpo.core.surrogate import Pairs, clipped_surrogate, mean_over_pixels, ratio_metrics, surrogate
+from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
-from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
+from lit_vgrpo.objectives.base import Copy, Metrics
 from lit_vgrpo.objectives.pairs import (
     PairObjective,
     PairPass,
+    TimesPer,
     distance_to,
-    pairs_at,
     prediction,
 )
 
@@ -73,6 +73,7 @@ class AWM(PairObjective):
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
+    times_per: ClassVar[TimesPer] = "micro-batch"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("unipc", steps=14)
 
     num_times: Annotated[int, Range(1, 1000)] = 6
@@ -84,12 +85,6 @@ class AWM(PairObjective):
     ema_weight: NonNegativeFloat = 1.0
     ema_decay: Annotated[HalfOpenUnitInterval | Decay, OnlyWith("ema_weight")] = Decay(rate=0.001, max=0.3)
     advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
-
-    def draw(self, context: PrepareContext) -> Pairs:
-        # One draw per micro-batch; these are numbered over all ranks, whose number does not matter.
-        micro_batches = context.rollout.image_ids // context.micro_batch_size
-        times = self.draw_times(context.rollout, self.num_drawn, micro_batches)
-        return pairs_at(context, times, antithetic=self.antithetic)
 
     def bounded(self, advantages: Tensor) -> Tensor:
         return clamped(advantages, self.advantage_clip) / self.advantage_scale

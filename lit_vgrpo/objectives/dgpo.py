@@ -13,11 +13,11 @@ from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, NonNeg
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Decay
-from lit_vgrpo.core.surrogate import Pairs, denoising_error, surrogate
+from lit_vgrpo.core.surrogate import denoising_error, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
-from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
-from lit_vgrpo.objectives.groups import draw_group_pairs, group_errors, keep_group_values, values_of_groups
-from lit_vgrpo.objectives.pairs import PairObjective, PairPass, prediction
+from lit_vgrpo.objectives.base import Copy, Metrics
+from lit_vgrpo.objectives.groups import group_errors, keep_group_values, values_of_groups
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass, TimesPer, prediction
 from lit_vgrpo.policies.base import Policy
 
 
@@ -93,6 +93,7 @@ class DGPO(PairObjective):
     """
 
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
+    times_per: ClassVar[TimesPer] = "iteration"
     repeats_times: ClassVar[bool] = False
 
     num_times: Annotated[int, Range(1, 1000)] = 4
@@ -113,9 +114,6 @@ class DGPO(PairObjective):
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         passes = super().prediction_passes(sizes)
         return passes if sizes.holds_whole_groups else passes | {"group": passes["update"]}
-
-    def draw(self, context: PrepareContext) -> Pairs:
-        return draw_group_pairs(self, context)
 
     def bounded(self, advantages: Tensor) -> Tensor:
         return clamped(advantages, self.advantage_clip)

@@ -10,10 +10,10 @@ from lit_vgrpo.core.advantages import AdvantageStd
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, Range, checked
 from lit_vgrpo.core.snapshots import Decay
-from lit_vgrpo.core.surrogate import Pairs, denoising_error, surrogate
+from lit_vgrpo.core.surrogate import denoising_error, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
-from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
-from lit_vgrpo.objectives.pairs import PairObjective, PairPass, pairs_at
+from lit_vgrpo.objectives.base import Copy, Metrics
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass, TimesPer
 from lit_vgrpo.policies.base import Policy
 
 
@@ -55,7 +55,6 @@ class EPG(PairObjective):
         advantage_scale: Divisor of the advantages: the public code uses ``0.1 (R - mean)``, not divided by any std
             (``model.advantage_std: none``, the default here). With a single update and EPG, Adam cancels most of it;
             in PEPG it limits how far the policy may move.
-
         old_decay: See :class:`~lit_vgrpo.objectives.nft.DiffusionNFT`, as for ``num_times``, ``kl_weight`` and
             ``scale_cap``. It and ``kl_weight`` are those of the public code's GenEval runs, which sample 10 steps of a
             second-order solver without guidance.
@@ -65,6 +64,7 @@ class EPG(PairObjective):
 
     advantage_std: ClassVar[AdvantageStd] = "none"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
+    times_per: ClassVar[TimesPer] = "image"
     repeats_times: ClassVar[bool] = False
 
     proximal: bool = False
@@ -74,14 +74,6 @@ class EPG(PairObjective):
     num_times: Annotated[int, Range(1, 1000)] | None = None
     kl_weight: NonNegativeFloat = 1e-4
     scale_cap: Annotated[float, Range(above=0)] | None = 5.0
-
-    @property
-    def num_pairs(self) -> int:
-        return self.num_times or (self.noisiest or self.num_times_in_all) - 1
-
-    def draw(self, context: PrepareContext) -> Pairs:
-        times = self.draw_times(context.rollout, self.num_drawn, context.rollout.image_ids)
-        return pairs_at(context, times, antithetic=self.antithetic)
 
     def space_of(self, policy: Policy) -> tuple[Space, float | None]:
         return "x", self.scale_cap

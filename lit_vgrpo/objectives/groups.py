@@ -9,24 +9,14 @@ from torch import Tensor
 
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.surrogate import Pairs
 from lit_vgrpo.core.types import Experience
-from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.pairs import PairObjective, PairPass, pairs_at
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass
 from lit_vgrpo.policies.base import Policy
 
 GroupValues = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 """Maps ``losses (B, N)``, the losses compared with ``(B, N)``, ``advantages (B,)``, ``group_ids (B,)`` and the group's
 size to the values of each image's group, ``(B, ...)``, detached; whole groups, in any order."""
 VALUES = "group_values"
-
-
-def draw_group_pairs(objective: PairObjective, context: PrepareContext) -> Pairs:
-    """Return pairs at the same times for all images, without repetition, with the same noise for those of a group."""
-    shares = objective.share_passes != "none"
-    times = objective.draw_times(context.rollout, objective.num_drawn - shares)
-    times = torch.cat([torch.ones(int(shares)), times])
-    return pairs_at(context, times, "group", antithetic=objective.antithetic, pure_noise=shares)
 
 
 def are_whole(ids: Tensor, size: int) -> Tensor:

@@ -9,10 +9,10 @@ from torch import Tensor
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, Range, checked
 from lit_vgrpo.core.snapshots import Decay
-from lit_vgrpo.core.surrogate import Pairs, denoising_error, mean_over_pixels, surrogate
+from lit_vgrpo.core.surrogate import denoising_error, mean_over_pixels, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
-from lit_vgrpo.objectives.base import Copy, Metrics, PrepareContext
-from lit_vgrpo.objectives.pairs import PairObjective, PairPass, pairs_at
+from lit_vgrpo.objectives.base import Copy, Metrics
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass, TimesPer
 from lit_vgrpo.policies.base import Policy
 
 ABSOLUTE_FLOOR = 1e-5
@@ -75,6 +75,7 @@ class DiffusionNFT(PairObjective):
     """
 
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
+    times_per: ClassVar[TimesPer] = "image"
     repeats_times: ClassVar[bool] = False
 
     beta: Annotated[float, Range(above=0)] = 1.0
@@ -84,14 +85,6 @@ class DiffusionNFT(PairObjective):
     num_times: Annotated[int, Range(1, 1000)] | None = None
     kl_weight: NonNegativeFloat = 1e-4
     scale_cap: Annotated[float, Range(above=0)] | None = 5.0
-
-    @property
-    def num_pairs(self) -> int:
-        return self.num_times or (self.noisiest or self.num_times_in_all) - 1
-
-    def draw(self, context: PrepareContext) -> Pairs:
-        times = self.draw_times(context.rollout, self.num_drawn, context.rollout.image_ids)
-        return pairs_at(context, times, antithetic=self.antithetic)
 
     def space_of(self, policy: Policy) -> tuple[Space, float | None]:
         return "x", self.scale_cap

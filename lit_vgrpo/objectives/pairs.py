@@ -46,6 +46,7 @@ from lit_vgrpo.policies.base import Policy
 
 Sharing = Literal["none", "group", "iteration"]
 """Images with the same times and noise: none, those of a group, or all in the iteration, on all ranks."""
+TimesPer = Literal["row", "image", "micro-batch", "iteration"]
 
 
 # --- drawing pairs --------------------------------------------------------------------------------------------------
@@ -291,6 +292,8 @@ class PairObjective(Objective):
 
     needs_ode: ClassVar[bool] = True
     """True if SDEs are refused because the method is defined on samples of the ODE."""
+    times_per: ClassVar[TimesPer] = "row"
+    """What has one draw of times: a row of pairs, drawn with its noise, an image, a micro-batch or an iteration."""
     repeats_times: ClassVar[bool] = True
     """False if all pairs of an image are at different times."""
     pairs_option: ClassVar[str] = "num_times"
@@ -328,24 +331,32 @@ class PairObjective(Objective):
 
     @property
     def num_pairs(self) -> int:
-        """Pairs per image."""
-        return int(getattr(self, self.pairs_option))
+        """Pairs per image; by default one at each time but one."""
+        number = getattr(self, self.pairs_option)
+        return (self.noisiest or self.num_times_in_all) - 1 if number is None else int(number)
 
     @property
     def sharing(self) -> Sharing:
         """Images that share their pairs."""
-        return "group"
+        return "group" if self.times_per in ("row", "iteration") else "none"
 
     def draw(self, context: PrepareContext) -> Pairs:
-        """Draw the pairs of an iteration, by default :func:`rollout_pairs` with the method's options."""
+        """Draw the pairs of an iteration."""
+        rollout, shares = context.rollout, self.share_passes != "none"
+        if self.times_per != "row":
+            images = rollout.image_ids  # numbered over all ranks, so that the number of ranks does not matter
+            owners = {"image": images, "micro-batch": images // context.micro_batch_size}.get(self.times_per)
+            times = self.draw_times(rollout, self.num_drawn - shares, owners)
+            times = torch.cat([times.new_ones(1), times]) if shares else times
+            return pairs_at(context, times, self.sharing, antithetic=self.antithetic, pure_noise=shares)
         pairs = rollout_pairs(
             context,
             self.num_pairs,
             shared=self.sharing,
-            times=self.time_pool(context.rollout),
+            times=self.time_pool(rollout),
             stratified=self.stratify,
             antithetic=self.antithetic,
-            pure_noise=self.share_passes != "none",
+            pure_noise=shares,
         )
         return share_noisy_latents(context, pairs, self.all_ranks) if self.share_passes == "group" else pairs
 
