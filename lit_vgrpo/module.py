@@ -148,7 +148,7 @@ class VGRPOModule(L.LightningModule):
                     self.objective.before_update(self.policy, micros, self.ledger)
                     for micro in micros:
                         with accumulating(self.trainer, is_last=micro is micros[-1]):
-                            loss, metrics = self.objective.loss(self.policy, micro.to(self.policy.device))
+                            loss, metrics = self.objective.loss(self.policy, micro)
                             record.add(loss, metrics)
                             self.guard.watch(loss)
                             self.manual_backward(loss / len(micros))
@@ -167,7 +167,7 @@ class VGRPOModule(L.LightningModule):
                 self.objective.after_iteration(self.policy)
             self.iteration = None
         set_logged_step(self.trainer, remaining=0)
-        return loss.detach()
+        return loss
 
     def restore(self, batch: PromptBatch) -> Iteration | None:
         """Return the unfinished iteration of the checkpoint that the run resumed from, once."""

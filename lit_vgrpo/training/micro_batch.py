@@ -177,7 +177,7 @@ class Trial:
             _, experience = prepared(objective, policy, self.conditioning, shape, images, self.plan, images)
             (micro,) = experience.micro_batches(len(experience))  # twice the images with replay
             objective.before_update(policy, [micro])
-            loss, _ = objective.loss(policy, micro.to(self.device))
+            loss, _ = objective.loss(policy, micro)
         if not isinstance(self.module.trainer.strategy, FSDP2):
             # Not backward(), which triggers the strategy's gradient hooks.
             torch.autograd.grad(loss, self.weights, allow_unused=True)
