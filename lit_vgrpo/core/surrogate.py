@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import group_statistics
-from lit_vgrpo.core.noise import unit_noise
 from lit_vgrpo.core.ranges import Count, PositiveFloat, checked
 
 ERROR_FLOOR = 1e-6
 
 
-def draw_levels(number: int, stratified: bool, generator: torch.Generator) -> Tensor:
+def draw_levels(number: int, generator: torch.Generator, stratified: bool = True) -> Tensor:
     """Return ``(N,)`` positions in [0, 1): one in each of N equal parts, or N independent ones."""
     uniform = torch.rand(number, generator=generator)
-    if not stratified:
-        return uniform
-    return ((torch.arange(number) + uniform) / number).clamp(max=1 - 1e-6)
+    return ((torch.arange(number) + uniform) / number).clamp(max=1 - 1e-6) if stratified else uniform
 
 
 @dataclass(frozen=True)
@@ -58,19 +55,19 @@ class SamplerTimes:
         rest = max(0, len(self.times) - number)
         return SamplerTimes(self.times[: number + int(rest * progress + 1e-9)])
 
-    def draw(self, number: int, stratified: bool, generator: torch.Generator) -> Tensor:
+    def draw(self, number: int, generator: torch.Generator, stratified: bool = True) -> Tensor:
         """Return N times ``(N,)``, float32.
 
         Fewer times than draws are repeated as evenly as possible.
 
         Args:
-            number: Number to draw.
-            stratified: Draw one from each of N parts, which differ by at most one time (``tensor_split``).
+            number: N.
             generator: A CPU generator.
+            stratified: Draw one from each of N parts, which differ by at most one time (``tensor_split``).
         """
         size = len(self.times)
-        if not stratified or number > size:
-            levels = draw_levels(number, stratified, generator)
+        if not stratified or not 0 < number <= size:
+            levels = draw_levels(number, generator, stratified)
             return self.times[(levels * size).long().clamp(max=size - 1)]
         sizes = torch.tensor([len(part) for part in torch.arange(size).tensor_split(number)])
         offset = (torch.rand(number, generator=generator) * sizes).long().minimum(sizes - 1)
@@ -118,14 +115,12 @@ class ContinuousTimes:
         share = min(share, width)
         return replace(self, stop=self.first + share + (width - share) * progress)
 
-    def draw(self, number: int, stratified: bool, generator: torch.Generator) -> Tensor:
-        """Return N times as :meth:`SamplerTimes.draw`, from equal parts of the levels."""
-        u = 1 - (self.first + (self.stop - self.first) * draw_levels(number, stratified, generator))
+    def draw(self, number: int, generator: torch.Generator, stratified: bool = True) -> Tensor:
+        """Return N times as :meth:`SamplerTimes.draw`, from equal parts of the levels; stratified ones all differ."""
+        u = 1 - (self.first + (self.stop - self.first) * draw_levels(number, generator, stratified))
         return shifted(u, self.shift)
 
-    def pick(self, number: int, generator: torch.Generator) -> Tensor:
-        """Return different times ``(N,)``, one from each of N equal parts of the levels."""
-        return self.draw(number, True, generator)
+    pick = draw
 
 
 TimePool = SamplerTimes | ContinuousTimes
@@ -199,34 +194,6 @@ class Pairs:
     def to(self, device: torch.device | str) -> Pairs:
         table = {name: values.to(device) for name, values in self.table().items()}
         return self.with_table(table, self.rows.to(device))
-
-
-def draw_pairs(
-    generators: Sequence[torch.Generator],
-    rows: Tensor,
-    num_pairs: int,
-    latent_shape: Sequence[int],
-    *,
-    times: TimePool,
-    stratified: bool = True,
-    pure_noise: bool = False,
-) -> Pairs:
-    """Draw one row of pairs for each generator.
-
-    Args:
-        generators: K generators; a row of pairs depends only on its generator.
-        rows: Shape ``(B,)``: the row of each image, e.g. its group's position.
-        num_pairs: N_MC.
-        latent_shape: ``(C, h, w)``.
-        times: Schedule to draw the times from.
-        stratified: Draw one time from each of N_MC parts of the schedule.
-        pure_noise: Put the first pair at ``t = 1``, and draw only the other times.
-    """
-    first = int(pure_noise)
-    drawn = torch.ones(len(generators), num_pairs)
-    if num_pairs > first:
-        drawn[:, first:] = torch.stack([times.draw(num_pairs - first, stratified, each) for each in generators])
-    return Pairs(drawn.float(), unit_noise(generators, (num_pairs, *latent_shape)), rows)
 
 
 def mean_over_pixels(values: Tensor, keep: int) -> Tensor:

@@ -15,7 +15,7 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import ContinuousTimes, denoising_error, surrogate
 from lit_vgrpo.core.types import Experience, Rollout, RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives.base import Metrics, Objective, PrepareContext
-from lit_vgrpo.objectives.pairs import PairPass, rollout_pairs
+from lit_vgrpo.objectives.pairs import PairPass, draw_pairs
 from lit_vgrpo.policies.base import Policy
 
 
@@ -79,8 +79,7 @@ class Denoising(Objective):
         )
 
     def ask(self, context: PrepareContext) -> Experience:
-        times = ContinuousTimes(self.time_shift)
-        return context.experience(rollout_pairs(context, self.num_mc_samples, shared="none", times=times))
+        return context.experience(draw_pairs(context, ContinuousTimes(self.time_shift), self.num_mc_samples, "none"))
 
     def see(self, policy: Policy, micro: Experience, guidance: float) -> PairPass:
         return PairPass(policy, micro, self.space)

@@ -36,7 +36,6 @@ from lit_vgrpo.core.surrogate import (
     TimeGrid,
     TimePool,
     absolute_error,
-    draw_pairs,
     mean_over_pixels,
     surrogate,
 )
@@ -52,12 +51,12 @@ TimesPer = Literal["row", "image", "micro-batch", "iteration"]
 # --- drawing pairs --------------------------------------------------------------------------------------------------
 
 
-def rollout_pairs(
+def draw_pairs(
     context: PrepareContext,
-    num_pairs: int,
-    *,
+    times: TimePool | Tensor,
+    number: int,
     shared: Sharing,
-    times: TimePool,
+    *,
     stratified: bool = True,
     antithetic: bool = False,
     pure_noise: bool = False,
@@ -67,20 +66,24 @@ def rollout_pairs(
     A row is seeded by its group's (or image's) global number, so that it does not depend on the number of ranks.
 
     Args:
-        num_pairs: N, even if ``antithetic``.
+        times: Schedule to draw each row's times from, or the times ``(number,)`` of all rows or ``(K, number)``.
+        number: Times per row, except the one of ``pure_noise``.
         shared: Images that share a row.
-        times: Schedule to draw the times from.
-        stratified: Draw one time from each of N parts of the times, or of N / 2 if ``antithetic``.
-        antithetic: Draw N / 2 pairs, and use each with the negative noise too.
-        pure_noise: Put the first drawn pair at ``t = 1``; the images of a row then share its network pass.
+        stratified: Draw one time from each of ``number`` parts of the schedule.
+        antithetic: Use each drawn pair with the negative noise too.
+        pure_noise: Add a first pair at ``t = 1``; the images of a row share its network pass.
     """
     rollout = context.rollout
     owners, rows = pair_owners(rollout, shared)
     generators = image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist())
-    drawn = num_pairs // 2 if antithetic else num_pairs
-    shape = rollout.latents.shape[1:]
-    pairs = draw_pairs(generators, rows, drawn, shape, times=times, stratified=stratified, pure_noise=pure_noise)
-    pairs.times, pairs.shared = context.policy.path.snap(pairs.times), int(pure_noise)
+    if isinstance(times, Tensor):
+        drawn = times.cpu().expand(len(owners), -1)
+    else:
+        drawn = torch.stack([times.draw(number, generator, stratified) for generator in generators])
+    if pure_noise:
+        drawn = torch.cat([torch.ones(len(owners), 1), drawn], dim=1)
+    noise = unit_noise(generators, (drawn.shape[1], *rollout.latents.shape[1:]))
+    pairs = Pairs(context.policy.path.snap(drawn), noise, rows, int(pure_noise))
     return (with_negatives(pairs) if antithetic else pairs).to(rollout.latents.device)
 
 
@@ -110,26 +113,6 @@ def share_noisy_latents(context: PrepareContext, pairs: Pairs, all_ranks: Callab
         bases = torch.stack([everywhere[groups == owner].sum(dim=0) for owner in owners]).to(device)
     noisy = path.interpolate(bases.flatten(0, 1), pairs.noise.flatten(0, 1), pairs.times.flatten())
     return replace(pairs, noise=noisy.unflatten(0, pairs.times.shape), shared=num_pairs)
-
-
-def pairs_at(
-    context: PrepareContext, times: Tensor, shared: Sharing = "none", antithetic: bool = False, pure_noise: bool = False
-) -> Pairs:
-    """Return pairs at given times, with separate noise for each row.
-
-    Args:
-        times: ``(N,)`` for all images, or ``(K, N)`` with a row for each group or image.
-        shared: Images that share a row.
-        antithetic: Use each pair with the negative noise too.
-        pure_noise: The first time is 1, and the images of a row share its network pass.
-    """
-    rollout = context.rollout
-    owners, rows = pair_owners(rollout, shared)
-    times = context.policy.path.snap(times.cpu()).expand(len(owners), -1)
-    generators = image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist())
-    noise = unit_noise(generators, (times.shape[1], *rollout.latents.shape[1:]))
-    pairs = Pairs(times, noise, rows, int(pure_noise))
-    return (with_negatives(pairs) if antithetic else pairs).to(rollout.latents.device)
 
 
 def pair_owners(rollout: Rollout, shared: Sharing) -> tuple[Tensor, Tensor]:
@@ -342,18 +325,13 @@ class PairObjective(Objective):
 
     def draw(self, context: PrepareContext) -> Pairs:
         """Draw the pairs of an iteration."""
-        rollout, shares = context.rollout, self.share_passes != "none"
-        if self.times_per != "row":
-            images = rollout.image_ids  # numbered over all ranks, so that the number of ranks does not matter
-            owners = {"image": images, "micro-batch": images // context.micro_batch_size}.get(self.times_per)
-            times = self.draw_times(rollout, self.num_drawn - shares, owners)
-            times = torch.cat([times.new_ones(1), times]) if shares else times
-            return pairs_at(context, times, self.sharing, antithetic=self.antithetic, pure_noise=shares)
-        pairs = rollout_pairs(
+        pool, shares = self.time_pool(context.rollout), self.share_passes != "none"
+        number = self.num_drawn - shares
+        pairs = draw_pairs(
             context,
-            self.num_pairs,
-            shared=self.sharing,
-            times=self.time_pool(rollout),
+            pool if self.times_per == "row" else self.draw_times(context, pool, number),
+            number,
+            self.sharing,
             stratified=self.stratify,
             antithetic=self.antithetic,
             pure_noise=shares,
@@ -423,22 +401,19 @@ class PairObjective(Objective):
         times = times if self.share_passes == "none" else times.below_one()
         return times if self.noisiest is None else times.noisiest(self.noisiest, progress)
 
-    def draw_times(self, rollout: Rollout, number: int, owners: Tensor | None = None) -> Tensor:
-        """Draw times for each image ``(B, N)``, or ``(N,)`` for all.
-
-        Args:
-            number: N; half of the pairs if they are antithetic.
-            owners: ``(B,)``, int64: images with the same number have the same times. ``None`` for all images.
-        """
-        pool = self.time_pool(rollout)
+    def draw_times(self, context: PrepareContext, pool: TimePool, number: int) -> Tensor:
+        """Draw times other than for each row of pairs: of every image ``(B, number)``, or ``(number,)`` of all."""
+        rollout = context.rollout
 
         def drawn(*key: int) -> Tensor:
             generator = seeded_generator(rollout.seed, STREAM_TIMES, rollout.iteration, *key)
-            return pool.draw(number, True, generator) if self.repeats_times else pool.pick(number, generator)
+            return pool.draw(number, generator) if self.repeats_times else pool.pick(number, generator)
 
-        if owners is None:
+        if self.times_per == "iteration":
             return drawn()
-        keys, rows = torch.unique(owners, return_inverse=True)
+        # Images are numbered over all ranks, so that the number of ranks does not matter.
+        size = context.micro_batch_size if self.times_per == "micro-batch" else 1
+        keys, rows = torch.unique(rollout.image_ids // size, return_inverse=True)
         return torch.stack([drawn(key) for key in keys.tolist()])[rows]
 
     @property

@@ -51,17 +51,17 @@ def sampler(steps):
 
 def drawn(pool, number, stratified, rows=4000):
     """Times of many draws, ``(rows, number)``."""
-    return torch.stack([pool.draw(number, stratified, seeded_generator(0, row)) for row in range(rows)])
+    return torch.stack([pool.draw(number, seeded_generator(0, row), stratified) for row in range(rows)])
 
 
 @given(number=st.integers(1, 32), seed=st.integers(0, 2**32))
 def test_one_level_in_each_stratum(number, seed):
-    levels = draw_levels(number, True, torch.Generator().manual_seed(seed))
+    levels = draw_levels(number, torch.Generator().manual_seed(seed))
     assert (levels * number).long().tolist() == list(range(number))
 
 
 def test_independent_levels_are_not_stratified():
-    levels = draw_levels(4096, False, torch.Generator().manual_seed(0))
+    levels = draw_levels(4096, torch.Generator().manual_seed(0), False)
     assert sorted(set((levels * 4096).long().tolist())) != list(range(4096))
     assert levels.mean() == pytest.approx(0.5, abs=0.02)
 
@@ -69,7 +69,7 @@ def test_independent_levels_are_not_stratified():
 @given(steps=st.integers(1, 60), number=st.integers(1, 16), seed=st.integers(0, 2**32))
 def test_each_part_of_the_samplers_times_gives_one_whole_entry(steps, number, seed):
     pool = sampler(steps)
-    times = pool.draw(number, True, torch.Generator().manual_seed(seed))
+    times = pool.draw(number, torch.Generator().manual_seed(seed))
     if number <= steps:
         for part, time in zip(pool.times.tensor_split(number), times, strict=True):
             assert time in part
@@ -92,8 +92,8 @@ def test_a_grid_is_shifted():
 
 
 def test_shift_equals_the_formula():
-    levels = draw_levels(3, False, torch.Generator().manual_seed(5))
-    times = ContinuousTimes(3.0).draw(3, False, torch.Generator().manual_seed(5))
+    levels = draw_levels(3, torch.Generator().manual_seed(5), False)
+    times = ContinuousTimes(3.0).draw(3, torch.Generator().manual_seed(5), False)
     u = 1 - levels.double()
     torch.testing.assert_close(times, (3 * u / (1 + 2 * u)).float())
 
