@@ -1,23 +1,18 @@
 """CRD (arXiv 2603.14128): centred reward distillation, which fits the policy's implicit reward to the advantage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.advantages import clamped
-from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, PositiveFloat, Range, checked
-from lit_vgrpo.core.records import PassLedger
-from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, PositiveFloat, checked
 from lit_vgrpo.core.snapshots import Decay
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
-from lit_vgrpo.core.types import Experience, RolloutSpec
+from lit_vgrpo.core.types import Experience
 from lit_vgrpo.objectives.base import Copy, Metrics
-from lit_vgrpo.objectives.groups import group_errors, keep_group_values, values_of_groups
-from lit_vgrpo.objectives.pairs import PairObjective, PairPass, TimesPer
-from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.objectives.groups import GroupObjective
+from lit_vgrpo.objectives.pairs import PairPass
 
 
 def group_centres(implied: Tensor, targets: Tensor, group_ids: Tensor, temperature: float | None) -> Tensor:
@@ -59,7 +54,7 @@ def centred_reward_loss(implied: Tensor, targets: Tensor, centres: Tensor, beta:
 
 @checked
 @dataclass(eq=False)
-class CRD(PairObjective):
+class CRD(GroupObjective):
     """CRD: regression of the centred implied reward ``r = l_old - l`` on the centred advantage.
 
     ``l_it`` is the denoising error of the network's prediction, so that ``r`` is the log-ratio to a moving copy, up to
@@ -76,22 +71,16 @@ class CRD(PairObjective):
             4.5 (``reference_guidance``).
         sampler_decay: Decay of the copy that samples, moved after each iteration; 0 samples with the policy.
         old_decay: Decay of the copy that the implied reward compares with, moved after every gradient step.
-        num_times: See :class:`~lit_vgrpo.objectives.dgpo.DGPO`, also for ``share_passes``, ``advantage_clip``, and the
-            pass that spread groups cost.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.pairs.PairObjective`. The advantages are divided by
-    twice ``advantage_clip``, and the loss by ``beta / advantage_clip``, so that its first gradient is AWM's.
+    The other options are those of :class:`~lit_vgrpo.objectives.groups.GroupObjective` and
+    :class:`~lit_vgrpo.objectives.pairs.PairObjective`. The advantages are divided by twice ``advantage_clip``, and the
+    loss by ``beta / advantage_clip``, so that its first gradient is AWM's.
 
     Source:
         The abstract, and a third-party implementation (X-GenGroup/Flow-Factory, ``trainers/crd.py``). The defaults
         are this third party's, unverified, except ``num_times``; the decays are those it states for the authors' code.
     """
 
-    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
-    times_per: ClassVar[TimesPer] = "iteration"
-    repeats_times: ClassVar[bool] = False
-
-    num_times: Annotated[int, Range(1, 1000)] = 4
     _: KW_ONLY
     beta: PositiveFloat = 1.0
     temperature: PositiveFloat | None = None
@@ -100,20 +89,8 @@ class CRD(PairObjective):
     sampler_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.001, max=0.5)
     old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.001, max=0.5, start=0.25)
     advantage_clip: PositiveFloat = 5.0
-    share_passes: Literal["none", "pure_noise"] = "none"
-
-    def check(self, sizes: Sizes) -> list[str]:
-        return super().check(sizes) + group_errors(self, sizes)
-
-    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        passes = super().prediction_passes(sizes)
-        return passes if sizes.holds_whole_groups else passes | {"group": passes["update"]}
-
-    def bounded(self, advantages: Tensor) -> Tensor:
-        return clamped(advantages, self.advantage_clip)
 
     def pair_losses(self, now: PairPass) -> Tensor:
-        """Return ``l_it``, ``(M, N)``."""
         return denoising_error(now.error, self.self_normalise)
 
     def copies_needed(self) -> dict[str, Copy]:
@@ -124,17 +101,12 @@ class CRD(PairObjective):
     def group_values(
         self, losses: Tensor, compared: Tensor, advantages: Tensor, group_ids: Tensor, group_size: int
     ) -> Tensor:
-        """Return :func:`group_centres` of each image's group."""
         return group_centres(compared - losses, advantages / (2 * self.advantage_clip), group_ids, self.temperature)
-
-    def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
-        super().before_update(policy, micros, ledger)
-        keep_group_values(self, policy, micros, ledger, self.pair_losses, "old", self.group_values)
 
     def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
         losses, clip = self.pair_losses(now), self.advantage_clip
         implied = kept["old"] - losses
-        centres = values_of_groups(micro, losses, kept["old"], self.group_values)
+        centres = self.values_of_groups(micro, losses, kept)
         per_pair = centred_reward_loss(implied, micro.advantages / (2 * clip), centres, self.beta)
         metrics = {
             "surrogate": surrogate(losses.detach()),

@@ -1,24 +1,20 @@
 """DGPO (arXiv 2510.08425): preference between the good and the bad part of a group, without a policy gradient."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.probability_paths import expand
-from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, checked
-from lit_vgrpo.core.records import PassLedger
-from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, NonNegativeInt, Range, checked
 from lit_vgrpo.core.snapshots import Decay
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
-from lit_vgrpo.core.types import Experience, RolloutSpec
+from lit_vgrpo.core.types import Experience
 from lit_vgrpo.objectives.base import Copy, Metrics
-from lit_vgrpo.objectives.groups import group_errors, keep_group_values, values_of_groups
-from lit_vgrpo.objectives.pairs import PairObjective, PairPass, TimesPer, prediction
-from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.objectives.groups import GroupObjective
+from lit_vgrpo.objectives.pairs import PairPass, prediction
 
 
 def has_left_trust_region(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip: float) -> Tensor:
@@ -63,7 +59,7 @@ def group_weights(
 
 @checked
 @dataclass(eq=False)
-class DGPO(PairObjective):
+class DGPO(GroupObjective):
     """DGPO: the group's images as one preference, weighted by how far it is from being satisfied.
 
     ``l_it = m((target - prediction)^2)`` is an image's loss at one time, in the network's prediction: the velocity on a
@@ -71,11 +67,7 @@ class DGPO(PairObjective):
     Diffusion-DPO) or the velocity of a v-network. As in the authors' code, a group's stop and weight are computed per
     time, and the loss is the mean over times.
 
-    A group must be whole in every update. If micro-batches do not hold whole groups, the update's images pass through
-    the network once more without gradient. A ``micro_batch_size`` that is a multiple of ``group_size`` saves this pass.
-
     Args:
-        num_times: Times per iteration, the same for all images and ranks.
         noisiest: Number of the sampler's noisiest times to draw from, without repetition; null for all.
         beta: How soon a satisfied group stops pulling: 100 (OCR, GenEval) or 10 (PickScore).
         kl_weight: Weight of the squared distance to the reference's predictions: 0.02, or 0.001.
@@ -84,19 +76,11 @@ class DGPO(PairObjective):
             both cases (the public code's ``use_ema_ref``, ``scripts/train_sd3_dgpo.py``).
         behaviour_from_step: Gradient step from which the old policy rolls out: 200 (500 for GenEval).
         old_decay: Decay of the old policy, moved after every gradient step.
-        advantage_clip: Bound on the advantages. Clipped advantages no longer sum to 0 in a group.
-        share_passes: ``pure_noise`` sets one of the times to ``t = 1``, where the images of a group share one pass; see
-            :class:`~lit_vgrpo.objectives.vgrpo.VGRPO`. Ours, not the paper's.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.pairs.PairObjective`. The paper samples with
-    DPM-Solver++ in 10 steps.
+    The other options are those of :class:`~lit_vgrpo.objectives.groups.GroupObjective` and
+    :class:`~lit_vgrpo.objectives.pairs.PairObjective`. The paper samples with DPM-Solver++ in 10 steps.
     """
 
-    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
-    times_per: ClassVar[TimesPer] = "iteration"
-    repeats_times: ClassVar[bool] = False
-
-    num_times: Annotated[int, Range(1, 1000)] = 4
     _: KW_ONLY
     noisiest: Annotated[int, Range(1, 1000)] | None = 7
     beta: Annotated[float, Range(above=0)] = 100.0
@@ -105,26 +89,12 @@ class DGPO(PairObjective):
     reference: Literal["frozen", "moving"] = "frozen"
     behaviour_from_step: NonNegativeInt = 200
     old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.001, max=0.3)
-    advantage_clip: PositiveFloat | None = 5.0
-    share_passes: Literal["none", "pure_noise"] = "none"
-
-    def check(self, sizes: Sizes) -> list[str]:
-        return super().check(sizes) + group_errors(self, sizes)
-
-    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        passes = super().prediction_passes(sizes)
-        return passes if sizes.holds_whole_groups else passes | {"group": passes["update"]}
-
-    def bounded(self, advantages: Tensor) -> Tensor:
-        return clamped(advantages, self.advantage_clip)
 
     def pair_losses(self, now: PairPass) -> Tensor:
-        """Return ``l_it``, ``(M, N)``."""
         return denoising_error(now.error, self_normalised=False)
 
     @property
     def compared(self) -> str:
-        """Name of the kept losses that the preference is relative to."""
         return "reference_losses" if self.reference == "frozen" else "old"
 
     def copies_needed(self) -> dict[str, Copy]:
@@ -142,16 +112,11 @@ class DGPO(PairObjective):
     def group_values(
         self, losses: Tensor, compared: Tensor, advantages: Tensor, group_ids: Tensor, group_size: int
     ) -> Tensor:
-        """Return :func:`group_weights` of each image's group."""
         return group_weights(losses, compared, advantages, group_ids, group_size, self.beta)
-
-    def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
-        super().before_update(policy, micros, ledger)
-        keep_group_values(self, policy, micros, ledger, self.pair_losses, self.compared, self.group_values)
 
     def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
         losses, old, advantages = self.pair_losses(now), kept["old"], micro.advantages
-        weights = values_of_groups(micro, losses, kept[self.compared], self.group_values)
+        weights = self.values_of_groups(micro, losses, kept)
         stop = has_left_trust_region(losses, old, advantages, self.clip)
         preference = surrogate(weights * advantages[:, None] * torch.where(stop, losses.detach(), losses))
         metrics = {

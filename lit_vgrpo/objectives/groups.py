@@ -1,21 +1,21 @@
-"""Values of whole groups, for losses that compare a group's images, also of other micro-batches and ranks."""
+"""Base of the pair methods that compare the images of a group, also with those of other micro-batches and ranks."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.advantages import clamped
+from lit_vgrpo.core.ranges import PositiveFloat, Range
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.types import Experience
-from lit_vgrpo.objectives.pairs import PairObjective, PairPass
+from lit_vgrpo.core.types import Experience, RolloutSpec
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass, TimesPer
 from lit_vgrpo.policies.base import Policy
 
-GroupValues = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
-"""Maps ``losses (B, N)``, the losses compared with ``(B, N)``, ``advantages (B,)``, ``group_ids (B,)`` and the group's
-size to the values of each image's group, ``(B, ...)``, detached; whole groups, in any order."""
 VALUES = "group_values"
 
 
@@ -24,61 +24,98 @@ def are_whole(ids: Tensor, size: int) -> Tensor:
     return ((ids[:, None] == ids).sum(dim=1) == size).all()
 
 
-def values_of_groups(micro: Experience, losses: Tensor, compared: Tensor, group_values: GroupValues) -> Tensor:
-    """Return the values of a micro-batch's groups: those of :func:`keep_group_values` if its groups are spread."""
-    if VALUES in micro.kept:
-        return micro.kept[VALUES]
-    return group_values(losses, compared, micro.advantages, micro.group_ids, micro.group_size)
+@dataclass(eq=False)
+class GroupObjective(PairObjective):
+    """Base of the pair methods whose loss of an image depends on its whole group.
 
-
-def keep_group_values(
-    objective: PairObjective,
-    policy: Policy,
-    micros: Sequence[Experience],
-    ledger: PassLedger | None,
-    losses_of: Callable[[PairPass], Tensor],
-    compared: str,
-    group_values: GroupValues,
-) -> None:
-    """Keep the values of groups that are spread over an update's micro-batches or ranks.
-
-    This costs one more pass without gradient of the update's images. Micro-batches of whole groups need none.
+    A group must be whole in every update. If micro-batches do not hold whole groups, the update's images pass through
+    the network once more without gradient. A ``micro_batch_size`` that is a multiple of ``group_size`` saves this pass.
 
     Args:
-        losses_of: Returns the losses of a pass, ``(M, N)``.
-        compared: Name of the kept losses that those of a group are compared with.
+        num_times: Times per iteration, the same for all images and ranks.
+        advantage_clip: Bound on the advantages. Clipped advantages no longer sum to 0 in a group.
+        share_passes: ``pure_noise`` sets one of the times to ``t = 1``, where the images of a group share one pass; see
+            :class:`~lit_vgrpo.objectives.vgrpo.VGRPO`. Ours, not the papers'.
     """
-    if torch.stack([are_whole(micro.group_ids, micro.group_size) for micro in micros]).all():
-        return
-    guidance, size = objective.guidance_in("training", policy), micros[0].group_size
-    with (ledger or PassLedger()).phase("group"), torch.no_grad():
-        passes = (objective.see(policy, micro.to(policy.device), guidance) for micro in micros)
-        losses = torch.cat([losses_of(one).to(micros[0].latents.device) for one in passes])
-    own = ids = torch.cat([micro.group_ids for micro in micros])
-    others = torch.cat([micro.kept[compared] for micro in micros])
-    advantages = torch.cat([micro.advantages for micro in micros])
-    if not are_whole(ids, size):
-        # All ranks reach this line or none, since all hold equal parts.
-        ids, losses, others, advantages = (
-            objective.all_ranks(values).to(own.device) for values in (ids, losses, others, advantages)
-        )
-        if not are_whole(ids, size):
-            raise ValueError(
-                f"An update splits a group, but {type(objective).__name__} compares whole groups. Use "
+
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
+    times_per: ClassVar[TimesPer] = "iteration"
+    repeats_times: ClassVar[bool] = False
+
+    num_times: Annotated[int, Range(1, 1000)] = 4
+    _: KW_ONLY
+    advantage_clip: PositiveFloat | None = 5.0
+    share_passes: Literal["none", "pure_noise"] = "none"
+
+    @property
+    def compared(self) -> str:
+        """Name of the kept losses that those of a group are compared with."""
+        return "old"
+
+    @abstractmethod
+    def pair_losses(self, now: PairPass) -> Tensor:
+        """Return ``l_it``, ``(M, N)``."""
+
+    @abstractmethod
+    def group_values(
+        self, losses: Tensor, compared: Tensor, advantages: Tensor, group_ids: Tensor, group_size: int
+    ) -> Tensor:
+        """Return the values of each image's group, ``(B, ...)``, detached.
+
+        Args:
+            losses: ``(B, N)``; whole groups, in any order.
+            compared: The losses of :attr:`compared`, likewise.
+            advantages: ``(B,)``.
+            group_ids: ``(B,)``, int64.
+            group_size: Images per group.
+        """
+
+    def values_of_groups(self, micro: Experience, losses: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        """Return the values of a micro-batch's groups: those of :meth:`before_update` if its groups are spread."""
+        if VALUES in micro.kept:
+            return micro.kept[VALUES]
+        return self.group_values(losses, kept[self.compared], micro.advantages, micro.group_ids, micro.group_size)
+
+    def bounded(self, advantages: Tensor) -> Tensor:
+        return clamped(advantages, self.advantage_clip)
+
+    def check(self, sizes: Sizes) -> list[str]:
+        errors, prompts = super().check(sizes), sizes.prompts_per_iteration
+        if sizes.splits_groups:
+            errors.append(
+                f"{type(self).__name__} compares whole groups, but updates_per_iteration={sizes.updates_per_iteration} "
+                f"splits the {prompts} groups of {sizes.group_size}. Use a divisor of {prompts}, or "
                 "data.split_updates=false."
             )
-    values = group_values(losses, others, advantages, ids, size)
-    first = (ids == own[:, None]).int().argmax(dim=1)  # an image of the same group, wherever it is
-    for micro, part in zip(micros, values[first].split([len(micro) for micro in micros]), strict=True):
-        micro.kept[VALUES] = part
+        return errors
 
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
+        passes = super().prediction_passes(sizes)
+        return passes if sizes.holds_whole_groups else passes | {"group": passes["update"]}
 
-def group_errors(objective: PairObjective, sizes: Sizes) -> list[str]:
-    """Return why the updates split groups, in one line."""
-    if not sizes.splits_groups:
-        return []
-    prompts, updates = sizes.prompts_per_iteration, sizes.updates_per_iteration
-    return [
-        f"{type(objective).__name__} compares whole groups, but updates_per_iteration={updates} splits the {prompts} "
-        f"groups of {sizes.group_size}. Use a divisor of {prompts}, or data.split_updates=false."
-    ]
+    def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
+        super().before_update(policy, micros, ledger)
+        size = micros[0].group_size
+        if torch.stack([are_whole(micro.group_ids, size) for micro in micros]).all():
+            return
+        guidance = self.guidance_in("training", policy)
+        with (ledger or PassLedger()).phase("group"), torch.no_grad():
+            passes = (self.see(policy, micro.to(policy.device), guidance) for micro in micros)
+            losses = torch.cat([self.pair_losses(one).to(micros[0].latents.device) for one in passes])
+        own = ids = torch.cat([micro.group_ids for micro in micros])
+        compared = torch.cat([micro.kept[self.compared] for micro in micros])
+        advantages = torch.cat([micro.advantages for micro in micros])
+        if not are_whole(ids, size):
+            # All ranks reach this line or none, since all hold equal parts.
+            ids, losses, compared, advantages = (
+                self.all_ranks(values).to(own.device) for values in (ids, losses, compared, advantages)
+            )
+            if not are_whole(ids, size):
+                raise ValueError(
+                    f"An update splits a group, but {type(self).__name__} compares whole groups. Use "
+                    "data.split_updates=false."
+                )
+        values = self.group_values(losses, compared, advantages, ids, size)
+        first = (ids == own[:, None]).int().argmax(dim=1)  # an image of the same group, wherever it is
+        for micro, part in zip(micros, values[first].split([len(micro) for micro in micros]), strict=True):
+            micro.kept[VALUES] = part
