@@ -178,7 +178,7 @@ class ChainObjective(Objective):
         return errors
 
     def check(self, sizes: Sizes) -> list[str]:
-        return self.chain_errors() or super().check(sizes) + anchor_errors(self.anchor_weight, self.anchor_decay)
+        return self.chain_errors() or super().check(sizes) + anchor_errors(self, self.anchor_weight, self.anchor_decay)
 
     def asked_per_image(self, sizes: Sizes) -> float:
         return self.num_trained_steps(self.rollout_spec(0))

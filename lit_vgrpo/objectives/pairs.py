@@ -424,7 +424,7 @@ class PairObjective(Objective):
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def check(self, sizes: Sizes) -> list[str]:
-        errors, spec = super().check(sizes) + anchor_errors(self.anchor_weight, self.anchor_decay), self.spec
+        errors, spec = super().check(sizes) + anchor_errors(self, self.anchor_weight, self.anchor_decay), self.spec
         if self.share_passes != "none":
             where = f"model.objective.share_passes={self.share_passes}"
             if self.time_range is not None and self.time_range[1] < 1:
@@ -457,8 +457,11 @@ class PairObjective(Objective):
         return super().policy_errors(policy)
 
 
-def anchor_errors(weight: float, decay: float | None) -> list[str]:
-    """Return why half an anchor is set, in one line."""
+def anchor_errors(method: Objective, weight: float, decay: float | None) -> list[str]:
+    """Return why an anchor is only half set, or replaced by another copy of that name, in one line."""
+    own = method.copies_needed().get("anchor")
+    if own is not None and (own.keeps.keys(), own.decay, own.moves) != ({"anchor"}, decay, "iteration"):
+        return [f"{type(method).__name__} defines a copy named anchor, the name of anchor_weight's. Rename it."]
     if (weight > 0) == (decay is not None):
         return []
     return [

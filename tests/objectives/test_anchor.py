@@ -1,6 +1,6 @@
 """The anchor in every method: the pull and its gradient, the copy's move, the passes, and what is refused."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -23,7 +23,8 @@ from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import AWM, CRD, DGPO, EPG, RAM, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO
-from lit_vgrpo.objectives.base import PrepareContext
+from lit_vgrpo.objectives.base import Copy, PrepareContext
+from lit_vgrpo.objectives.pairs import prediction
 
 SIZES = Sizes(2, 3, micro_batch_size=6)
 ANCHOR = {"anchor_weight": 3.0, "anchor_decay": 0.3}
@@ -143,3 +144,17 @@ def test_half_an_anchor_is_refused(name, half):
     assert make(name, **ANCHOR).check(SIZES) == make(name).check(SIZES) == []
     (line,) = make(name, **half).check(SIZES)
     assert "must be set together. Use values" in line
+
+
+@dataclass(eq=False)
+class OwnAnchor(VGRPO):
+    """A method whose own copy has the name of the base's."""
+
+    def copies_needed(self):
+        return super().copies_needed() | {"anchor": Copy({"own": prediction}, decay=0.3)}
+
+
+@pytest.mark.parametrize("options", [{}, ANCHOR])
+def test_a_copy_of_a_method_does_not_replace_the_anchor(options):
+    (line,) = OwnAnchor(RolloutSpec(steps=5), **options).check(SIZES)
+    assert line == "OwnAnchor defines a copy named anchor, the name of anchor_weight's. Rename it."
