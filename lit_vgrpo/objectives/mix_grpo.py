@@ -6,11 +6,12 @@ from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
-from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, OnlyWith, PositiveInt, Range, checked
+from lit_vgrpo.core.ranges import OnlyWith, PositiveInt, Range, checked
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives.chain import ChainObjective
 
-WindowStrategy = Literal["progressive", "random", "decay", "frozen"]
+DECAY_RATE, DECAY_FROM = 0.1, 13
+FLASH_SHARE = 0.4
 
 
 @checked
@@ -24,16 +25,13 @@ class MixGRPO(ChainObjective):
     Args:
         window_size: Number of steps that add noise and are trained.
         window_strategy: ``progressive`` moves by ``window_stride`` every ``window_interval`` iterations and starts over
-            at the end; ``decay`` does so with shorter stays at later places, ``ceil(tau0 exp(-k relu(l - l0)))``
+            at the end; ``decay`` does so with shorter stays at later places, ``ceil(tau0 exp(-0.1 relu(l - 13)))``
             iterations at place ``l`` (the public code's ``exp_decay``); ``random`` draws a place for each iteration;
             ``frozen`` stays at the noisiest steps.
         window_stride: Steps the window moves by.
         window_interval: Iterations the window stays, tau0.
-        decay_rate: k of ``decay``, per step.
-        decay_from: l0 of ``decay``, the place after which the stays get shorter.
-        flash: Sample what follows the window with DPM-Solver++ 2M in fewer steps. A rollout then costs more as the
-            window moves.
-        flash_share: Share of those steps to keep.
+        flash: Sample what follows the window with DPM-Solver++ 2M in 0.4 times as many steps. A rollout then costs more
+            as the window moves.
 
     The other options are those of :class:`~lit_vgrpo.objectives.chain.ChainObjective`; the paper has no KL.
     """
@@ -43,13 +41,10 @@ class MixGRPO(ChainObjective):
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("flow_sde", steps=25, shared_noise=True)
 
     window_size: Annotated[int, Range(1, 1000)] = 4
-    window_strategy: WindowStrategy = "progressive"
+    window_strategy: Literal["progressive", "random", "decay", "frozen"] = "progressive"
     window_stride: Annotated[PositiveInt, OnlyWith("window_strategy", "progressive", "decay")] = 1
     window_interval: Annotated[PositiveInt, OnlyWith("window_strategy", "progressive", "decay")] = 25
-    decay_rate: Annotated[NonNegativeFloat, OnlyWith("window_strategy", "decay")] = 0.1
-    decay_from: Annotated[NonNegativeInt, OnlyWith("window_strategy", "decay")] = 13
     flash: bool = False
-    flash_share: Annotated[float, Range(above=0, most=1), OnlyWith("flash")] = 0.4
 
     @property
     def window(self) -> tuple[str, int]:
@@ -58,10 +53,9 @@ class MixGRPO(ChainObjective):
     @cached_property
     def _cycle(self) -> list[int]:
         """Return the window's place at every iteration of one pass through the schedule."""
-        rate = self.decay_rate if self.window_strategy == "decay" else 0.0
-        cycle = []
+        rate, cycle = DECAY_RATE if self.window_strategy == "decay" else 0.0, list[int]()
         for place in self.window_starts[:: self.window_stride]:
-            stay = self.window_interval * math.exp(-rate * max(0, place - self.decay_from))
+            stay = self.window_interval * math.exp(-rate * max(0, place - DECAY_FROM))
             cycle += [place] * math.ceil(stay)
         return cycle
 
@@ -74,4 +68,4 @@ class MixGRPO(ChainObjective):
 
     def rollout_spec(self, iteration: int) -> RolloutSpec:
         spec = super().rollout_spec(iteration)
-        return replace(spec, tail=self.flash_share) if self.flash and spec.is_sde else spec
+        return replace(spec, tail=FLASH_SHARE) if self.flash and spec.is_sde else spec

@@ -191,15 +191,12 @@ SDES = "flow_sde or cps or dance_sde or ddim_sde"
         (EvaluationSpec, {"noise_level": 0.7}, "with solver=euler."),
         (objectives.FlowGRPO, {"fast_window": 2}, "with fast=False. Set fast_window=3, or fast."),
         (objectives.FlowGRPO, {"fast_range": (0, 4)}, "with fast=False. Set fast_range=None, or fast."),
-        (objectives.MixGRPO, {"decay_rate": 0.2}, "with window_strategy=progressive. Set decay_rate=0.1, or"),
-        (objectives.MixGRPO, {"decay_from": 3}, "with window_strategy=progressive. Set decay_from=13, or"),
         (
             objectives.MixGRPO,
             {"window_strategy": "random", "window_interval": 5},
             "with window_strategy=random. Set window_interval=25, or window_strategy=progressive or decay.",
         ),
         (objectives.MixGRPO, {"window_strategy": "frozen", "window_stride": 2}, "with window_strategy=frozen."),
-        (objectives.MixGRPO, {"flash_share": 0.5}, "with flash=False."),
         (objectives.VGRPO, {"kl_to": "reference"}, "with kl_weight=0.0."),
         (objectives.VGRPO, {"space": "eps", "scale_cap": 2.0}, "with space=eps. Set scale_cap=5.0, or space=x or v."),
         (objectives.AWM, {"ema_weight": 0.0, "ema_decay": 0.5}, "with ema_weight=0.0."),
@@ -212,7 +209,7 @@ def test_an_option_without_effect_is_refused(cls, given, message):
 
 def test_an_option_with_effect_is_taken():
     RolloutSpec("cps", noise_level=0.5, window=(1, 2), tail=0.5)
-    objectives.MixGRPO(window_strategy="decay", decay_rate=0.2, window_interval=5, flash=True, flash_share=0.5)
+    objectives.MixGRPO(window_strategy="decay", window_interval=5)
     objectives.FlowGRPO(fast=True, fast_window=2, fast_range=(0, 4))
     objectives.VGRPO(kl_weight=0.1, kl_to="reference", scale_cap=2.0)
 
