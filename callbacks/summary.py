@@ -112,7 +112,7 @@ class RunSummary(L.Callback):
             "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device, module.ledger.memory),
             "peak_memory_bytes_by_phase": module.ledger.memory.by_phase,
             "device": device_name(trainer.strategy.root_device),
-            "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in module.evaluator.history],
+            "evaluations": [{**asdict(one), "reward": _plain(one.reward)} for one in module.evaluator.history],
             "seed": module.seed,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "commit": commit(),

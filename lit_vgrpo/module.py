@@ -183,7 +183,7 @@ class VGRPOModule(L.LightningModule):
         advantages, record = self.scores.compare(
             rollout, scores, self.advantage_std, self.advantage_aggregate, self.sampler
         )
-        self.ledger.count_images(len(scores))
+        self.ledger.images += len(scores)
         return Iteration.prepared(
             self.objective, self.policy, rollout, advantages, record, batch, self.ledger, self.replay, self.reward
         )

@@ -18,8 +18,8 @@ Space = Literal["x", "eps", "v"]
 
 
 def expand(values: Tensor, like: Tensor) -> Tensor:
-    """Give ``values`` of shape ``(B,)`` trailing dimensions of 1, to broadcast against ``like``."""
-    return values.reshape(-1, *([1] * (like.ndim - 1)))
+    """Give ``values``, such as ``(B,)`` or ``(B, N)``, trailing dimensions of 1, to broadcast against ``like``."""
+    return values.reshape(*values.shape, *[1] * (like.ndim - values.ndim))
 
 
 class ProbabilityPath(ABC):

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -74,10 +74,6 @@ class IterationRecord:
         for name, values in metrics.items():
             self.metrics.setdefault(name, []).append(values)
 
-    def add_update(self) -> None:
-        """Count an optimizer step that was taken."""
-        self.updates += 1
-
     def first_update(self, name: str) -> Tensor | None:
         """Return a metric of all this rank's images in the first update, in the order of ``local_group_ids``."""
         if name not in self.metrics or not self.is_whole:
@@ -112,12 +108,14 @@ class Stopwatch:
         self._total = (0.0, 0.0)
         self._started: tuple[float, float] | None = None
 
-    def start(self) -> None:
-        """Start after waiting for the GPU, so that earlier work does not count."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure the block after waiting for the GPU, so that earlier work does not count."""
         self._started = _wall_s(), time.process_time()
-
-    def stop(self) -> None:
-        self._total, self._started = self._read(), None
+        try:
+            yield
+        finally:
+            self._total, self._started = self._read(), None
 
     def _read(self) -> tuple[float, float]:
         now = _wall_s(), time.process_time()
@@ -173,23 +171,11 @@ class PassLedger:
         phase = self.counts.setdefault(self.current_phase, {"with_grad": 0, "without_grad": 0})
         phase["with_grad" if torch.is_grad_enabled() else "without_grad"] += len(sample) * self.ranks
 
-    def count_decoded(self, number: int) -> None:
-        """Count this rank's images decoded with gradient."""
-        self.decoded += number * self.ranks
-
-    def count_images(self, number: int) -> None:
-        """Count images rolled out for training."""
-        self.images += number
-
     @contextmanager
     def training_step(self) -> Iterator[None]:
         """Measure the time of a training step, and its peak memory under ``update``."""
-        self.stopwatch.start()
-        try:
-            with self.memory.during("update"):
-                yield
-        finally:
-            self.stopwatch.stop()
+        with self.stopwatch.running(), self.memory.during("update"):
+            yield
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -254,6 +240,3 @@ class Evaluation:
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     fingerprint: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

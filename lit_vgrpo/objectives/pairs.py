@@ -17,7 +17,7 @@ from lit_vgrpo.core.noise import (
     seeded_generator,
     unit_noise,
 )
-from lit_vgrpo.core.probability_paths import ProbabilityPath, Space, expand
+from lit_vgrpo.core.probability_paths import Space, expand
 from lit_vgrpo.core.ranges import (
     ClosedUnitInterval,
     Count,
@@ -83,14 +83,10 @@ def draw_pairs(
     if pure_noise:
         drawn = torch.cat([torch.ones(len(owners), 1), drawn], dim=1)
     noise = unit_noise(generators, (drawn.shape[1], *rollout.latents.shape[1:]))
-    pairs = Pairs(context.policy.path.snap(drawn), noise, rows, int(pure_noise))
-    return (with_negatives(pairs) if antithetic else pairs).to(rollout.latents.device)
-
-
-def with_negatives(pairs: Pairs) -> Pairs:
-    """Return ``(K, 2 N)`` pairs: each of the given ones, followed by the same time with the negative noise."""
-    noise = torch.stack([pairs.noise, -pairs.noise], dim=2).flatten(1, 2)
-    return Pairs(pairs.times.repeat_interleave(2, dim=1), noise, pairs.rows, 2 * pairs.shared)
+    if antithetic:  # each pair is followed by the one with the negative noise
+        drawn, noise = drawn.repeat_interleave(2, dim=1), torch.stack([noise, -noise], dim=2).flatten(1, 2)
+    pairs = Pairs(context.policy.path.snap(drawn), noise, rows, shared=pure_noise * (1 + antithetic))
+    return pairs.to(rollout.latents.device)
 
 
 def share_noisy_latents(context: PrepareContext, pairs: Pairs, all_ranks: Callable[[Tensor], Tensor]) -> Pairs:
@@ -156,8 +152,7 @@ class PairPass:
     @cached_property
     def scale(self) -> Tensor:
         """The factor from an error of the prediction to one in the space, ``(M, N, 1...)``."""
-        scale = self.path.error_scale(self.space, self.times.flatten(), self.cap)
-        return expand(scale, self.prediction.flatten(0, 1)).unflatten(0, self.times.shape)
+        return expand(self.path.error_scale(self.space, self.times, self.cap), self.prediction)
 
     @cached_property
     def error(self) -> Tensor:
@@ -165,7 +160,8 @@ class PairPass:
         pairs, shared, t = self.pairs, self.pairs.shared, self.times.flatten()
         noise = pairs.noise[pairs.rows]
         if shared:
-            made = _noise_from(self.path, self.latents, noise[:, :shared], self.times[:, :shared])
+            a, b = (expand(value, noise) for value in self.path.coefficients(self.times[:, :shared]))
+            made = (noise[:, :shared] - a * self.latents[:, None]) / b  # each image's noise to the same noisy latent
             noise = torch.cat([made, noise[:, shared:]], dim=1)
         x = self.latents.repeat_interleave(self.times.shape[1], dim=0)
         target = self.path.target(x, noise.flatten(0, 1), t).unflatten(0, self.times.shape)
@@ -202,14 +198,6 @@ def _predictions(policy: Policy, micro: Experience, pairs: Pairs, guidance: floa
     return torch.cat([once.unflatten(0, (len(used), shared))[place], each], dim=1) if shared else each
 
 
-def _noise_from(path: ProbabilityPath, latents: Tensor, noisy: Tensor, times: Tensor) -> Tensor:
-    """Return the noise with which each image would give a noisy latent, ``(z - a o) / b``; ``(M, N, ...)``."""
-    a, b = (
-        expand(value, noisy.flatten(0, 1)).unflatten(0, times.shape) for value in path.coefficients(times.flatten())
-    )
-    return (noisy - a * latents[:, None]) / b
-
-
 # --- distances ------------------------------------------------------------------------------------------------------
 
 
@@ -236,10 +224,8 @@ def norm_excess(prediction: Tensor, other: Tensor) -> Tensor:
     """Return ``relu(|v_theta| - |v_ref|)`` of each pair; ``(B, N, ...) -> (B, N)``.
 
     Norms are root mean squares, so that a weight does not depend on the latents' size: our choice, as is the use for
-    other predictions than velocities. They have a floor, since the gradient of a root of 0 is not finite.
-
-    Source:
-        The abstract of arXiv 2606.27771 (NormGuard) and third-party summaries; its weight and scaling were not read.
+    other predictions than velocities. They have a floor, since the gradient of a root of 0 is not finite. Source: the
+    abstract of arXiv 2606.27771 (NormGuard) and third-party summaries; its weight and scaling were not read.
     """
     norm, start = (mean_over_pixels(v.square(), 2).clamp(min=1e-37).sqrt() for v in (prediction, other))
     return (norm - start).relu()

@@ -17,6 +17,7 @@ from lit_vgrpo.core.noise import (
     seeded_generator,
     unit_noise,
 )
+from lit_vgrpo.core.probability_paths import expand
 from lit_vgrpo.core.ranges import Finite, NonNegativeFloat, OnlyWith, Range, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import Experience, RolloutSpec, Steps
@@ -40,9 +41,6 @@ def score_gradient(
         images: The images of the rollout whose prompts they belong to, ``(N,)``, int64.
         crop: Decode only a window with this share of each side, at a random place of each image.
         halved: Decode at half the resolution.
-
-    Raises:
-        RuntimeError: The context has no reward.
     """
     if context.is_trial:  # measures the network
         return latents.new_zeros(len(latents)), torch.zeros_like(latents)
@@ -67,7 +65,7 @@ def score_gradient(
         return torch.cat([scores.detach()[:, None], gradient.flatten(1)], dim=1).to(latents.device)
 
     both = in_batches(scores_and_gradient, policy.decode_batch_size, latents, images.cpu())
-    context.ledger.count_decoded(len(latents))
+    context.ledger.decoded += len(latents) * context.ledger.ranks
     return both[:, 0].clone(), both[:, 1:].reshape(latents.shape)
 
 
@@ -89,22 +87,6 @@ def renoised(context: PrepareContext, number: int, t: Tensor) -> Tensor:
     noise = unit_noise(generators, (number, *rollout.latents.shape[1:])).to(device)
     copies = rollout.latents.repeat_interleave(number, dim=0)
     return context.policy.path.interpolate(copies, noise.flatten(0, 1), t.expand(len(copies)).to(device)).view_as(noise)
-
-
-def linearised(losses: Tensor, gradient: Tensor, images: Tensor) -> Tensor:
-    """Return ``l + <dl/dx, x - sg(x)>``, which has the value and the gradient of the loss where they were taken.
-
-    Args:
-        losses: ``(M, N)``.
-        gradient: Their gradient with respect to the images, ``(M, N, C, h, w)``.
-        images: ``(M, N, C, h, w)``, up to a constant; carries grad.
-    """
-    return losses + (gradient * (images - images.detach())).flatten(2).sum(2)
-
-
-def expanded(values: Tensor, like: Tensor) -> Tensor:
-    """Return values with trailing dimensions of size 1, up to the number of dimensions of ``like``."""
-    return values[(...,) + (None,) * (like.ndim - values.ndim)]
 
 
 @checked
@@ -231,7 +213,7 @@ class RewardGradient(Objective):
         scores, gradient = (values.unflatten(0, images.shape[:2]) for values in scored)
         trained = scores < (math.inf if self.target is None else self.target)  # not where a reward failed
         losses = torch.where(trained, (self.target or 0.0) - scores, 0.0)
-        gradient = torch.where(expanded(trained, gradient), -gradient, 0.0)
+        gradient = torch.where(expand(trained, gradient), -gradient, 0.0)
         experience.kept.update(score=scores, loss=losses, gradient=gradient)
         return experience
 
@@ -253,15 +235,17 @@ class RewardGradient(Objective):
             images = steps.before[:, 0]
             for t, weight in zip(steps.t.unbind(1), steps.weight.unbind(1), strict=True):
                 velocity = policy(images, t, micro.conditioning.select(rows), guidance, detach_negative=True)
-                images = images + expanded(weight, velocity) * velocity
+                images = images + expand(weight, velocity) * velocity
             return images[:, None]
         cond = micro.conditioning.select(rows.repeat_interleave(steps.t.shape[1]))
         velocity = policy(steps.before.flatten(0, 1), steps.t.flatten(), cond, guidance, detach_negative=True)
         velocity = velocity.unflatten(0, steps.t.shape)
-        return velocity * expanded(steps.weight, velocity)
+        return velocity * expand(steps.weight, velocity)
 
     def losses(self, now: Tensor, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
         images = now.sum(dim=1, keepdim=True) if self.variant == "flowbp" else now
-        losses = linearised(micro.kept["loss"], micro.kept["gradient"], images)
-        length = micro.kept["gradient"].flatten(1).norm(dim=1)
-        return losses.mean(dim=1), {"trained_reward": micro.kept["score"].mean(dim=1), "image_gradient": length}
+        gradient = micro.kept["gradient"]
+        # l + <dl/dx, x - sg(x)> has the value and the gradient of the loss where they were taken.
+        losses = micro.kept["loss"] + (gradient * (images - images.detach())).flatten(2).sum(2)
+        metrics = {"trained_reward": micro.kept["score"].mean(dim=1), "image_gradient": gradient.flatten(1).norm(dim=1)}
+        return losses.mean(dim=1), metrics

@@ -115,7 +115,7 @@ class Iteration:
         """Count an update; the record counts only those that took a step."""
         self.updates_done += 1
         if took_step:
-            self.record.add_update()
+            self.record.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return all ranks' images as CPU tensors, so that any number of ranks can continue; all ranks must call it."""

@@ -405,7 +405,7 @@ class Evaluator:
             return self.generate(batch, numbers)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": [one.as_dict() for one in self.history], "contents": self.contents, "starts": self._starts}
+        return {"history": [asdict(one) for one in self.history], "contents": self.contents, "starts": self._starts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.latest, self.step = {}, -1

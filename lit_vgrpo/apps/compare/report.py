@@ -73,7 +73,7 @@ class Curve:
     def of(cls, run: Run, error: str) -> Curve:
         """Read the evaluations from a run's summary."""
         summary = {} if error else read_summary(run.folder) or {}
-        scored = [one.as_dict() for one in summary.get("evaluations", []) if not math.isnan(one.reward)]
+        scored = [asdict(one) for one in summary.get("evaluations", []) if not math.isnan(one.reward)]
         return cls(run.method, run.settings, run.seed, scored, error)
 
     @property
