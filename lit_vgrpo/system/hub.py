@@ -64,11 +64,7 @@ def quiet_libraries(shows_bars: bool = False) -> Iterator[None]:
 
 @contextmanager
 def loading(checkpoint: str, remedy: str) -> Iterator[None]:
-    """Turn any error of a library in loading a checkpoint into one line.
-
-    Raises:
-        LoadError: The block failed; the message is the library's, shortened, with the remedy.
-    """
+    """Turn any error of a library in loading a checkpoint into a LoadError of one line, with the remedy."""
     try:
         yield
     except LoadError:
@@ -86,10 +82,8 @@ def loading(checkpoint: str, remedy: str) -> Iterator[None]:
 def local_folder(checkpoint: str) -> Path | None:
     """Return the folder that a checkpoint names, or None for a hub name such as ``owner/name``.
 
-    A name that is both means the folder, as in diffusers and transformers. A path need not exist.
-
-    Raises:
-        ValueError: A ``shipped:`` path leaves the installed folder.
+    A name that is both means the folder, as in diffusers and transformers. A path need not exist. ValueError as in
+    :func:`~lit_vgrpo.system.paths.resolve_path`.
     """
     path = resolve_path(checkpoint)
     looks_local = checkpoint.startswith((SHIPPED_PREFIX, "/", ".", "~")) or not _HUB_NAME.fullmatch(checkpoint)

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import sha256
+from hashlib import file_digest
 from importlib.resources import files
 from pathlib import Path, PosixPath
 from secrets import token_hex
@@ -63,11 +63,7 @@ def shipped_root() -> Path:
 
 
 def resolve_path(text: str | Path) -> Path:
-    """Resolve a recipe's path: ``shipped:prompts/x.txt`` points into the installed recipes.
-
-    Raises:
-        ValueError: A ``shipped:`` path leaves the installed folder.
-    """
+    """Resolve a recipe's path: ``shipped:prompts/x.txt`` points into the installed recipes; ValueError if it leaves."""
     text = str(text)
     if not text.startswith(SHIPPED_PREFIX):
         return typed_path(text)
@@ -91,11 +87,8 @@ def import_from_here(*folders: Path) -> None:
 
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
-    digest = sha256()
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return file_digest(file, "sha256").hexdigest()
 
 
 def read_regular(path: Path) -> bytes:
@@ -164,11 +157,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def vacant_folder(text: str) -> Path:
-    """Return the path of a folder that is empty or does not exist.
-
-    Raises:
-        UserError: The path is a file or a non-empty folder.
-    """
+    """Return the path of a folder that is empty or does not exist; UserError for any other."""
     folder = typed_path(text)
     if any(folder.iterdir()) if folder.is_dir() else folder.exists():
         what = "is not empty" if folder.is_dir() else "is a file"

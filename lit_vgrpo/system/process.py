@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -25,11 +24,7 @@ def quiet_imports() -> None:
         ("DeepSpeed", "accelerator"),  # imported by diffusers, prints to stdout
         ("bitsandbytes.backends.cpu.ops", "kernels-community"),  # imported by peft
     ):
-        logging.getLogger(name).addFilter(partial(_lacks, words))
-
-
-def _lacks(words: str, record: logging.LogRecord) -> bool:
-    return words not in record.getMessage()
+        logging.getLogger(name).addFilter(lambda record, words=words: words not in record.getMessage())  # type: ignore[misc]
 
 
 def is_first_process() -> bool:

@@ -18,11 +18,7 @@ def require_packages() -> None:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet.
-
-    Raises:
-        UserError: The port is taken, or the host is not an address of this machine.
-    """
+    """Return a bound socket that does not listen yet; UserError for a taken port, or another machine's address."""
     listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -34,11 +34,7 @@ def attributes_of(prompt: str, row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def render(colour: str, shape: str, motion: str, generator: torch.Generator) -> Tensor:
-    """Render one video, with a random size, place and speed.
-
-    Returns:
-        Shape ``(5, 3, 32, 32)``, float32 in [0, 1].
-    """
+    """Render one video ``(5, 3, 32, 32)``, float32 in [0, 1], with a random size, place and speed."""
     u = torch.rand(4, generator=generator)
     travel = (_TRAVEL[0] + (_TRAVEL[1] - _TRAVEL[0]) * u[0]) * (torch.arange(FRAMES) / (FRAMES - 1) - 0.5)
     x, y = (

@@ -69,16 +69,12 @@ def attributes_of(
 
 
 def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor) -> Tensor:
-    """Return anti-aliased masks of one kind of shape.
+    """Return anti-aliased masks of one of `SHAPES`, ``(B, 32, 32)``: about the fraction of each pixel it covers.
 
     Args:
-        shape: One of `SHAPES`.
         x: Horizontal centroid in pixels, shape ``(B,)``.
         y: Vertical centroid in pixels, downwards, shape ``(B,)``.
         area: Area in square pixels, shape ``(B,)``.
-
-    Returns:
-        Shape ``(B, 32, 32)``, in [0, 1]: approximately the covered fraction of each pixel.
     """
     grid = torch.arange(IMAGE_SIZE, dtype=x.dtype, device=x.device) + 0.5
     dx = (grid - x[:, None])[:, None, :]
@@ -100,11 +96,7 @@ def area_of(shape: str, size: Tensor) -> Tensor:
 
 
 def render(colour: str, shape: str, place: str, generator: torch.Generator | None = None) -> Tensor:
-    """Render one image, with a random size and position around its place.
-
-    Returns:
-        Shape ``(3, 32, 32)``, float32 in [0, 1], on the CPU.
-    """
+    """Render one image ``(3, 32, 32)``, float32 in [0, 1], with a random size and position around its place."""
     device = "cpu" if generator is None else generator.device
     u = torch.rand(3, generator=generator, device=device).cpu()
     along, across = OFFSET + _ALONG * (2 * u[1] - 1), _ACROSS * (2 * u[2] - 1)
@@ -131,10 +123,7 @@ class ShapesImages:
     def __call__(
         self, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], generators: Sequence[torch.Generator]
     ) -> tuple[Tensor, list[str]]:
-        """Render each row's image and caption it.
-
-        Returns:
-            Images of shape ``(B, 3, 32, 32)``, float32 in [0, 1], and one caption per image.
+        """Return each row's image, ``(B, 3, 32, 32)``, float32 in [0, 1], and caption.
 
         Raises:
             ValueError: A prompt, with its row's fields, does not name all three attributes.

@@ -46,14 +46,9 @@ def _font() -> ImageFont.FreeTypeFont:
 
 
 def render(word: str, generator: torch.Generator) -> Tensor:
-    """Render a word near the centre, in one of five dark colours on light grey.
+    """Render a word, which fills the image with three letters, near the centre; ``(3, 16, 40)``, float32 in [0, 1].
 
-    Args:
-        word: The word to render; three letters fill the image.
-        generator: Source of colour, grey and position.
-
-    Returns:
-        Shape ``(3, 16, 40)``, float32 in [0, 1].
+    The generator chooses the position, one of five dark colours, and the light grey below.
     """
     u = torch.rand(4, generator=generator, device=generator.device).cpu()
     mask = Image.new("L", (WIDTH * _FINER, HEIGHT * _FINER))
@@ -91,11 +86,7 @@ class WordImages:
     def __call__(
         self, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], generators: Sequence[torch.Generator]
     ) -> tuple[Tensor, list[str]]:
-        """Return one image of random letters and one caption for each generator.
-
-        Returns:
-            Images of shape ``(B, 3, 16, 40)``, float32 in [0, 1], and one caption per image.
-        """
+        """Return an image of random letters, ``(B, 3, 16, 40)``, float32 in [0, 1], and a caption per generator."""
         shown = [random_letters(generator) for generator in generators]
         images = list(map(render, shown, generators))
         return torch.stack(images), [prompt_of(letters) for letters in map(self._misspell, shown, generators)]
