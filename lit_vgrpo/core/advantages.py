@@ -17,14 +17,11 @@ NO_SPREAD = 1e-6
 
 
 def group_statistics(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return mean, population std and number of valid images of each image's group.
+    """Return mean, population std and number of valid images of each image's group, float64, and the group's index.
 
     Args:
-        rewards: Shape ``(B,)``; NaN marks a failed image, which is left out.
+        rewards: Shape ``(B,)``, as are the results; NaN marks a failed image, which is left out.
         group_ids: Shape ``(B,)``, int64, any values.
-
-    Returns:
-        ``mean (B,)``, ``std (B,)``, ``count (B,)`` of each image's group, float64, and the group's index ``(B,)``.
     """
     _, index = torch.unique(group_ids, return_inverse=True)
     valid = ~rewards.isnan()
@@ -39,10 +36,10 @@ def group_statistics(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, std: AdvantageStd = "global") -> Tensor:
-    """Return ``A_i = (R_i - mean of its group) / (s + 1e-4)``.
+    """Return ``A_i = (R_i - mean of its group) / (s + 1e-4)``, ``(B,)``, float32; sums to 0 in each group.
 
     A group without spread gets 0, not rounding noise divided by the floor. A failed image (NaN) is left out of all
-    statistics and gets 0.
+    statistics and gets 0. Source: arXiv 2402.03300; the global std follows arXiv 2505.05470.
 
     Args:
         rewards: Total reward of every image of the iteration over all ranks, shape ``(B,)``.
@@ -50,26 +47,16 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, std: AdvantageStd = "gl
         std: ``s`` is the population std over the whole iteration (``"global"``) or over the image's group; ``"none"``
             does not divide.
 
-    Returns:
-        Shape ``(B,)``, float32, unitless unless ``std`` is ``"none"``; sums to 0 in each group.
-
-    Source:
-        arXiv 2402.03300 (group-relative advantages); the global std follows arXiv 2505.05470.
-
     >>> group_advantages(torch.tensor([0.0, 1.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1]), std="group")
     tensor([-0.9998,  0.9998,  0.0000,  0.0000])
     """
     mean, group_std, _, _ = group_statistics(rewards, group_ids)
     valid = ~rewards.isnan()
-    if std == "group":
-        scale = group_std + STD_FLOOR
-    elif std == "global":
-        kept = rewards[valid].double()
-        scale = (kept.std(correction=0) if len(kept) else torch.tensor(0.0, dtype=torch.float64)) + STD_FLOOR
-    elif std == "none":
-        scale = torch.ones_like(group_std)
-    else:
+    if std not in ("global", "group", "none"):
         raise ValueError(f"advantage std={std!r} is unknown. Use global, source, group or none.")
+    scale = group_std + STD_FLOOR if std == "group" else torch.ones_like(group_std)
+    if std == "global" and valid.any():
+        scale = rewards[valid].double().std(correction=0) + STD_FLOOR
     # Spread is relative to the reward's magnitude, because float32 sums of equal rewards differ in their last bits.
     spread = group_std > NO_SPREAD * mean.abs().clamp(min=1)
     advantages = (rewards.double() - mean) / scale
@@ -85,7 +72,7 @@ def combined_advantages(
     aggregate: AdvantageAggregate = "rewards",
     sources: Sequence[str] = (),
 ) -> Tensor:
-    """Return advantages of several rewards: of their weighted sum, or the weighted sum of their advantages.
+    """Return advantages of several rewards, as :func:`group_advantages`: of their sum, or the sum of advantages.
 
     Args:
         rewards: The weighted sum of the parts, ``(B,)``; NaN if one of them failed.
@@ -94,14 +81,8 @@ def combined_advantages(
         group_ids: Shape ``(B,)``, int64.
         std: See :func:`group_advantages`; ``"source"`` divides by the std over the images of the same source.
         aggregate: ``"rewards"`` normalises the sum; ``"advantages"`` normalises each reward before summing, so that a
-            reward with a wide range does not dominate.
+            reward with a wide range does not dominate (arXiv 2507.21802).
         sources: Source of each image's prompt, of length B; empty if there is only one.
-
-    Returns:
-        Shape ``(B,)``, float32; sums to 0 in each group.
-
-    Source:
-        The sum of advantages follows arXiv 2507.21802.
     """
     if std == "source":
         total = torch.zeros(len(rewards))
@@ -121,11 +102,7 @@ def combined_advantages(
 
 
 def soft_clip(advantages: Tensor, limit: float | None) -> Tensor:
-    """Bound advantages smoothly at ``limit`` (eta): ``eta tanh(A / eta)``; ``None`` leaves them unchanged.
-
-    Source:
-        arXiv 2604.23380, soft-clipped advantages, eta 3 to 5.
-    """
+    """Bound advantages at eta by ``eta tanh(A / eta)``, with eta 3 to 5 in arXiv 2604.23380; ``None`` does not."""
     return advantages if limit is None else limit * torch.tanh(advantages / limit)
 
 

@@ -29,12 +29,11 @@ def filled(rows: Tensor, size: int) -> Tensor:
 def in_batches(function: Callable[..., Tensor], size: int, *columns: Tensor) -> Tensor:
     """Return a function of all rows, computed with exactly ``size`` rows at a time.
 
-    A matrix product or convolution of a different number of rows may use a different kernel and round differently. With
-    a smaller last batch, the last bits of a row would depend on how rows are distributed over calls and ranks.
+    A different number of rows may use another kernel and round differently: with a smaller last batch, the last bits of
+    a row would depend on how rows are distributed over calls and ranks. So it is padded.
 
     Args:
         function: Takes ``size`` rows of each column and returns as many rows.
-        size: Rows per batch; the last one is padded.
         columns: Tensors with the same number of rows, at least one.
     """
     results = []

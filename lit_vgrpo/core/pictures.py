@@ -23,11 +23,7 @@ _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF
 
 
 def read_picture(path: str | Path) -> Tensor:
-    """Return a picture ``(3, H, W)``, uint8, upright, on white where it is transparent.
-
-    Raises:
-        ValueError: The file is missing, is truncated, or is not an image of at most 8 bits per channel.
-    """
+    """Return a picture ``(3, H, W)``, uint8, upright, on white where it is transparent; ValueError if unreadable."""
     with _opened(path) as opened:
         image = ImageOps.exif_transpose(opened)
         if "A" in image.getbands() or "transparency" in image.info:
@@ -37,11 +33,7 @@ def read_picture(path: str | Path) -> Tensor:
 
 
 def picture_size(path: str | Path) -> tuple[int, int]:
-    """Return the height and width of an upright picture, from its file's header.
-
-    Raises:
-        ValueError: The file is missing or is not an image.
-    """
+    """Return the height and width of an upright picture, from its file's header; ValueError if it is not readable."""
     with _opened(path) as opened:
         width, height = opened.size
         return (width, height) if opened.getexif().get(_ORIENTATION) in _TURNED else (height, width)
@@ -102,12 +94,9 @@ def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
             raise ValueError(
                 f'Prompt "{row.get("prompt")}" has no {PICTURE}, but other rows have. Add one to every row.'
             )
-    read = [[_read_once(file, _changed_ns(Path(file))) for file in own] for own in files]
+    changed_ns = {file: os.stat(file).st_mtime_ns for own in files for file in own if os.path.isfile(file)}
+    read = [[_read_once(file, changed_ns.get(file, 0)) for file in own] for own in files]
     return [own[0] if len(own) == 1 else _stacked(own) for own in read]
-
-
-def _changed_ns(file: Path) -> int:
-    return file.stat().st_mtime_ns if file.is_file() else 0  # read_picture reports a missing one
 
 
 @lru_cache(maxsize=128)
@@ -118,10 +107,7 @@ def _read_once(path: str, changed_ns: int) -> Tensor:
 def stacked_references(rows: Sequence[Mapping[str, Any]]) -> Tensor | None:
     """Return the rows' pictures as one tensor, float32 in [0, 1]; ``None`` if they have none.
 
-    ``(B, 3, H, W)``, or ``(B, N, 3, H, W)`` if each row has several.
-
-    Raises:
-        ValueError: As in :func:`references_of`, or the rows' pictures differ in size or number.
+    ``(B, 3, H, W)``, or ``(B, N, 3, H, W)`` if each row has several; ValueError if they differ in size or number.
     """
     pictures = references_of(rows)
     return None if pictures is None else _stacked(pictures).float() / 255

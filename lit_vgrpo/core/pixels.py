@@ -16,14 +16,7 @@ CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """Round images to what a file can store.
-
-    Args:
-        images: Any shape, float in [0, 1], finite.
-
-    Returns:
-        The same shape, uint8.
-    """
+    """Round finite images of any shape, float in [0, 1], to uint8, as a file stores them."""
     return (images.float().clamp(0, 1) * 255).round().to(torch.uint8)
 
 
@@ -33,11 +26,7 @@ def strips(images: Tensor) -> Tensor:
 
 
 def to_pil(images: Tensor) -> list[Image.Image]:
-    """Convert images to PIL RGB images, rounded as in a file.
-
-    Args:
-        images: Shape ``(B, 3, H, W)``, float in [0, 1], finite.
-    """
+    """Convert finite images ``(B, 3, H, W)``, float in [0, 1], to PIL RGB images, rounded as in a file."""
     pictures = to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()
     return [Image.fromarray(picture) for picture in pictures]
 
@@ -55,11 +44,7 @@ def save_webp(frames: list[Image.Image], file: IO[bytes], duration: int, **optio
 
 
 def encode_png(image: Tensor) -> bytes:
-    """Return an image as a PNG file.
-
-    Args:
-        image: uint8, shape ``(3, H, W)``.
-    """
+    """Return an image ``(3, H, W)``, uint8, as a PNG file."""
     buffer = io.BytesIO()
     picture = Image.fromarray(image.permute(1, 2, 0).contiguous().cpu().numpy())
     # half the time of the default strategy, and no larger
@@ -75,10 +60,7 @@ def centre_cropped(images: Tensor, size: int) -> Tensor:
 
     Args:
         images: Shape ``(b, 3, H, W)``: uint8 on the CPU, or floats in [0, 1], whose gradient is kept.
-        size: Side of the square, pixels.
-
-    Returns:
-        Shape ``(b, 3, size, size)``, float32.
+        size: Side of the square, pixels; the result is ``(b, 3, size, size)``, float32.
     """
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional as F
@@ -103,10 +85,7 @@ def letterboxed(images: Tensor, size: int) -> Tensor:
 
     Args:
         images: Shape ``(b, 3, H, W)``: uint8, or floats in [0, 1], whose gradient is kept.
-        size: Side of the square, pixels.
-
-    Returns:
-        Shape ``(b, 3, size, size)``, float32.
+        size: Side of the square, pixels; the result is ``(b, 3, size, size)``, float32.
     """
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional as F

@@ -64,15 +64,13 @@ def rollout_batches(
 ) -> Generator[Rollout, None, None]:
     """Sample the images of a request, one forward batch at a time: noise, then the ODE or the SDE.
 
-    Close the iterator if you do not exhaust it: the adapter stays merged until then.
+    Yields ``request.batch_size`` images at a time, in the order of ``request.layout()``. Close the iterator if you do
+    not exhaust it: the adapter stays merged until then.
 
     Args:
         device: Device that stores the images and embeddings; ``None`` uses the network's device.
         record_means: Keep the mean of every SDE step.
         record: ODE steps whose initial latents are kept, ascending.
-
-    Yields:
-        The next ``request.batch_size`` images, in the order of ``request.layout()``.
     """
     device = device or policy.device
     group_rows, image_ids = request.layout()
@@ -120,16 +118,13 @@ def sample(
     noise: Tensor,
     batch_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Integrate the policy from noise to clean latents with a diffusers scheduler.
+    """Return clean latents ``(B, C, h, w)`` and the times ``(S,)`` at which the network was called, float32.
 
     Args:
         conditioning: One row per prompt.
         rows: ``(B,)``: the conditioning row of each image.
         noise: ``z_1``, shape ``(B, C, h, w)``, on any device, which is also that of the result.
         batch_size: Images per forward pass; the last batch is padded. ``None`` uses one batch.
-
-    Returns:
-        Latents ``(B, C, h, w)`` float32, and the times ``(S,)`` at which the network was called, float32.
     """
     batches = [*_ode_batches(policy, conditioning, rows, spec, noise, batch_size)]
     return torch.cat([latents for latents, _, _ in batches]), batches[-1][1]
@@ -233,11 +228,7 @@ def _without_waiting(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _integrate_tail(policy: Policy, cond: Conditioning, spec: RolloutSpec, z: Tensor, times: Tensor) -> Tensor:
-    """Integrate from ``z`` at ``times[0]`` to 0 with DPM-Solver++ 2M.
-
-    Args:
-        times: Times on the CPU.
-    """
+    """Integrate from ``z`` at ``times[0]``, on the CPU, to 0 with DPM-Solver++ 2M."""
     steps = len(times) - 1
     scheduler = policy.scheduler("dpm++", steps)
     # The scheduler cannot create a schedule that starts in the middle. It reads these by index, never by timestep.

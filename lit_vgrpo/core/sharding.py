@@ -85,9 +85,7 @@ def laid_out_as(parameter: DTensor, whole: Tensor) -> DTensor:
 def full(parameter: Any, values: Tensor) -> Tensor:
     """Gather the full tensor of which each rank has ``values``, laid out as by :func:`local`; all ranks must call it.
 
-    Returns:
-        On rank 0 the full tensor, on the CPU if it was gathered. On other ranks a tensor of its shape on the meta
-        device: they do not need the values, and this saves memory.
+    If gathered, it is on the CPU on rank 0, and on the meta device, which saves memory, on ranks that do not need it.
     """
     if not is_sharded(parameter):
         return values

@@ -202,13 +202,8 @@ class Sizes:
         return []
 
     def plan(self, world_size: int) -> Plan:
-        """Return the plan of an iteration on ``world_size`` ranks.
-
-        Raises:
-            ValueError: The sizes do not fit this world size (the first of :meth:`errors`).
-        """
-        errors = self.errors(world_size)
-        if errors:
+        """Return the plan of an iteration on ``world_size`` ranks; ValueError with the first of :meth:`errors`."""
+        if errors := self.errors(world_size):
             raise ValueError(errors[0])
         images = self.prompts_per_iteration * self.group_size
         share = self.images_per_share(world_size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,11 +46,7 @@ def flow_sde_step(
 ) -> Transition:
     """Take a step with ``sigma = noise_level sqrt(t / (1 - t))``, the SDE with the marginals of the flow.
 
-    Args:
-        second_time: The schedule's second time, used in the denominator at ``t = 1``.
-
-    Source:
-        arXiv 2505.05470.
+    At ``t = 1`` the denominator uses the schedule's second time. Source: arXiv 2505.05470.
     """
     bounded = torch.where(t > 1 - 1e-5, second_time, t)  # some shifts start at 0.9999998
     t, h, bounded = (expand(value, z) for value in (t, t - t_next, bounded))
@@ -62,8 +59,7 @@ def flow_sde_step(
 def cps_step(velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_level: float) -> Transition:
     """Take a step with ``s = t' sin(noise_level pi / 2)``: new noise replaces part of the predicted, totalling ``t'``.
 
-    Source:
-        arXiv 2509.05952, as used with arXiv 2505.05470.
+    Source: arXiv 2509.05952, as used with arXiv 2505.05470.
     """
     t, t_next = expand(t, z), expand(t_next, z)
     x, eps = z - t * velocity, z + (1 - t) * velocity
@@ -73,11 +69,7 @@ def cps_step(velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_level
 
 
 def dance_step(velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_level: float) -> Transition:
-    """Take an Euler step plus a drift along the score, with a constant ``eta = noise_level``.
-
-    Source:
-        arXiv 2505.07818.
-    """
+    """Take an Euler step plus a drift along the score, with a constant ``eta = noise_level`` (arXiv 2505.07818)."""
     t, h = expand(t, z), expand(t - t_next, z)
     x = z - t * velocity
     score = -(z - (1 - t) * x) / t.square()
@@ -91,8 +83,7 @@ def ddim_step(
 ) -> Transition:
     """Take a DDIM step with noise ``eta``: 1 is the ancestral chain of a variance-preserving network, 0 the ODE.
 
-    Source:
-        arXiv 2010.02502; as a policy's chain arXiv 2305.13301.
+    Source: arXiv 2010.02502; as a policy's chain arXiv 2305.13301.
     """
     x, eps = path.to_x(prediction, z, t), path.to_eps(prediction, z, t)
     a, b = (expand(value, z) for value in path.coefficients(t))
@@ -129,13 +120,9 @@ def transition(
 
 
 def log_prob(solver: str, sample: Tensor, step: Transition) -> Tensor:
-    """Return the log-probability of ``sample`` as a mean over dimensions, not a sum.
+    """Return the log-probability ``(B,)`` of a step's end ``sample (B, ...)``: a mean over dimensions, not a sum.
 
-    Args:
-        sample: ``(B, ...)``, the end of the step.
-
-    Returns:
-        ``(B,)``. For cps ``-m((z' - mean)^2)``, as published; 0 for a step without noise, which has no density.
+    For cps it is ``-m((z' - mean)^2)``, as published, and 0 for a step without noise, which has no density.
     """
     squared = (sample - step.mean).square().flatten(1).mean(dim=1)
     if solver == "cps":
@@ -152,18 +139,6 @@ def tail_steps(remaining: int, share: float) -> int:
 
 
 def regrid(times: Tensor, steps: int) -> Tensor:
-    """Resample times to fewer steps over the same interval, with the same spacing.
-
-    Args:
-        times: ``(R + 1,)``, decreasing, the last is 0.
-        steps: Number of steps, at most R.
-
-    Returns:
-        ``(steps + 1,)``: the first is ``times[0]``, the last exactly 0.
-    """
+    """Resample times ``(R + 1,)`` on the CPU to fewer steps over the same interval, with the same spacing."""
     at = torch.linspace(0, len(times) - 1, steps + 1, dtype=torch.float64)
-    below = at.floor().long().clamp(max=len(times) - 2)
-    values = times.double().cpu()
-    grid = values[below] + (at - below) * (values[below + 1] - values[below])
-    grid[0], grid[-1] = values[0], 0.0
-    return grid.float().to(times.device)
+    return torch.from_numpy(np.interp(at, np.arange(len(times)), times)).float()

@@ -56,9 +56,7 @@ class SamplerTimes:
         return SamplerTimes(self.times[: number + int(rest * progress + 1e-9)])
 
     def draw(self, number: int, generator: torch.Generator, stratified: bool = True) -> Tensor:
-        """Return N times ``(N,)``, float32.
-
-        Fewer times than draws are repeated as evenly as possible.
+        """Return N times ``(N,)``, float32; fewer times than draws are repeated as evenly as possible.
 
         Args:
             number: N.
@@ -202,23 +200,19 @@ def mean_over_pixels(values: Tensor, keep: int) -> Tensor:
 
 
 def denoising_error(error: Tensor, self_normalised: bool) -> Tensor:
-    """Return ``l_ij``, the squared error of each pair, optionally divided by its detached absolute error.
+    """Return ``l_ij (B, N)``, the squared error of each pair, optionally divided by its detached absolute error.
 
     Args:
         error: ``x_hat - o`` (or the equivalent in another space), shape ``(B, N, ...)``.
-        self_normalised: The adaptive weighting ``m(e^2) / sg(m(|e|))``; the denominator is floored, since an exact
-            prediction would give 0/0.
-
-    Returns:
-        Shape ``(B, N)``.
+        self_normalised: The adaptive weighting ``m(e^2) / sg(m(|e|))``.
     """
     squared = mean_over_pixels(error.square(), 2)
     return squared / absolute_error(error) if self_normalised else squared
 
 
-def absolute_error(error: Tensor) -> Tensor:
-    """Return ``sg(m(|e|))``, floored; ``(B, N, ...) -> (B, N)``."""
-    return mean_over_pixels(error.detach().abs(), 2).clamp(min=ERROR_FLOOR)
+def absolute_error(error: Tensor, floor: float = ERROR_FLOOR) -> Tensor:
+    """Return ``sg(m(|e|))``, floored, since an exact prediction would give 0/0; ``(B, N, ...) -> (B, N)``."""
+    return mean_over_pixels(error.detach().abs(), 2).clamp(min=floor)
 
 
 def surrogate(errors: Tensor) -> Tensor:
@@ -227,29 +221,19 @@ def surrogate(errors: Tensor) -> Tensor:
 
 
 def coefficient_of_variation(values: Tensor, group_ids: Tensor | None = None) -> float:
-    """Return population std over mean of ``values (B,)``, with ``group_ids (B,)`` averaged over groups.
-
-    Source:
-        The paper's diagnostic, overall and within groups.
-    """
-    one_group = torch.zeros(len(values), dtype=torch.int64, device=values.device)
-    mean, std, count, _ = group_statistics(values, one_group if group_ids is None else group_ids)
+    """Return population std over mean of ``values (B,)``, averaged over groups; the paper's diagnostic."""
+    ids = torch.zeros(len(values), dtype=torch.int64, device=values.device) if group_ids is None else group_ids
+    mean, std, count, _ = group_statistics(values, ids)
     return float((std / mean.abs().clamp(min=1e-12) / count).sum() / (1 / count).sum())
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float | None) -> Tensor:
-    """Return PPO's surrogate, to be maximised.
+    """Return PPO's surrogate (arXiv 1707.06347), to be maximised, of the shape of ``log_ratio``.
 
     Args:
         log_ratio: Log of new over old likelihood, shape ``(B, ...)``, float32; carries grad.
         advantages: Broadcastable to ``log_ratio``, unitless, zero-mean in each group.
         clip: Half-width of the trust region around ratio 1; ``None`` switches it off.
-
-    Returns:
-        Shape of ``log_ratio``.
-
-    Source:
-        arXiv 1707.06347.
     """
     ratio = log_ratio.exp()
     if clip is None:
@@ -261,7 +245,5 @@ def ratio_metrics(log_ratio: Tensor, clip: float | None) -> dict[str, Tensor]:
     """Return ``ratio_deviation`` and ``clip_fraction`` per image, detached, averaged over steps or times."""
     deviation = (log_ratio.detach().exp() - 1).abs()
     outside = torch.zeros_like(deviation) if clip is None else (deviation > clip).float()
-    return {
-        "ratio_deviation": deviation.flatten(1).mean(dim=1) if deviation.ndim > 1 else deviation,
-        "clip_fraction": outside.flatten(1).mean(dim=1) if outside.ndim > 1 else outside,
-    }
+    metrics = {"ratio_deviation": deviation, "clip_fraction": outside}
+    return {name: each.mean(dim=1) if each.ndim > 1 else each for name, each in metrics.items()}

@@ -56,20 +56,16 @@ class Conditioning:
     def to(self, device: torch.device | str) -> Conditioning:
         return Conditioning({name: value.to(device) for name, value in self.tensors.items()})
 
-    def padded_to(self, length: int) -> Conditioning:
-        """Return prompts of ``length`` tokens, the mask 0 at the new ones; ValueError without a mask."""
-        if MASK not in self.tensors:
-            raise ValueError(f"Prompts of different lengths need a tensor {MASK!r}. Pad all prompts to one length.")
-        of_prompt = {name: lengthened(value, length) for name, value in self.tensors.items() if is_of_prompt(name)}
-        return Conditioning({**self.tensors, **of_prompt})
-
     def joined_with(self, other: Conditioning) -> Conditioning:
-        """Return the rows of both; with a mask, the shorter prompts are padded."""
-        both = [self, other]
-        if any(value.shape[1:] != other.tensors[name].shape[1:] for name, value in self.tensors.items()):
-            length = max(one.tensors[MASK].shape[1] if MASK in one.tensors else 0 for one in both)
-            both = [one.padded_to(length) for one in both]
-        return Conditioning({name: torch.cat([one.tensors[name] for one in both]) for name in self.tensors})
+        """Return the rows of both; the shorter prompts are padded, for which they need a mask."""
+        columns = {name: [value, other.tensors[name]] for name, value in self.tensors.items()}
+        if any(one.shape[1:] != two.shape[1:] for one, two in columns.values()):
+            if MASK not in columns:
+                raise ValueError(f"Prompts of different lengths need a tensor {MASK!r}. Pad all prompts to one length.")
+            length = max(mask.shape[1] for mask in columns[MASK])
+            for name in filter(is_of_prompt, columns):
+                columns[name] = [lengthened(value, length) for value in columns[name]]
+        return Conditioning({name: torch.cat(both) for name, both in columns.items()})
 
 
 def is_of_prompt(name: str) -> bool:

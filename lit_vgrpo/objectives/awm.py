@@ -13,20 +13,14 @@ from lit_vgrpo.core.snapshots import Decay
 from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import Copy, Metrics
-from lit_vgrpo.objectives.pairs import (
-    PairObjective,
-    PairPass,
-    TimesPer,
-    distance_to,
-    prediction,
-)
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass, TimesPer, distance_to, prediction
 
 Weighting = Literal["power", "huber", "uniform", "time", "time_squared"]
 ERROR_OFFSET = 1e-10
 
 
 def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power", power: float = 0.25) -> Tensor:
-    """Return ``log q``, the surrogate of the log-likelihood of one image at one time.
+    """Return ``log q (B, N)``, at most 0: the surrogate of the log-likelihood of each image at each time.
 
     Args:
         errors: ``e = m((v_theta - (eps - x))^2)``, shape ``(B, N)``.
@@ -34,9 +28,6 @@ def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power"
         weighting: ``-t ((e + 1e-10)^p - (1e-10)^p) / p``; ``-t (sqrt(e + 1e-10) - 1e-5)``, which is half of it with
             ``p = 1/2``; ``-e``, ``-t e`` or ``-t^2 e``.
         power: ``p`` of the first.
-
-    Returns:
-        Shape ``(B, N)``, at most 0.
     """
     if weighting == "huber":
         return log_likelihood(errors, times, "power", 0.5) / 2
@@ -50,9 +41,8 @@ def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power"
 class AWM(PairObjective):
     """AWM: the clipped ratio of every (image, time), and a pull to the start and to a slowly moving copy.
 
-    Defined on a rectified flow only. With one update per iteration the policy is the behaviour policy, so the old
-    likelihoods need no passes. The predictions of the start and of the copy are kept for a whole iteration; each is as
-    large as the latents times ``num_times``.
+    Defined on a rectified flow only. The predictions of the start and of the copy are kept for a whole iteration; each
+    is as large as the latents times ``num_times``.
 
     Args:
         num_times: Times per image, one in each equal part of the schedule, shared by the images of a micro-batch.

@@ -6,8 +6,8 @@ from the module of the last class, where a string from a base class is undefined
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -333,9 +333,7 @@ class Objective(ABC):
             later = context.later if copy.decay == 0 else None
             part = experience if later is None else experience.select(later.to(experience.latents.device))
             micros = part.micro_batches(context.micro_batch_size)
-            self.keep(context.policy, name, micros, context.ledger, into=experience)
-            if later is not None:
-                self._scatter(experience, copy, later)
+            self.keep(context.policy, name, micros, context.ledger, into=experience, places=later)
         return experience
 
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
@@ -346,18 +344,36 @@ class Objective(ABC):
                     self.keep(policy, name, [micro], ledger, into=micro)
 
     def keep(
-        self, policy: Policy, name: str, micros: Sequence[Experience], ledger: PassLedger | None, into: Experience
+        self,
+        policy: Policy,
+        name: str,
+        micros: Sequence[Experience],
+        ledger: PassLedger | None,
+        into: Experience,
+        places: Tensor | None = None,
     ) -> None:
-        """Pass micro-batches through the network with the weights of a copy, and keep what it declares."""
-        copy, device = self.copies_needed()[name], into.latents.device
+        """Pass micro-batches through the network with the weights of a copy, and keep what it declares.
+
+        Args:
+            places: Rows of these images in ``into``, if they are not all of it; the others get NaN.
+        """
+        copy, weights, device = self.copies_needed()[name], self.copies.get(name), into.latents.device
         guidance = self.guidance_in("reference" if name == "reference" else "training", policy)
         kept: dict[str, list[Tensor]] = {key: [] for key in copy.keeps}
-        with self.with_copy(policy, name, ledger):
+        if weights is not None:
+            weights.to(policy.device)
+        swapped = nullcontext() if weights is None else weights.swapped_into(policy)
+        with (ledger or PassLedger()).phase(name), torch.no_grad(), swapped:
             for micro in micros:
                 seen = self.see(policy, micro.to(policy.device), guidance)
                 for key, function in copy.keeps.items():
                     kept[key].append(micro.keep_shared(key, function(seen).to(device)))
-        into.kept.update({key: torch.cat(values) for key, values in kept.items()})
+        for key, parts in kept.items():
+            values = torch.cat(parts)
+            if places is not None:
+                whole = values.new_full((len(into), *values.shape[1:]), math.nan)
+                values = whole.index_copy(0, places.to(device), values)
+            into.kept[key] = values
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, Metrics]:
         """Return the scalar loss of a micro-batch, and metrics."""
@@ -401,26 +417,6 @@ class Objective(ABC):
                     raise RuntimeError(f"The experience lacks {key}. Call prepare, and before_update for every update.")
                 kept[key] = value
         return kept
-
-    @staticmethod
-    def _scatter(experience: Experience, copy: Copy, places: Tensor) -> None:
-        """Scatter the values kept for some images to all of them, with NaN for the others."""
-        for key in copy.keeps:
-            values = experience.kept[key]
-            all_images = values.new_full((len(experience), *values.shape[1:]), math.nan)
-            all_images[places.to(values.device)] = values
-            experience.kept[key] = all_images
-
-    @contextmanager
-    def with_copy(self, policy: Policy, name: str, ledger: PassLedger | None = None) -> Iterator[None]:
-        """Swap in the weights of a copy, without gradient, and count the passes inside under its name."""
-        with (ledger or PassLedger()).phase(name), torch.no_grad():
-            if name not in self.copies:  # the policy itself
-                yield
-                return
-            self.copies[name].to(policy.device)
-            with self.copies[name].swapped_into(policy):
-                yield
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

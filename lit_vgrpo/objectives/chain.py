@@ -22,11 +22,7 @@ from lit_vgrpo.policies.base import Policy
 
 
 def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
-    """Return ``m((mean - mean_ref)^2) / (2 sigma^2)`` per step, without its ``h``; ``(B, K, ...) -> (B, K)``.
-
-    Source:
-        arXiv 2505.05470.
-    """
+    """Return ``m((mean - mean_ref)^2) / (2 sigma^2)`` per step (arXiv 2505.05470, without its ``h``), ``(B, K)``."""
     return mean_over_pixels((mean - reference_mean).square() / (2 * diffusion.square()), 2)
 
 
@@ -38,13 +34,10 @@ class StepPass:
     """
 
     def __init__(self, policy: Policy, micro: Experience, spec: RolloutSpec, guidance: float) -> None:
-        steps = micro.steps
-        assert steps is not None
-        assert steps.after is not None
-        assert steps.t_next is not None
-        assert steps.second_time is not None
-        self.solver, self.after, shape = spec.solver, steps.after, steps.t.shape
-        z, t, t_next, second = (v.flatten(0, 1) for v in (steps.before, steps.t, steps.t_next, steps.second_time))
+        assert micro.steps is not None
+        steps = micro.steps.tensors()
+        self.solver, self.after, shape = spec.solver, steps["after"], steps["t"].shape
+        z, t, t_next, second = (steps[name].flatten(0, 1) for name in ("before", "t", "t_next", "second_time"))
         prediction = policy(z, t, micro.conditioning.select(micro.rows.repeat_interleave(shape[1])), guidance)
         one = transition(self.solver, policy.path, prediction, z, t, t_next, spec.noise_level, second)
         self.step = Transition(*(value.unflatten(0, shape) for value in (one.mean, one.std, one.diffusion)))
@@ -109,7 +102,7 @@ class ChainObjective(Objective):
     reference_guidance: GuidanceScale | None = None
     recompute_old: bool = False
 
-    # --- trained steps---------------------------------------------------------------------------------------------
+    # --- trained steps ---------------------------------------------------------------------------------------------
 
     @property
     def window(self) -> tuple[str, int] | None:

@@ -16,7 +16,7 @@ from lit_vgrpo.objectives.pairs import PairPass
 
 
 def group_centres(implied: Tensor, targets: Tensor, group_ids: Tensor, temperature: float | None) -> Tensor:
-    """Return the means of the implied rewards and of the targets over each image's group.
+    """Return D pairs of means of the implied rewards and targets over each image's group, ``(B, D, 2, N)``, detached.
 
     Args:
         implied: ``r``, ``(B, N)``; whole groups, in any order.
@@ -24,9 +24,6 @@ def group_centres(implied: Tensor, targets: Tensor, group_ids: Tensor, temperatu
         group_ids: ``(B,)``, int64.
         temperature: Weight the images with ``softmax(targets / T)`` for one pair of means, and with
             ``softmax(-targets / T)`` for another; ``None`` for equal weights and one pair.
-
-    Returns:
-        Shape ``(B, D, 2, N)``, with D pairs of means; detached.
     """
     same = (group_ids[:, None] == group_ids).to(implied.dtype)
     signs = (0.0,) if temperature is None else (1 / temperature, -1 / temperature)

@@ -18,15 +18,9 @@ from lit_vgrpo.objectives.pairs import PairPass, prediction
 
 
 def has_left_trust_region(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """Return a mask of ``q = exp(l_old - l)`` outside ``[1 - c, 1 + c]`` on the side that the advantage pushes to.
+    """Return where ``q = exp(l_old - l)`` is outside ``[1 - c, 1 + c]`` on the side that the advantage pushes to.
 
-    Args:
-        losses: ``(B, ...)``, and ``old_losses`` alike.
-        advantages: ``(B,)``.
-        clip: ``c``.
-
-    Returns:
-        Shape of ``losses``, bool.
+    Losses, and the result, are ``(B, ...)``; advantages ``(B,)``.
     """
     ratio = (old_losses - losses.detach()).exp()
     return torch.where(expand(advantages, losses) > 0, ratio > 1 + clip, ratio < 1 - clip)
@@ -35,7 +29,7 @@ def has_left_trust_region(losses: Tensor, old_losses: Tensor, advantages: Tensor
 def group_weights(
     losses: Tensor, reference_losses: Tensor, advantages: Tensor, group_ids: Tensor, group_size: int, beta: float
 ) -> Tensor:
-    """Return ``sigmoid(z_g)`` of each image's group, detached.
+    """Return ``sigmoid(z_g)`` of each image's group, of the shape of ``losses``, detached.
 
     ``z_g = (beta / G) sum_{i in g} A_i (l_i - l_ref_i)``, separately for each time if there are several.
 
@@ -45,9 +39,6 @@ def group_weights(
         advantages: ``A_i``, ``(B,)``.
         group_ids: ``(B,)``, int64.
         group_size: ``G``.
-
-    Returns:
-        Shape of ``losses``, in (0, 1).
     """
     gains = expand(advantages, losses) * (losses.detach() - reference_losses) / group_size
     same = group_ids[:, None] == group_ids

@@ -18,19 +18,15 @@ from lit_vgrpo.policies.base import Policy
 
 
 def exact_policy_gradient(log_p: Tensor, old_log_p: Tensor, advantages: Tensor, proximal: bool) -> Tensor:
-    """Return ``-sg(rho) A log p``, or ``-sg(rho (A - log rho)) log p`` if ``proximal``, to be minimised.
+    """Return ``-sg(rho) A log p``, or ``-sg(rho (A - log rho)) log p`` if ``proximal``, to be minimised; ``(B, N)``.
+
+    Source: the public code of arXiv 2602.04663 (methods ``epg`` and ``pepg``).
 
     Args:
         log_p: Log-likelihood of one image at one time, ``(B, N)``; carries grad.
         old_log_p: The same under the policy that rolled out; ``rho = p / p_old``.
         advantages: ``A``, ``(B,)``.
         proximal: PEPG, with the gradient of the reward minus the KL to the policy that rolled out.
-
-    Returns:
-        Shape ``(B, N)``.
-
-    Source:
-        The public code of arXiv 2602.04663 (methods ``epg`` and ``pepg``).
     """
     log_ratio = log_p.detach() - old_log_p
     gain = advantages[:, None] - log_ratio if proximal else advantages[:, None]

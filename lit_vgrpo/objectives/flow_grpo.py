@@ -17,13 +17,12 @@ FAST_NOISE = 0.8
 def guarded_log_ratio(log_ratio: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
     """Return ``(dlogp + m((mean - mean_old)^2) / (2 std^2)) std``: centred on 0, with one scale for all steps.
 
+    Source: arXiv 2510.22319 (GRPO-Guard).
+
     Args:
         log_ratio: ``(B, K)``.
         mean: ``(B, K, ...)``, and ``old_mean`` alike: the step's mean now and as it was rolled out.
         std: ``(B, K, 1...)``, standard deviation of the whole step.
-
-    Source:
-        arXiv 2510.22319 (GRPO-Guard).
     """
     moved = mean_over_pixels((mean - old_mean).square() / (2 * std.square()), 2)
     return (log_ratio + moved) * std.flatten(1)

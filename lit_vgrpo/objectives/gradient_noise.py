@@ -30,11 +30,7 @@ class GradientNoise:
         """Add a draw; every draw has the same shapes."""
         self.draws += 1
         self._squares += sum(float(part.double().square().sum()) for part in gradient)
-        if not self._sums:
-            self._sums = [part.clone() for part in gradient]
-            return
-        for total, part in zip(self._sums, gradient, strict=True):
-            total.add_(part)
+        self._sums = [a + b for a, b in zip(self._sums, gradient, strict=True)] if self._sums else list(gradient)
 
     def snr(self, draws: float = 1.0) -> float:
         """Return ``|mean| / spread`` of the average of ``draws`` draws; 0 if the mean is lost in the noise.
@@ -57,7 +53,7 @@ def snr_by_time(
     draws: int,
     seed: tuple[int, ...],
 ) -> list[float]:
-    """Return the signal-to-noise ratio at each time of V-GRPO's gradient with one pair per image.
+    """Return the signal-to-noise ratio at each time of V-GRPO's gradient with one pair per image; none for one group.
 
     The gradient is that of ``mean(A_i l_i)`` with the self-normalised error in x, at the current weights, averaged over
     all images of the micro-batches. A draw is a group, or the part of it in one micro-batch, so that draws share
@@ -69,9 +65,6 @@ def snr_by_time(
         times: ``(K,)``, in (0, 1].
         draws: Maximum groups per time; the first ones are used.
         seed: Seed of the draws' noise.
-
-    Returns:
-        A ratio for each time; empty with fewer than two groups.
     """
     weights = list(trainable_parameters(policy).values())
     guidance, cap = objective.guidance_in("training", policy), getattr(objective, "scale_cap", None)

@@ -9,7 +9,7 @@ from torch import Tensor
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, Range, checked
 from lit_vgrpo.core.snapshots import Decay
-from lit_vgrpo.core.surrogate import denoising_error, mean_over_pixels, surrogate
+from lit_vgrpo.core.surrogate import absolute_error, denoising_error, mean_over_pixels, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import Copy, Metrics
 from lit_vgrpo.objectives.pairs import PairObjective, PairPass, TimesPer
@@ -24,27 +24,18 @@ def optimality(advantages: Tensor, clip: float = 5.0) -> Tensor:
 
 
 def contrastive_error(error: Tensor, old_error: Tensor, share: Tensor, beta: float) -> Tensor:
-    """Return ``(r l+ + (1 - r) l-) / beta`` for each pair, to be minimised.
+    """Return ``(r l+ + (1 - r) l-) / beta`` for each pair, ``(B, N)``, to be minimised.
 
     Args:
         error: ``x_hat_theta - x`` (up to its sign), ``(B, N, ...)``; carries grad.
         old_error: The same of the old policy.
         share: ``r``, ``(B,)`` in [0, 1].
         beta: Position of the implicit positive policy between the old policy (0) and the new (1).
-
-    Returns:
-        Shape ``(B, N)``.
     """
-    positive = beta * error + (1 - beta) * old_error
-    negative = (1 + beta) * old_error - beta * error
-    good, bad = (_self_normalised(e) for e in (positive, negative))
+    sides = beta * error + (1 - beta) * old_error, (1 + beta) * old_error - beta * error
+    good, bad = (mean_over_pixels(e.square(), 2) / absolute_error(e, ABSOLUTE_FLOOR) for e in sides)
     r = share[:, None]
     return (r * good + (1 - r) * bad) / beta
-
-
-def _self_normalised(error: Tensor) -> Tensor:
-    weight = mean_over_pixels(error.detach().abs(), 2).clamp(min=ABSOLUTE_FLOOR)
-    return mean_over_pixels(error.square(), 2) / weight
 
 
 @checked

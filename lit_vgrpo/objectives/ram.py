@@ -18,13 +18,9 @@ from lit_vgrpo.objectives.pairs import PairObjective, PairPass, Sharing, distanc
 
 
 def velocity_matching(prediction: Tensor, step: Tensor) -> Tensor:
-    """Return ``m((v - sg(v - g))^2) / 2``, whose gradient in ``v`` is ``g``; ``(B, N, ...) -> (B, N)``.
+    """Return ``m((v - sg(v - g))^2) / 2``, whose gradient in ``v`` is the step ``g``; ``(B, N, ...) -> (B, N)``.
 
     RAM's paper has no factor 1/2.
-
-    Args:
-        prediction: ``v``; carries grad.
-        step: ``g``, the step away from the target.
     """
     return mean_over_pixels((prediction - prediction.detach() + step.detach()).square(), 2) / 2
 

@@ -20,13 +20,7 @@ from lit_vgrpo.core.surrogate import (
 )
 from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import Copy, Metrics
-from lit_vgrpo.objectives.pairs import (
-    PairObjective,
-    PairPass,
-    Sharing,
-    normalised_distance,
-    prediction,
-)
+from lit_vgrpo.objectives.pairs import PairObjective, PairPass, Sharing, normalised_distance, prediction
 from lit_vgrpo.policies.base import Policy
 
 KLTarget = Literal["reference", "behaviour"]
