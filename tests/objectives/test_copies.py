@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from pair_methods import Pairs64, nudge, prepare, roll, spread_copies, weights
+from all_methods import ANCHOR
+from pair_methods import Pairs64, assert_mixed, nudge, prepare, roll, spread_copies, weights
 
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Decay
 from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.objectives import AWM, CRD, DGPO, EPG, RAM, VGRPO, DiffusionNFT, FlowGRPO
 from lit_vgrpo.objectives.base import Copy
 from lit_vgrpo.objectives.pairs import PairObjective, prediction
 
@@ -30,7 +32,7 @@ class Measured(PairObjective):
         return distance + micro.advantages * now.error.square().flatten(1).mean(1), {"distance": distance.detach()}
 
 
-KEEPS = {"copy": prediction}
+KEEPS, TWO = {"copy": prediction}, RolloutSpec(steps=2)
 CASES = {
     # decay, moves, asked: passes per image in an iteration of two updates, and with one
     "the start": (Copy(KEEPS), 2, 2),
@@ -67,7 +69,6 @@ def test_the_passes_follow_from_the_declaration(policy, name):
 def test_what_is_kept_is_of_the_weights_that_are_declared(policy):
     for copy, moved in ((Copy(KEEPS, decay=0.0), True), (Copy(KEEPS, decay=0.0, moves="update"), False)):
         objective = Measured(copy=copy)
-        objective.setup(policy)
         experience = prepare(policy, objective, updates=2)
         assert objective.loss(policy, experience)[1]["distance"].max() == 0
         nudge(policy)
@@ -82,30 +83,47 @@ def test_what_is_kept_is_of_the_weights_that_are_declared(policy):
 
 def test_a_forgotten_pass_is_one_line(policy):
     objective = Measured(copy=Copy(KEEPS, decay=0.5, moves="update", asked="update"))
-    objective.setup(policy)
     experience = prepare(policy, objective)
     with pytest.raises(RuntimeError, match="The experience lacks copy. Call prepare, and before_update for every upd"):
         objective.loss(policy, experience)
 
 
-@pytest.mark.parametrize("moves", ["iteration", "update"])
-def test_a_copy_moves_and_samples_as_declared(policy, moves):
-    objective = Measured(copy=Copy(KEEPS, Decay(rate=0.1, max=0.5, start=0.2), moves, samples_from=3))
+DECLARED = Decay(rate=0.1, max=0.5, start=0.2)
+FOLLOWERS = {
+    # a method, its copy, what moves it, how much it keeps at step 99, and from which step its images are a copy's
+    "iteration": (lambda: Measured(copy=Copy(KEEPS, DECLARED, samples_from=3)), "copy", "iteration", 0.5, 3),
+    "update": (lambda: Measured(copy=Copy(KEEPS, DECLARED, "update", samples_from=3)), "copy", "update", 0.5, 3),
+    "V-GRPO": (lambda: VGRPO(TWO, **ANCHOR), "anchor", "iteration", 0.3, None),
+    "Flow-GRPO": (lambda: FlowGRPO(RolloutSpec("flow_sde", 3), **ANCHOR), "anchor", "iteration", 0.3, None),
+    "AWM": (lambda: AWM(TWO, 1), "ema", "iteration", 0.099, None),
+    "DiffusionNFT": (lambda: DiffusionNFT(TWO), "old", "iteration", 0.099, 0),
+    "EPG": (lambda: EPG(TWO), "old", "iteration", 0.099, 0),
+    "DGPO": (lambda: DGPO(TWO, 1, noisiest=2, behaviour_from_step=98), "old", "update", 0.099, 98),
+    "CRD": (lambda: CRD(TWO, 1), "old", "update", 0.349, 0),
+    "CRD, sampler": (lambda: CRD(TWO, 1), "sampler", "iteration", 0.099, 0),
+    "RAM": (lambda: RAM(TWO), "old", "update", 0.9, 0),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWERS)
+def test_a_copy_moves_and_samples_as_declared(policy, name):
+    make, key, moves, decay, samples_from = FOLLOWERS[name]
+    objective = make()
     objective.setup(policy)
+    objective.num_updates = 98
     at_start, start = roll(policy, objective).latents, weights(policy)
     nudge(policy)
     moved = weights(policy)
-    assert not torch.equal(roll(policy, objective).latents, at_start)
-    objective.num_updates = 3
-    assert torch.equal(roll(policy, objective).latents, at_start)
-    objective.num_updates = 1
-    first, second = objective.after_update, objective.after_iteration
-    for step, expected in ((first, 0.4 if moves == "update" else 1), (second, 0.4)):
-        step(policy)
-        for name, tensor in objective.copies["copy"].tensors.items():
-            mixed = expected * start[name].double() + (1 - expected) * moved[name].double()
-            torch.testing.assert_close(tensor.double(), mixed, rtol=1e-5, atol=1e-6)
-    assert objective.state_dict()["copies"].keys() == {"copy"}
+    for objective.num_updates in (0, 97, 98):
+        is_sampled = samples_from is not None and objective.num_updates >= samples_from
+        assert torch.equal(roll(policy, objective).latents, at_start) == is_sampled
+    objective.after_update(policy)
+    assert_mixed(objective.copies[key], decay if moves == "update" else 1.0, start, moved)
+    objective.after_iteration(policy)
+    assert_mixed(objective.copies[key], decay, start, moved)
+    if "reference" in objective.copies:
+        assert all(torch.equal(tensor, start[k]) for k, tensor in objective.copies["reference"].tensors.items())
+    assert key in objective.state_dict()["copies"]
     assert Measured().state_dict()["copies"] == {}
 
 

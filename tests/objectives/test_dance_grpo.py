@@ -1,42 +1,13 @@
-"""DanceGRPO: its loss in float64, and which transitions it trains."""
+"""DanceGRPO: which steps it trains."""
 
 import pytest
 import torch
-from chain_in_float64 import (
-    Steps,
-    assert_same_direction,
-    between,
-    dance_sde,
-    expected_gradient,
-    gradient,
-    nudge,
-    prepared,
-    roll,
-)
+from pair_methods import roll
 
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import DanceGRPO
 
 SPEC = RolloutSpec("dance_sde", 6, shared_noise=True)
-
-
-def test_loss_and_gradient_in_float64(policy):
-    objective = DanceGRPO(SPEC)
-    rollout, experience = prepared(policy, objective)
-    chosen = objective.choose_steps(rollout).tolist()
-    steps = Steps(rollout, chosen, dance_sde, 0.3)
-    with torch.no_grad():
-        old = steps.outputs(policy, 1.0)
-    nudge(policy, 0.02)
-    outputs = steps.outputs(policy, 1.0)
-    objective.clip = between(steps.loss(outputs, old, 1.0)[1])
-    expected, direction = expected_gradient(
-        policy, outputs, lambda outputs: steps.loss(outputs, old, objective.clip)[0]
-    )
-    loss, metrics = objective.loss(policy, experience)
-    assert loss.item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    assert_same_direction(gradient(policy, loss), direction, 5e-3)
-    assert metrics["clip_fraction"].mean() == pytest.approx(0.5)
 
 
 def test_a_random_part_of_the_steps_for_each_image_and_iteration(policy):
@@ -58,9 +29,3 @@ def test_a_random_part_of_the_steps_for_each_image_and_iteration(policy):
 def test_the_share_is_rounded_down_and_never_none(fraction, steps, kept):
     spec = RolloutSpec("dance_sde", steps)
     assert DanceGRPO(spec, train_fraction=fraction).num_trained_steps(spec) == kept
-
-
-def test_published_settings():
-    objective = DanceGRPO()
-    assert (objective.advantage_std, objective.clip, objective.kl_weight) == ("group", 1e-4, 0.0)
-    assert objective.rollout.shared_noise

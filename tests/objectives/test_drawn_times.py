@@ -1,10 +1,10 @@
-"""The times that pair methods train at: a range, the noisiest, more with every iteration, and their weights."""
+"""The times that pair methods train at: who shares them, a range, the noisiest, and more with every iteration."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from pair_methods import GROUP, PROMPTS
+from pair_methods import GROUP, PROMPTS, prepare
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
@@ -32,6 +32,30 @@ def pairs_at(policy, objective, rollout, iteration=0):
         policy, replace(rollout, iteration=iteration), torch.zeros(len(rollout)), micro_batch_size=GROUP
     )
     return objective.prepare(context).pairs.of_images()
+
+
+SHARED = {
+    # a published method, the first image with the times of each, and the different noises of two groups of three
+    "V-GRPO": (VGRPO(TEN, 2), [0, 0, 0, 3, 3, 3], 2 * 2),
+    "AWM": (AWM(RolloutSpec(steps=14), noisiest=12), [0, 0, 0, 3, 3, 3], 6 * 6),  # those of a micro-batch
+    "DiffusionNFT": (DiffusionNFT(TEN), [0, 1, 2, 3, 4, 5], 6 * 9),
+    "DGPO": (DGPO(TEN), [0] * 6, 2 * 4),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_who_shares_times_and_noise(policy, name):
+    objective, first, noises = SHARED[name]
+    schedule = rolled(policy, objective).schedule.tolist()
+    pairs = prepare(policy, objective, micro_batch_size=3).pairs
+    rows = pairs.of_images()[0].tolist()
+    assert [rows.index(row) for row in rows] == first
+    assert len({float(noise.flatten()[0]) for noise in pairs.noise.flatten(0, 1)}) == noises
+    for row in rows:
+        assert set(row) <= set(schedule[: objective.noisiest])
+        assert len(set(row)) == objective.num_pairs
+        if name == "AWM":  # the published ``discrete``: one from each two of 14 steps' noisiest 0.9
+            assert [schedule.index(t) // 2 for t in row] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -12,7 +12,7 @@ from pair_methods import (
 )
 
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.objectives import EPG, VGRPO
+from lit_vgrpo.objectives import EPG
 
 
 def elbo(pairs, prediction, shrink=1.0):
@@ -39,25 +39,7 @@ def test_loss_and_gradient_equal_the_public_code_in_float64(network, proximal):
         policy_loss = -(log_ratio.exp() * gain * log_p).mean()
         return policy_loss + 0.01 * pixel_mean((v - reference) ** 2).mean()
 
-    expected, expected_gradient = pairs.loss_and_gradient(loss_of)
-    loss, gradient = loss_and_gradient(network, objective, [experience])
-    assert loss == pytest.approx(expected, rel=2e-3, abs=1e-5)
-    assert_same_gradient(gradient, expected_gradient)
-    _, in_micros = loss_and_gradient(network, objective, experience.micro_batches(2))
-    assert_same_gradient(in_micros, gradient)
-
-
-@pytest.mark.parametrize("proximal", [False, True], ids=["epg", "pepg"])
-def test_on_policy_its_gradient_is_that_of_vgrpo(policy, proximal):
-    objective = EPG(RolloutSpec(steps=4), proximal=proximal, kl_weight=0.0, advantage_scale=5.0)
-    objective.setup(policy)
-    experience = prepare(policy, objective)
-    _, gradient = loss_and_gradient(policy, objective, [experience])
-    other = VGRPO(RolloutSpec(steps=4), num_mc_samples=3, share_pairs=False)
-    same_pairs = prepare(policy, other)
-    same_pairs.pairs = experience.pairs
-    _, expected = loss_and_gradient(policy, other, [same_pairs])
-    assert_same_gradient(gradient, expected / 5, rtol=1e-4)
+    pairs.assert_loss_is(objective, loss_of, rel=2e-3)
 
 
 def test_the_public_codes_par_has_the_gradient_of_pepg(policy):

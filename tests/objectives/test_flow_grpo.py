@@ -4,54 +4,65 @@ import pytest
 import torch
 from chain_in_float64 import (
     Steps,
-    assert_same_direction,
     between,
     cps,
+    dance_sde,
     expected_gradient,
     flow_sde,
     gaussian,
     gradient,
     load_sd3,
-    nudge,
     prepared,
 )
 from helpers import make_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pair_methods import assert_same_gradient, loss_and_gradient, nudge
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.solvers import DEFAULT_NOISE
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.objectives import FlowGRPO, MixGRPO
+from lit_vgrpo.objectives import DanceGRPO, FlowGRPO, MixGRPO
 
 
 def negative_square(sample, mean, std):
     return -((sample - mean) ** 2).mean()
 
 
+FLOW, MIX = RolloutSpec("flow_sde", 4), RolloutSpec("flow_sde", 7)
 VARIANTS = {
-    "plain": (RolloutSpec("flow_sde", 4), {}, flow_sde, gaussian),
-    "guidance": (RolloutSpec("flow_sde", 4, guidance=3.0), {}, flow_sde, gaussian),
-    "louder": (RolloutSpec("flow_sde", 4, noise_level=0.9), {}, flow_sde, gaussian),
-    "cps": (RolloutSpec("cps", 4), {}, cps, negative_square),
-    "guard": (RolloutSpec("flow_sde", 4), {"guard": True}, flow_sde, gaussian),
-    "fast": (RolloutSpec("flow_sde", 6), {"fast": True}, flow_sde, gaussian),
+    # a method, and the formula and noise level of its steps
+    "plain": (lambda: FlowGRPO(FLOW, kl_weight=0.5), flow_sde, 0.7),
+    "no KL": (lambda: FlowGRPO(FLOW, kl_weight=0.0), flow_sde, 0.7),
+    "LoRA": (lambda: FlowGRPO(FLOW, kl_weight=0.5), flow_sde, 0.7),
+    "guidance": (lambda: FlowGRPO(RolloutSpec("flow_sde", 4, guidance=3.0), kl_weight=0.5), flow_sde, 0.7),
+    "louder": (lambda: FlowGRPO(RolloutSpec("flow_sde", 4, noise_level=0.9), kl_weight=0.5), flow_sde, 0.9),
+    "cps": (lambda: FlowGRPO(RolloutSpec("cps", 4), kl_weight=0.5), cps, 0.8),
+    "guard": (lambda: FlowGRPO(FLOW, kl_weight=0.5, guard=True), flow_sde, 0.7),
+    "fast": (lambda: FlowGRPO(RolloutSpec("flow_sde", 6), kl_weight=0.5, fast=True), flow_sde, 0.8),
+    "dance": (lambda: DanceGRPO(RolloutSpec("dance_sde", 6, shared_noise=True)), dance_sde, 0.3),
+    "mix": (lambda: MixGRPO(MIX, 2, window_interval=1), flow_sde, 0.7),
+    "mix, flash": (lambda: MixGRPO(MIX, 2, window_interval=1, flash=True), flow_sde, 0.7),
+    "mix, KL": (lambda: MixGRPO(MIX, 2, window_interval=1, kl_weight=0.5), flow_sde, 0.7),
 }
-CASES = [*((name, 0.5, None) for name in VARIANTS), ("plain", 0.0, None), ("plain", 0.5, 2)]
 
 
-@pytest.mark.parametrize(("name", "kl_weight", "lora"), CASES)
-def test_loss_and_gradient_in_float64(tiny_sd3, name, kl_weight, lora):
-    spec, options, formula, density = VARIANTS[name]
-    policy = load_sd3(tiny_sd3, lora_rank=lora)
-    objective = FlowGRPO(spec, kl_weight=kl_weight, **options)
-    rollout, experience = prepared(policy, objective)
-    steps = Steps(rollout, formula=formula, level=spec.noise_level or (0.8 if name in ("cps", "fast") else 0.7))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_gradient_in_float64(tiny_sd3, name):
+    make, formula, level = VARIANTS[name]
+    policy, objective = load_sd3(tiny_sd3, lora_rank=2 if name == "LoRA" else None), make()
+    rollout, experience = prepared(policy, objective, iteration=3 if "mix" in name else 0)
+    chosen, guidance = objective.choose_steps(rollout), objective.spec.guidance
+    steps = Steps(rollout, None if chosen is None else chosen.tolist(), formula, level)
+    if "mix" in name:
+        assert torch.equal(steps.chain.times, rollout.schedule[3:6])
+    assert objective.loss(policy, experience)[1]["ratio_deviation"].max() < 1e-6
     with torch.no_grad():
-        old = steps.outputs(policy, spec.guidance)
-    nudge(policy, 0.1 if lora else 0.02)
-    shared = {"kl_weight": kl_weight, "density": density, "guard": objective.guard}
-    outputs = steps.outputs(policy, spec.guidance)
+        old = steps.outputs(policy, guidance)
+    nudge(policy, size=0.1 if name == "LoRA" else 0.02)
+    shared = {"kl_weight": objective.kl_weight, "density": negative_square if formula is cps else gaussian}
+    shared["guard"] = name == "guard"
+    outputs = steps.outputs(policy, guidance)
     ratio = steps.loss(outputs.detach(), old, 1.0, **shared)[1]
     objective.clip = between(ratio)
     expected, direction = expected_gradient(
@@ -61,11 +72,12 @@ def test_loss_and_gradient_in_float64(tiny_sd3, name, kl_weight, lora):
     deviation = (ratio.view(6, -1) - 1).abs()
     outside = (deviation > objective.clip).double().mean(1)
     assert loss.item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    assert_same_direction(gradient(policy, loss), direction, 5e-3)
+    assert_same_gradient(gradient(policy, loss), direction, 5e-3)
+    assert_same_gradient(loss_and_gradient(policy, objective, experience.micro_batches(2))[1], direction, 5e-3)
     torch.testing.assert_close(metrics["ratio_deviation"].double(), deviation.mean(1), rtol=1e-2, atol=1e-5)
     assert metrics["clip_fraction"].double().tolist() == pytest.approx(outside.tolist())
-    assert ("kl" in metrics) == (kl_weight > 0)
-    if kl_weight:
+    assert ("kl" in metrics) == (objective.kl_weight > 0)
+    if objective.kl_weight:
         assert metrics["kl"].min() > 0
 
 
@@ -133,7 +145,7 @@ def losses_of(policy, drop, images=range(6), all_ranks=None):
     nudge(policy)
     loss, _ = objective.loss(policy, experience.select(torch.tensor(list(images))))
     found = loss.item(), gradient(policy, loss)
-    nudge(policy, -0.01)
+    nudge(policy, size=-0.02)
     return found
 
 
@@ -144,7 +156,7 @@ def test_images_without_advantage_leave_the_batch_and_its_mean(tiny_sd3):
     loss, direction = losses_of(policy, drop=True)
     expected, expected_direction = losses_of(policy, drop=False, images=[0, 2])
     assert loss == pytest.approx(expected, rel=1e-4)
-    assert_same_direction(direction, expected_direction, 1e-3)
+    assert_same_gradient(direction, expected_direction, 1e-3)
     kept, _ = losses_of(policy, drop=False)
     assert abs(kept - loss) > 1e-3 * abs(loss)
 

@@ -58,26 +58,20 @@ def heard_in_an_iteration(policy, objective, updates=1):
     return policy.heard, metrics
 
 
+@pytest.mark.parametrize("guided", [GUIDED, {}], ids=["given", "default"])
 @pytest.mark.parametrize("name", repeating(METHODS, slow=REPEATS))
-def test_each_use_has_its_own_scale(name, tiny_sd3):
-    policy, objective = Listener(str(tiny_sd3)).load(), METHODS[name](**GUIDED)
+def test_each_use_has_its_own_scale_and_by_default_only_a_chain_trains_with_the_rollouts(name, guided, tiny_sd3):
+    policy, objective = Listener(str(tiny_sd3)).load(), METHODS[name](**guided)
     heard, _ = heard_in_an_iteration(policy, objective)
+    by_default = 2.0 if name in CHAINS else 1.0
+    trained, start = (3.0, 4.0) if guided else (by_default, by_default)
     assert heard["rollout"] == {2.0}
-    assert heard["update"] == {3.0}
-    assert heard.get("reference", {4.0}) == {4.0}
-    assert all(heard[copy] == {3.0} for copy in heard.keys() & {"old", "ema"})
+    assert heard["update"] == {trained}
+    assert heard.get("reference", {start}) == {start}
+    assert all(heard[copy] == {trained} for copy in heard.keys() & {"old", "ema"})
+    assert guided or "old" not in heard or name in PAIRS
     passes = {phase: sum(count.values()) / 6 for phase, count in policy.ledger.counts.items()}
     assert passes == objective.passes_per_image(Sizes(2, 3, micro_batch_size=6), policy)
-
-
-@pytest.mark.parametrize("name", repeating(METHODS, slow=REPEATS))
-def test_by_default_only_a_chain_trains_with_the_rollouts_scale(name, tiny_sd3):
-    policy, objective = Listener(str(tiny_sd3)).load(), METHODS[name]()
-    heard, _ = heard_in_an_iteration(policy, objective)
-    trained = 2.0 if name in CHAINS else 1.0
-    assert heard["update"] == {trained}
-    assert heard.get("reference", {trained}) == {trained}
-    assert "old" not in heard or name in PAIRS
 
 
 def test_an_embedded_scale_is_trained_as_it_was_sampled(tiny_sd3):

@@ -1,10 +1,8 @@
-"""MixGRPO: its window over the iterations, Flash, and its loss in float64."""
+"""MixGRPO: its window over the iterations, and Flash."""
 
 import math
 
 import pytest
-import torch
-from chain_in_float64 import Steps, assert_same_direction, between, expected_gradient, gradient, nudge, prepared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,30 +77,3 @@ def test_flash_regrids_what_follows_the_window():
     objective = MixGRPO(flash=True)
     assert [objective.rollout_spec(i).network_calls for i in (0, 25, 500)] == [4 + 9, 5 + 8, 24 + 1]
     assert MixGRPO().rollout_spec(0).network_calls == 25
-
-
-@pytest.mark.parametrize("options", [{}, {"flash": True}, {"kl_weight": 0.5}])
-def test_loss_and_gradient_in_float64(policy, options):
-    objective = MixGRPO(RolloutSpec("flow_sde", 7), 2, window_interval=1, **options)
-    rollout, experience = prepared(policy, objective, iteration=3)
-    steps = Steps(rollout)
-    assert steps.chain.log_probs.shape == (6, 2)
-    assert torch.equal(steps.chain.times, rollout.schedule[3:6])
-    with torch.no_grad():
-        old = steps.outputs(policy, 1.0)
-    nudge(policy, 0.02)
-    weight, outputs = options.get("kl_weight", 0.0), steps.outputs(policy, 1.0)
-    objective.clip = between(steps.loss(outputs, old, 1.0)[1])
-    expected, direction = expected_gradient(
-        policy, outputs, lambda outputs: steps.loss(outputs, old, objective.clip, kl_weight=weight)[0]
-    )
-    loss, _ = objective.loss(policy, experience)
-    assert loss.item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    assert_same_direction(gradient(policy, loss), direction, 5e-3)
-
-
-def test_published_settings():
-    objective = MixGRPO()
-    assert (objective.advantage_std, objective.advantage_aggregate) == ("group", "advantages")
-    assert (objective.window_size, objective.clip, objective.kl_weight) == (4, 1e-4, 0.0)
-    assert (objective.rollout.steps, objective.rollout.shared_noise) == (25, True)

@@ -17,15 +17,10 @@ from pair_methods import (
 
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.objectives import AWM, DGPO, VGRPO, DiffusionNFT
+from lit_vgrpo.objectives import AWM, CRD, DGPO, EPG, RAM, VGRPO, DiffusionNFT
 from lit_vgrpo.objectives.base import PrepareContext
 
 EIGHT = RolloutSpec(steps=8)
-
-
-def pairs_of(policy, objective, **options):
-    objective.setup(policy)
-    return prepare(policy, objective, **options).pairs
 
 
 @pytest.mark.parametrize(
@@ -34,11 +29,11 @@ def pairs_of(policy, objective, **options):
 )
 def test_who_shares_pairs(policy, sharing, rows):
     objective = VGRPO(EIGHT, 2, share_pairs=sharing)
-    pairs = pairs_of(policy, objective)
+    pairs = prepare(policy, objective).pairs
     assert pairs.rows.tolist() == rows
     assert len(pairs.noise) == max(rows) + 1 == len({float(noise.flatten()[0]) for noise in pairs.noise})
     times, noise = pairs.of_images()
-    alone = pairs_of(policy, objective, advantages=ADVANTAGES[3:], slots=(1,)).of_images()  # on another rank
+    alone = prepare(policy, objective, advantages=ADVANTAGES[3:], slots=(1,)).pairs.of_images()  # on another rank
     assert torch.equal(alone[0], times[3:])
     assert torch.equal(alone[1], noise[3:])
 
@@ -46,7 +41,7 @@ def test_who_shares_pairs(policy, sharing, rows):
 @pytest.mark.parametrize("method", [VGRPO, AWM])
 def test_antithetic_pairs_are_every_noise_and_its_negative_at_one_time(policy, method):
     objective = method(EIGHT, 4, antithetic=True)
-    pairs = pairs_of(policy, objective, updates=2)
+    pairs = prepare(policy, objective, updates=2).pairs
     times, noise = pairs.of_images()
     schedule = torch.linspace(1, 0, 9)[:8].tolist()
     assert times.shape == (6, 4)
@@ -64,7 +59,7 @@ def test_antithetic_pairs_are_every_noise_and_its_negative_at_one_time(policy, m
 @pytest.mark.parametrize("method", [DiffusionNFT, DGPO])
 def test_antithetic_pairs_at_distinct_times(policy, method, times):
     objective = method(EIGHT, num_times=6, times=times, antithetic=True, time_range=(0.3, 1.0), noisiest=None)
-    drawn, noise = pairs_of(policy, objective).of_images()
+    drawn, noise = prepare(policy, objective).pairs.of_images()
     assert drawn.shape == (6, 6)
     assert torch.equal(drawn[:, ::2], drawn[:, 1::2])
     assert torch.equal(noise[:, ::2], -noise[:, 1::2])
@@ -95,10 +90,41 @@ def test_the_kl_to_the_reference_in_float64(policy):
         kl = (pixel_mean((pairs.x_of(v) - start) ** 2) / absolute).mean(1)
         return (0.6 * kl - (loss.detach() - loss).exp() * ADVANTAGES.double()).mean()
 
-    expected, expected_gradient = pairs.loss_and_gradient(paper)
-    loss, gradient = loss_and_gradient(policy, objective, [experience])
-    assert loss == pytest.approx(expected, rel=1e-3)
-    assert_same_gradient(gradient, expected_gradient)
+    pairs.assert_loss_is(objective, paper)
+
+
+FOUR, FREE = RolloutSpec(steps=4), {"kl_weight": 0.0}
+EQUAL = {
+    # a method, the one that has its gradient while no copy differs from the policy, by which factor
+    "DiffusionNFT": (DiffusionNFT(FOUR, beta=1.0, **FREE), VGRPO(FOUR, 3, share_pairs=False), 1.0),
+    "EPG": (EPG(FOUR, advantage_scale=5.0, **FREE), VGRPO(FOUR, 3, share_pairs=False), 5.0),
+    "PEPG": (EPG(FOUR, proximal=True, advantage_scale=5.0, **FREE), VGRPO(FOUR, 3, share_pairs=False), 5.0),
+    "CRD": (
+        CRD(EIGHT, 3, self_normalise=False, beta=2.0, **FREE),
+        AWM(EIGHT, 3, weighting="uniform", clip=None, ema_weight=0.0, **FREE),
+        1.0,
+    ),
+    "RVM": (  # away from the start
+        RAM(FOUR, 3, reward_weight=0.2, kl_weight=0.4, old_decay=0.0, time_power=0.0),
+        AWM(FOUR, 3, weighting="uniform", clip=None, kl_weight=0.4, ema_weight=0.0),
+        2.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_on_policy_its_gradient_is_that_of_another_method(policy, name):
+    objective, other, factor = EQUAL[name]
+    if name == "RVM":
+        objective.setup(policy)
+        nudge(policy)
+    experience = prepare(policy, objective)
+    objective.before_update(policy, [experience])
+    _, gradient = loss_and_gradient(policy, objective, [experience])
+    experience.kept = {key: value for key, value in experience.kept.items() if key == "reference"}
+    experience.advantages = ADVANTAGES / 5 if name == "RVM" else ADVANTAGES
+    _, expected = loss_and_gradient(policy, other, [experience])
+    assert_same_gradient(factor * gradient, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,11 @@
 """RAM and RVM against arithmetic in float64, on small real pipelines."""
 
 import pytest
-import torch
-from pair_methods import (
-    ADVANTAGES,
-    Pairs64,
-    assert_same_gradient,
-    loss_and_gradient,
-    nudge,
-    pixel_mean,
-    prepare,
-    roll,
-    spread_copies,
-    weights,
-)
+from pair_methods import ADVANTAGES, Pairs64, pixel_mean, prepare, spread_copies
 
 from lit_vgrpo.core.surrogate import TimeGrid
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.objectives import AWM, RAM
+from lit_vgrpo.objectives import RAM
 
 STEPS = RolloutSpec(steps=4)
 ON_POLICY = {"old_decay": 0.0, "time_power": 0.0}
@@ -28,8 +16,6 @@ SETTINGS = {
     "RVM": {"reward_weight": 0.1, "kl_weight": 0.3, **ON_POLICY},
     "RVM, no anchor": {"reward_weight": 0.1, "kl_weight": 0.0, **ON_POLICY},
 }
-
-
 CASES = [*(("flow", name) for name in SETTINGS), ("flow-lora", "RAM")]
 
 
@@ -54,51 +40,15 @@ def test_loss_and_gradient_equal_the_papers_in_float64(network, name):
         target = (v - step).detach()
         return (density * pixel_mean((v - target) ** 2)).mean() / 2
 
-    expected, expected_gradient = pairs.loss_and_gradient(paper)
-    loss, gradient = loss_and_gradient(network, objective, [experience])
-    assert loss == pytest.approx(expected, rel=1e-3)
-    assert_same_gradient(gradient, expected_gradient)
-    _, in_micros = loss_and_gradient(network, objective, experience.micro_batches(2))
-    assert_same_gradient(in_micros, gradient)
-
-
-def test_on_policy_its_gradient_is_half_that_of_awm(policy):
-    objective = RAM(STEPS, 3, reward_weight=0.2, kl_weight=0.4, **ON_POLICY)
-    awm = AWM(STEPS, 3, weighting="uniform", clip=None, kl_weight=0.4, ema_weight=0.0)
-    objective.setup(policy)
-    awm.setup(policy)
-    nudge(policy)
-    experience = prepare(policy, objective)
-    experience.advantages = ADVANTAGES  # 0.2 A, and AWM's A / 5
-    _, gradient = loss_and_gradient(policy, objective, [experience])
-    experience.advantages = ADVANTAGES / 5
-    _, expected = loss_and_gradient(policy, awm, [experience])
-    assert_same_gradient(2 * gradient, expected, rtol=1e-5)
+    pairs.assert_loss_is(objective, paper)
 
 
 def test_the_times_are_weighted_to_a_density_of_2t(policy):
     objective = RAM(STEPS, 200)
-    objective.setup(policy)
     times = prepare(policy, objective).pairs.times
     assert float((2 * times).mean()) == pytest.approx(1, abs=1e-3)
     assert float((2 * times * times).mean()) == pytest.approx(2 / 3, abs=2e-3)
     assert len({tuple(row) for row in times.tolist()}) == 6
-
-
-def test_the_slow_copy_rolls_out_and_follows_every_step(policy):
-    objective = RAM(RolloutSpec(steps=2))
-    objective.setup(policy)
-    before, start = roll(policy, objective).latents, weights(policy)
-    nudge(policy)
-    assert torch.equal(roll(policy, objective).latents, before)
-    for done, kept in ((29, 0.3), (999, 0.9)):
-        objective.copies["old"].load_state_dict(start)
-        objective.num_updates = done
-        objective.after_update(policy)
-        moved = weights(policy)
-        for name, tensor in objective.copies["old"].tensors.items():
-            expected = kept * start[name].double() + (1 - kept) * moved[name].double()
-            torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_refused():

@@ -207,15 +207,6 @@ def test_the_vae_recomputes_its_blocks_and_decodes_the_same(policy):
     torch.testing.assert_close(policy.decode(latents), before)
 
 
-def test_later_steps_are_drawn_more_often():
-    drawn = [active_steps(4, 2, 1.0, seeded_generator(number)) for number in range(2000)]
-    assert all(first < second for first, second in drawn)
-    firsts = torch.tensor([active_steps(4, 1, 1.0, seeded_generator(number))[0] for number in range(4000)])
-    shares = firsts.bincount(minlength=4) / 4000
-    torch.testing.assert_close(shares, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.03, rtol=0)
-    assert active_steps(4, 4, 1.0, seeded_generator(0)) == [0, 1, 2, 3]
-
-
 def test_an_image_at_the_target_is_not_trained_on(policy):
     objective = make(num_steps=2)
     scores = objective.prepare(context_of(policy, objective)).kept["score"]
@@ -239,22 +230,19 @@ def test_the_steps_are_drawn_anew_for_every_iteration_and_seed():
     late = make(num_steps=1, late_bias=3.0)
     shares = torch.tensor([late.recorded_steps(i)[0] for i in range(900)]).bincount(minlength=6) / 900
     torch.testing.assert_close(shares, torch.arange(1.0, 7) ** 3 / 441, atol=0.05, rtol=0)
+    drawn = [active_steps(4, 2, 1.0, seeded_generator(number)) for number in range(2000)]
+    assert all(first < second for first, second in drawn)
+    assert active_steps(4, 4, 1.0, seeded_generator(0)) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("objective", "line"),
-    [
+def test_what_cannot_work_is_one_line():
+    for objective, line in (
         (RewardGradient(RolloutSpec("dpm++", 6)), "rollout.solver=dpm++: RewardGradient differentiates Euler's steps"),
         (make(num_steps=7), "num_steps=7 exceeds rollout.steps=6. Use at most 6."),
         (make(variant="draft_lv", num_steps=2), "num_steps has no effect with variant=draft_lv"),
-    ],
-)
-def test_settings_that_cannot_work_are_one_line(objective, line):
-    (error,) = objective.check(SIZES)
-    assert error.startswith(f"model.objective.{line}")
-
-
-def test_families_that_cannot_be_differentiated_are_one_line():
+    ):
+        (error,) = objective.check(SIZES)
+        assert error.startswith(f"model.objective.{line}")
     assert make().check(SIZES) == make().policy_errors(SD3Policy) == []
     assert "it is not defined on a variance-preserving path" in make().policy_errors(UNetPolicy)[0]
     blind = type("BlindPolicy", (SD3Policy,), {"decodes_with_gradient": False})

@@ -82,28 +82,14 @@ def test_it_saves_the_passes_that_the_plan_says(policy):
             assert counted == pytest.approx(planned), (sharing, micro)
 
 
-def group_of(points, iteration):
-    """A context with one group of images that are single numbers, and a pair at a random time."""
-    size = len(points)
-    rollout = Rollout(
-        latents=points.reshape(size, 1, 1, 1),
-        group_ids=torch.zeros(size, dtype=torch.int64),
-        image_ids=torch.arange(size),
-        conditioning=None,
-        rows=torch.zeros(size, dtype=torch.int64),
-        schedule=torch.ones(1),
-        iteration=iteration,
-        seed=0,
-        group_size=size,
-    )
-    return PrepareContext(SimpleNamespace(path=RectifiedFlow()), rollout, torch.zeros(size), size)
-
-
 def test_a_shared_noisy_latent_starts_from_one_image_of_the_group():
     points, t, draws = torch.tensor([-1.0, 0.2, 1.5]), 0.6, 10_000
     noise = torch.randn(1, draws, 1, 1, 1, generator=torch.Generator().manual_seed(0))
     pairs = Pairs(torch.full((1, draws), t), noise, torch.zeros(3, dtype=torch.int64))
-    pairs = share_noisy_latents(group_of(points, 0), pairs, lambda values: values)
+    one_group, flow = torch.zeros(3, dtype=torch.int64), SimpleNamespace(path=RectifiedFlow())
+    ids = {"group_ids": one_group, "image_ids": torch.arange(3), "rows": one_group}
+    rollout = Rollout(points.view(3, 1, 1, 1), **ids, conditioning=None, schedule=t, iteration=0, seed=0, group_size=3)
+    pairs = share_noisy_latents(PrepareContext(flow, rollout, points, 3), pairs, lambda values: values)
     assert pairs.shared == draws
     bases = (pairs.noise - t * noise).flatten() / (1 - t)
     distances = (bases[:, None] - points).abs()
@@ -113,7 +99,6 @@ def test_a_shared_noisy_latent_starts_from_one_image_of_the_group():
 
 def test_only_the_first_shared_pair_is_pure_noise(policy):
     objective = VGRPO(RolloutSpec(steps=2), 2, share_passes="group")
-    objective.setup(policy)
     pairs = prepare(policy, objective).pairs
     assert pairs.shared == 2
     assert pairs.times[:, 0].tolist() == [1.0, 1.0]

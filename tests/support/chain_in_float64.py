@@ -3,16 +3,13 @@
 import math
 
 import torch
+from pair_methods import roll
 from policy_copies import load_copy
 
-from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import SD3Policy
 
-PROMPTS = ["a red circle on the left", "a blue square on the right"]
-GROUP = 3
 ADVANTAGES = torch.tensor([1.0, -0.5, -0.5, 0.3, 2.0, -2.3])
 
 
@@ -20,29 +17,10 @@ def load_sd3(folder, **options):
     return load_copy(SD3Policy, folder, max_sequence_length=1, **options)
 
 
-def roll(policy, objective, iteration=0, seed=0, **options):
-    rows = [{"prompt": prompt} for prompt in PROMPTS]
-    return objective.roll_out(
-        policy, RolloutRequest(PROMPTS, rows, [0, 1], GROUP, iteration=iteration, seed=seed, **options)
-    )
-
-
-def prepared(policy, objective, micro_batch_size=6, ledger=None, advantages=ADVANTAGES, iteration=0):
+def prepared(policy, objective, advantages=ADVANTAGES, iteration=0):
     objective.setup(policy)
-    rollout = roll(policy, objective, iteration)
-    experience = objective.prepare(
-        PrepareContext(
-            policy, rollout, advantages, micro_batch_size=micro_batch_size, updates=2, ledger=ledger or PassLedger()
-        )
-    )
-    return rollout, experience
-
-
-def nudge(policy, size=0.01):
-    with torch.no_grad():
-        for index, parameter in enumerate(trainable_parameters(policy).values()):
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
-            parameter.add_(size * noise)
+    rollout = roll(policy, objective, iteration=iteration)
+    return rollout, objective.prepare(PrepareContext(policy, rollout, advantages, micro_batch_size=6, updates=2))
 
 
 def gradient(policy, loss):
@@ -103,7 +81,7 @@ class Steps:
         each = zip(ends, self.distributions(outputs), strict=True)
         return torch.stack([density(end, mean, std) for end, (mean, std, _) in each])
 
-    def ratio(self, outputs, old, density=gaussian, guard=()):
+    def ratio(self, outputs, old, density=gaussian, guard=False):
         log_ratio = self.log_probs(outputs, density) - self.log_probs(old, density).detach()
         if guard:
             new = self.distributions(outputs)
@@ -117,10 +95,8 @@ class Steps:
         times = self.chain.times.double()
         return torch.stack([1 / (times[k] - times[k + 1]) if guard else torch.ones(()) for _, k in self.index])
 
-    def loss(
-        self, outputs, old, clip, advantages=ADVANTAGES, kl_weight=0.0, reference=None, density=gaussian, guard=()
-    ):
-        """``old``: the outputs at rollout; ``reference``: those of the start; ``guard``: the means at rollout."""
+    def loss(self, outputs, old, clip, kl_weight=0.0, density=gaussian, guard=False):
+        """``old``: the outputs at rollout, also those of the start."""
         a = ADVANTAGES.double()[[i for i, _ in self.index]]
         ratio = self.ratio(outputs, old, density, guard)
         gain = self.weight(guard) * torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
@@ -143,8 +119,3 @@ def expected_gradient(policy, outputs32, loss_of_outputs):
 def between(ratio):
     """A clip that about half of the ratios are outside of."""
     return (ratio.detach() - 1).abs().quantile(0.5).item() * 1.001
-
-
-def assert_same_direction(found, expected, tolerance=1e-3):
-    assert expected.norm() > 0
-    assert ((found - expected).norm() / expected.norm()).item() < tolerance

@@ -1,5 +1,6 @@
 """Shared code of the tests of methods on (image, time, noise) pairs: rollouts, and float64 arithmetic."""
 
+import pytest
 import torch
 
 from lit_vgrpo.core.pictures import PICTURE
@@ -13,29 +14,26 @@ GROUP = 3
 ADVANTAGES = torch.tensor([1.0, -0.5, -0.5, 0.0, 2.0, -2.0])
 
 
-def roll(policy, objective, slots=(0, 1)):
+def roll(policy, objective, slots=(0, 1), **options):
     prompts = [PROMPTS[k] for k in slots]
     pictures = policy.blank_references(len(prompts)) or [None] * len(prompts)
     rows = [{"prompt": prompt, PICTURE: picture} for prompt, picture in zip(prompts, pictures, strict=True)]
-    return objective.roll_out(policy, RolloutRequest(prompts, rows, list(slots), GROUP))
+    return objective.roll_out(policy, RolloutRequest(prompts, rows, list(slots), GROUP, **options))
 
 
 def prepare(policy, objective, advantages=ADVANTAGES, updates=1, micro_batch_size=6, ledger=None, slots=(0, 1)):
+    """Roll out and prepare, with copies of the weights as they are if there are none yet."""
+    if not objective.copies:
+        objective.setup(policy)
+    rollout = roll(policy, objective, slots)
     return objective.prepare(
-        PrepareContext(
-            policy,
-            roll(policy, objective, slots),
-            advantages,
-            micro_batch_size=micro_batch_size,
-            updates=updates,
-            ledger=ledger or PassLedger(),
-        )
+        PrepareContext(policy, rollout, advantages, micro_batch_size, updates, ledger or PassLedger())
     )
 
 
-def nudge(policy, seed=0):
-    # An adapter's product of two small matrices needs more to be felt.
-    size = 0.02 if policy.lora_rank is None else 0.3
+def nudge(policy, seed=0, size=None):
+    if size is None:  # an adapter's product of two small matrices needs more to be felt
+        size = 0.02 if policy.lora_rank is None else 0.3
     with torch.no_grad():
         for index, parameter in enumerate(trainable_parameters(policy).values()):
             generator = torch.Generator().manual_seed(1000 * seed + index)
@@ -114,6 +112,22 @@ class Pairs64:
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, parts, strict=True)]
         return loss.item(), torch.cat([g.flatten() for g in flat])
 
+    def assert_loss_is(self, objective, function, orders=(((0, 1), (2, 3), (4, 5)),), rel=1e-3):
+        """A method's loss and gradient are those of a float64 ``function``, in one micro-batch and in several."""
+
+        def update(micros):
+            objective.before_update(self.policy, micros)
+            return loss_and_gradient(self.policy, objective, micros)
+
+        expected, direction = self.loss_and_gradient(function)
+        loss, gradient = update([self.experience])
+        assert loss == pytest.approx(expected, rel=rel, abs=1e-5)
+        assert_same_gradient(gradient, direction)
+        for order in orders:
+            other, in_micros = update([self.experience.select(torch.tensor(images)) for images in order])
+            assert other == pytest.approx(loss, rel=1e-4, abs=1e-6)
+            assert_same_gradient(in_micros, gradient, rtol=1e-4)
+
 
 def loss_and_gradient(policy, objective, micros):
     """Return the mean loss of an update's micro-batches, and the accumulated gradient."""
@@ -125,6 +139,13 @@ def loss_and_gradient(policy, objective, micros):
         total += loss.item()
     parameters = trainable_parameters(policy).values()
     return total, torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+
+
+def assert_mixed(copy, share, start, now):
+    """A copy holds this share of the starting weights, and the rest of those of now."""
+    for name, tensor in copy.tensors.items():
+        expected = share * start[name].double() + (1 - share) * now[name].double()
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def pixel_mean(values):
