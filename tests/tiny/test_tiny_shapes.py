@@ -1,9 +1,11 @@
 from collections import Counter
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
+from lit_vgrpo.tiny import motion, words
 from lit_vgrpo.tiny.shapes import (
     CHOICES,
     PLACES,
@@ -52,12 +54,20 @@ def test_split_holds_every_value_in_both_parts() -> None:
             assert len(set(counts.values())) == 1
 
 
-def test_rendering_depends_on_the_generator_alone() -> None:
+@pytest.mark.parametrize(
+    ("draw", "shape"),
+    [
+        (partial(render, "red", "circle", "on the left"), (3, 32, 32)),
+        (partial(motion.render, "red", "circle", "up"), (5, 3, 32, 32)),
+        (partial(words.render, "CAT"), (3, 16, 40)),
+    ],
+)
+def test_rendering_depends_on_the_generator_alone(draw, shape) -> None:
     pictures = []
     for seed in (3, 3, 4):
         torch.rand(seed)  # the global generator must not matter
-        pictures.append(render("red", "circle", "on the left", torch.Generator().manual_seed(seed)))
-    assert pictures[0].shape == (3, 32, 32)
+        pictures.append(draw(generator=torch.Generator().manual_seed(seed)))
+    assert pictures[0].shape == shape
     assert pictures[0].dtype == torch.float32
     assert 0 <= pictures[0].min() <= pictures[0].max() <= 1
     assert torch.equal(pictures[0], pictures[1])
