@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import clamped
@@ -15,7 +14,7 @@ from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import Copy, Metrics
 from lit_vgrpo.objectives.pairs import PairObjective, PairPass, TimesPer, distance_to, prediction
 
-Weighting = Literal["power", "huber", "uniform", "time", "time_squared"]
+Weighting = Literal["power", "huber", "uniform"]
 ERROR_OFFSET = 1e-10
 
 
@@ -26,14 +25,14 @@ def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power"
         errors: ``e = m((v_theta - (eps - x))^2)``, shape ``(B, N)``.
         times: ``t``, shape ``(B, N)``, in (0, 1].
         weighting: ``-t ((e + 1e-10)^p - (1e-10)^p) / p``; ``-t (sqrt(e + 1e-10) - 1e-5)``, which is half of it with
-            ``p = 1/2``; ``-e``, ``-t e`` or ``-t^2 e``.
+            ``p = 1/2``; or ``-e``.
         power: ``p`` of the first.
     """
     if weighting == "huber":
         return log_likelihood(errors, times, "power", 0.5) / 2
     if weighting == "power":
         return -times * ((errors + ERROR_OFFSET) ** power - ERROR_OFFSET**power) / power
-    return -errors * {"uniform": torch.ones_like(times), "time": times, "time_squared": times.square()}[weighting]
+    return -errors
 
 
 @checked
@@ -47,7 +46,6 @@ class AWM(PairObjective):
     Args:
         num_times: Times per image, one in each equal part of the schedule, shared by the images of a micro-batch.
         weighting: See :func:`log_likelihood`.
-        power: Exponent of the power weighting; the others do not use it.
         clip: Half-width of the ratio's trust region; null for none. The public code sets 1.0, nearly no bound.
         advantage_clip: Bound on the advantages, before they are divided; null for none.
         advantage_scale: Divisor of the advantages.
@@ -68,7 +66,6 @@ class AWM(PairObjective):
 
     num_times: Annotated[int, Range(1, 1000)] = 6
     weighting: Weighting = "power"
-    power: Annotated[float, Range(above=0, most=1), OnlyWith("weighting", "power")] = 0.25
     clip: Annotated[float, Range(above=0, most=1)] | None = 1.0
     advantage_scale: Annotated[float, Range(above=0)] = 5.0
     kl_weight: NonNegativeFloat = 3e-3
@@ -81,7 +78,7 @@ class AWM(PairObjective):
 
     def log_q(self, now: PairPass) -> Tensor:
         """Return :func:`log_likelihood` of each image at each time, ``(M, N)``."""
-        return log_likelihood(mean_over_pixels(now.error.square(), 2), now.times, self.weighting, self.power)
+        return log_likelihood(mean_over_pixels(now.error.square(), 2), now.times, self.weighting)
 
     def copies_needed(self) -> dict[str, Copy]:
         copies = super().copies_needed() | {"old": Copy({"old": self.log_q}, decay=0.0)}

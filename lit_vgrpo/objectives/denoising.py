@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_vgrpo.core.noise import STREAM_DATA, image_generators
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.probability_paths import Space
-from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
+from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import ContinuousTimes, denoising_error, surrogate
 from lit_vgrpo.core.types import Experience, Rollout, RolloutRequest, RolloutSpec
@@ -38,8 +38,6 @@ class Denoising(Objective):
         rollout: Sampling of held-out images.
         num_mc_samples: Pairs (t, eps) per image.
         space: Space of the denoising error.
-        self_normalise: Divide each squared error by its own detached absolute error.
-        time_shift: Resolution shift of the continuous schedule, from which times are drawn.
     """
 
     needs_reward: ClassVar[bool] = False
@@ -49,8 +47,6 @@ class Denoising(Objective):
     rollout: RolloutSpec | None = None
     num_mc_samples: Annotated[int, Range(1, 1000)] = 1
     space: Space = "v"
-    self_normalise: bool = False
-    time_shift: PositiveFloat = 1.0
 
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:
         return self.prediction_passes(sizes)  # without a rollout
@@ -79,11 +75,11 @@ class Denoising(Objective):
         )
 
     def ask(self, context: PrepareContext) -> Experience:
-        return context.experience(draw_pairs(context, ContinuousTimes(self.time_shift), self.num_mc_samples, "none"))
+        return context.experience(draw_pairs(context, ContinuousTimes(), self.num_mc_samples, "none"))
 
     def see(self, policy: Policy, micro: Experience, guidance: float) -> PairPass:
         return PairPass(policy, micro, self.space)
 
     def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
-        elbo = surrogate(denoising_error(now.error, self.self_normalise))
+        elbo = surrogate(denoising_error(now.error, self_normalised=False))
         return elbo, {"surrogate": elbo.detach()}
