@@ -5,11 +5,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import in_batches
 from lit_vgrpo.core.pictures import picture_error
-from lit_vgrpo.core.pixels import clip_normalised, to_uint8
+from lit_vgrpo.core.pixels import clip_normalised, resized_as_pil, shortest_edge
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.model import Dtype, ModelReward, ScoreHead, longer_than, unit, weights_file
 from lit_vgrpo.system.hub import load_network, loading, read_weights, source_of, tokenizer_error
@@ -50,9 +51,14 @@ def clip_pixels(processor: Any, images: Any, model: Any) -> Tensor:
     Args:
         images: PIL images, or a tensor ``(b, 3, H, W)``: uint8, or floats in [0, 1], whose gradient is kept.
     """
-    prepare = processor.image_processor
+    prepare, options = processor.image_processor, {}
     if not (isinstance(images, Tensor) and images.is_floating_point()):
-        pixels: Tensor = prepare(list(images), return_tensors="pt")["pixel_values"]
+        if isinstance(images, Tensor):
+            if (edge := prepare.size.get("shortest_edge")) and prepare.do_resize and prepare.resample == Image.BICUBIC:
+                images, options = resized_as_pil(images, *shortest_edge(images, edge)), {"do_resize": False}
+            else:  # where torchvision rounds as PIL does
+                images = images.cpu()
+        pixels: Tensor = prepare(list(images), return_tensors="pt", **options)["pixel_values"]
         return pixels.to(model.device, model.dtype)
     raw = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
     pixels = clip_normalised(prepare(list(images), **raw)["pixel_values"], prepare.image_mean, prepare.image_std)
@@ -225,9 +231,9 @@ class CLIPImageSimilarity(CLIPReward):
         self.load_for(images)
         if references is None:
             return torch.full((len(images),), torch.nan, device=images.device)
-        given = in_batches(self._encoder.encode_images, self.batch_size, to_uint8(references.flatten(0, -4)).cpu())
+        given = in_batches(self._encoder.encode_images, self.batch_size, self.rounded(references.flatten(0, -4)))
         given = given.unflatten(0, (len(images), -1)).mean(1)
-        return in_batches(self._score, self.batch_size, to_uint8(images).cpu(), given).to(images.device)
+        return in_batches(self._score, self.batch_size, self.rounded(images), given).to(images.device)
 
 
 @checked

@@ -116,7 +116,7 @@ class ModelReward(Reward):
         if not prompts:
             return torch.zeros(0)
         texts = self._texts(prompts)
-        return in_batches(self._score, self.batch_size, to_uint8(images).cpu(), texts).float().to(images.device)
+        return in_batches(self._score, self.batch_size, self.rounded(images), texts).float().to(images.device)
 
     def with_gradient(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         self.load_for(images)
@@ -154,6 +154,10 @@ class ModelReward(Reward):
         self.load()
         self._model.to(images.device if self.device == "auto" else self.device)
 
+    def rounded(self, images: Tensor) -> Tensor:
+        """Return images as uint8 on the model's device."""
+        return to_uint8(images).to(images.device if self.device == "auto" else self.device)
+
     @abstractmethod
     def _build(self) -> nn.Module:
         """Return the model with its weights, on the CPU; may store tokenizers and the like on the reward."""
@@ -162,8 +166,8 @@ class ModelReward(Reward):
         """Run one forward pass; not called if a subclass overrides ``__call__``.
 
         Args:
-            images: Shape ``(b, 3, H, W)``: uint8 on the CPU, where resizing rounds as in PIL; or, if the reward is
-                differentiable, floats in [0, 1] that may carry grad.
+            images: Shape ``(b, 3, H, W)``: uint8 on the model's device; or, if the reward is differentiable, floats in
+                [0, 1] that may carry grad.
             texts: The prompts as returned by :meth:`_read`, first dimension b.
 
         Returns:
