@@ -36,9 +36,9 @@ class VGRPO(PairObjective):
         share_pairs: One set of pairs for all images of a group (variance reduction 1), or of an iteration over all
             ranks. True and false stand for group and none.
         share_passes: One network pass for all images of a group. ``pure_noise`` shares the first pair's, at ``t = 1``,
-            where all noisy latents are equal: exact. ``group`` also shares the others', at a noisy latent made from one
-            image of the group, which is biased. Requires a rectified flow and pairs shared in a group. Ours, not the
-            paper's.
+            where all noisy latents are equal: exact, and on a rectified flow only. ``group`` shares all pairs' passes,
+            at noisy latents made from one image of the group, which is biased below ``t = 1``, and on a
+            variance-preserving path also there. Requires pairs shared in a group. Ours, not the paper's.
         stratify: One time from each of N_MC equal parts of the times (variance reduction 2). As in the authors' code,
             parts of the sampler's times differ in size by at most one, larger first.
         space: Space of the denoising error; x with ``self_normalise`` is the adaptive weighting.

@@ -65,6 +65,27 @@ def test_pure_noise_on_other_families(name, request):
     assert_exact(family.load(), VGRPO(RolloutSpec(steps=2), 2, share_passes="pure_noise", **ANCHOR), 1)
 
 
+def test_a_shared_pass_is_that_of_each_image_with_the_noise_that_leads_there(request):
+    """On any path, also one that keeps some of the image at its noisiest time."""
+    folders = ("sd3_folder", "unet_folder", "sdxl_folder", "flux_folder", "large_folder")
+    policy = make_family("unet_eps", *map(request.getfixturevalue, folders)).load()
+    objective = VGRPO(RolloutSpec("ddim", 3), 2, share_passes="group", scale_cap=None, **ANCHOR)
+    spread_copies(policy, objective)
+    shared = prepare(policy, objective)
+    times, noisy = shared.pairs.of_images()
+    a, b = (value.reshape(*times.shape, 1, 1, 1) for value in policy.path.coefficients(times.flatten()))
+    assert shared.pairs.shared == 2
+    assert 0.01 < a.min() < 0.2  # it keeps some
+    noise = (noisy - a * shared.latents[:, None]) / b
+    alone = replace(unshared(shared), pairs=Pairs(times, noise, torch.arange(len(times))))
+    for experience in (shared, alone):
+        objective.before_update(policy, [experience])
+    loss, gradient = loss_and_gradient(policy, objective, [shared])
+    expected_loss, expected = loss_and_gradient(policy, objective, [alone])
+    assert loss == pytest.approx(expected_loss, rel=1e-4)
+    assert_same_gradient(gradient, expected, 1e-4)
+
+
 def test_it_saves_the_passes_that_the_plan_says(policy):
     for sharing in ("pure_noise", "group"):
         objective = VGRPO(RolloutSpec(steps=2), 3, share_passes=sharing, **ANCHOR)
