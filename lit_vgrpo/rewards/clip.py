@@ -54,7 +54,11 @@ def clip_pixels(processor: Any, images: Any, model: Any) -> Tensor:
     prepare, options = processor.image_processor, {}
     if not (isinstance(images, Tensor) and images.is_floating_point()):
         if isinstance(images, Tensor):
-            if (edge := prepare.size.get("shortest_edge")) and prepare.do_resize and prepare.resample == Image.BICUBIC:
+            if (
+                (edge := prepare.size.get("shortest_edge"))
+                and prepare.do_resize
+                and prepare.resample == Image.Resampling.BICUBIC
+            ):
                 images, options = resized_as_pil(images, *shortest_edge(images, edge)), {"do_resize": False}
             else:  # where torchvision rounds as PIL does
                 images = images.cpu()
