@@ -55,7 +55,7 @@ PASSES = {
     "tiny_opd": {"rollout": (0, 5), "teacher": (0, 5), "update": (5, 0)},
     "tiny_shapes": {"rollout": (0, 5), "anchor": (0, 1.5), "update": (1.5, 0)},  # replay has nothing in the first
     "tiny_shapes_pretrain": {"update": (2, 0)},
-    "tiny_unet": {"rollout": (0, 10), "anchor": (0, 4), "update": (4, 0)},
+    "tiny_unet": {"rollout": (0, 5), "anchor": (0, 1), "update": (1, 0)},
     "tiny_unet_pretrain": {"update": (1, 0)},
     "wan_pickscore": {"rollout": (0, 16), "update": (4, 0)},
     "z_image_pickscore": {"rollout": (0, 8), "update": (4, 0)},
