@@ -46,10 +46,9 @@ class CLIPEncoder:
 
 
 def clip_pixels(processor: Any, images: Any, model: Any) -> Tensor:
-    """Return preprocessed images ``(b, 3, h, w)`` with a model's device and dtype.
+    """Return images ``(b, 3, h, w)`` preprocessed for a model, with its device and dtype.
 
-    Args:
-        images: PIL images, or a tensor ``(b, 3, H, W)``: uint8, or floats in [0, 1], whose gradient is kept.
+    They are PIL images, or a tensor ``(b, 3, H, W)``: uint8, or floats in [0, 1], whose gradient is kept.
     """
     prepare, options = processor.image_processor, {}
     if not (isinstance(images, Tensor) and images.is_floating_point()):
@@ -107,6 +106,7 @@ class CLIPReward(ModelReward):
     weight_files = (("checkpoint", "config.json"), ("processor", "tokenizer_config.json"))
     differentiable = True
 
+    checkpoint: str
     processor: str | None = None
 
     def __post_init__(self) -> None:

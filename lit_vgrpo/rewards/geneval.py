@@ -1,19 +1,18 @@
 """GenEval: a score for the objects, numbers, colours and positions of the prompt, by a detector and CLIP."""
 
-from __future__ import annotations
-
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lit_vgrpo.core.batches import BATCH_SIZE, filled
+from lit_vgrpo.core.batches import filled
 from lit_vgrpo.core.pixels import to_pil, to_uint8
-from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, checked
+from lit_vgrpo.core.ranges import ClosedUnitInterval, checked
 from lit_vgrpo.rewards.clip import HUB_CHECKPOINT as HUB_CLIP
 from lit_vgrpo.rewards.clip import CLIPEncoder, clip_model, clip_processor
 from lit_vgrpo.rewards.geneval_rules import (
@@ -34,10 +33,10 @@ HUB_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 SEGMENTERS = frozenset({"mask2former"})
 TEMPLATES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
 BACKGROUND = (0x99, 0x99, 0x99)  # of objects with a mask
-Score = Literal["partial", "strict"]
 
 
 @checked
+@dataclass(eq=False)
 class GenEval(ModelReward):
     """Score of an image against the requirements of its row, in [0, 1]: rules applied to a detector's objects.
 
@@ -61,9 +60,6 @@ class GenEval(ModelReward):
         dtype: Dtype of the weights.
         device: Device of the models; ``"auto"`` follows the images.
 
-    Raises:
-        ValueError: An argument is out of range.
-
     Source:
         arXiv 2310.11513 and its evaluation code; the shares after arXiv 2505.05470 (Flow-GRPO).
     """
@@ -71,24 +67,11 @@ class GenEval(ModelReward):
     name = "geneval"
     weight_files = (("detector", "config.json"), ("clip", "config.json"))
 
-    def __init__(
-        self,
-        detector: str = HUB_DETECTOR,
-        clip: str = HUB_CLIP,
-        score: Score = "partial",
-        threshold: ClosedUnitInterval = 0.3,
-        counting_threshold: ClosedUnitInterval = 0.9,
-        batch_size: BatchSize = BATCH_SIZE,
-        dtype: Dtype = "float32",
-        device: str = "auto",
-    ) -> None:
-        super().__init__(detector, batch_size=batch_size, dtype=dtype, device=device)
-        self.detector = detector
-        self.clip = clip
-        self.score = score
-        self.threshold = threshold
-        self.counting_threshold = counting_threshold
-        self._known: frozenset[str] | None = None
+    detector: str = HUB_DETECTOR
+    clip: str = HUB_CLIP
+    score: Literal["partial", "strict"] = "partial"
+    threshold: ClosedUnitInterval = 0.3
+    counting_threshold: ClosedUnitInterval = 0.9
 
     def _build(self) -> nn.Module:
         self._objects = ObjectDetector(self.detector, self.dtype, self.option("detector"))
@@ -98,11 +81,13 @@ class GenEval(ModelReward):
         self._directions: dict[str, Tensor] = {}
         return nn.ModuleList([self._objects.model, self._encoder.model])
 
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        """The detector's classes; COCO's if its files are not on this machine."""
+        names = _detector_config(self.detector).get("id2label", {}).values()
+        return frozenset(map(official_name, names) if names else CLASSES)
+
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
-        """Return why a row cannot be judged: a malformed field, or a class unknown to the detector."""
-        if self._known is None:
-            names = (_detector_config(self.detector) or {}).get("id2label", {}).values()
-            self._known = frozenset(map(official_name, names)) or frozenset(CLASSES)
         error = row_error(row, self._known)
         return None if error is None else f'Prompt "{prompt}": {error}'
 
@@ -117,12 +102,7 @@ class GenEval(ModelReward):
 
     @torch.no_grad()
     def judge(self, images: Tensor, rows: list[dict[str, Any]]) -> list[float]:
-        """Return the share of each row's requirements that is met, in [0, 1].
-
-        Args:
-            images: Shape ``(B, 3, H, W)``, float in [0, 1].
-            rows: B valid rows.
-        """
+        """Return the share of each valid row's requirements that its image meets, in [0, 1]; images as in the call."""
         if not rows:
             return []
         self.load_for(images)
@@ -149,12 +129,7 @@ class GenEval(ModelReward):
         return [{label: [seen.get(id(one), one) for one in many] for label, many in o.items()} for o in objects]
 
     def colors(self, crops: list[Image.Image], labels: list[str]) -> list[str]:
-        """Return the colour of each object: the one whose prompts are closest to its crop.
-
-        Args:
-            crops: Images of single objects, of any size.
-            labels: Their classes.
-        """
+        """Return the colour of each object: the one whose prompts are closest to its crop, of any size."""
         for label in labels:
             if label not in self._directions:
                 texts = [template.format(color=color, label=label) for color in COLORS for template in TEMPLATES]
@@ -167,12 +142,7 @@ class GenEval(ModelReward):
 
 
 class ObjectDetector:
-    """Detector of objects with class, box and, from a segmenter, mask.
-
-    Args:
-        checkpoint: Hub name or local folder of an object detection model, or of an instance ``Mask2Former``.
-        dtype: Dtype of the weights.
-        what_to_set: The recipe's key of the checkpoint, for messages.
+    """Detector of objects with class, box and, from a segmenter, mask; ``what_to_set`` is the option of the checkpoint.
 
     Raises:
         LoadError: The checkpoint is not a complete detector.
@@ -181,7 +151,7 @@ class ObjectDetector:
     def __init__(self, checkpoint: str, dtype: Dtype, what_to_set: str) -> None:
         from transformers import AutoImageProcessor, AutoModelForObjectDetection, AutoModelForUniversalSegmentation
 
-        self.segments = (_detector_config(checkpoint) or {}).get("model_type") in SEGMENTERS
+        self.segments = _detector_config(checkpoint).get("model_type") in SEGMENTERS
         family = AutoModelForUniversalSegmentation if self.segments else AutoModelForObjectDetection
         remedy = f"Set {what_to_set} to a folder with a complete detector and its image processor."
         with loading(checkpoint, remedy):
@@ -190,12 +160,7 @@ class ObjectDetector:
         self._names = {int(number): official_name(label) for number, label in self.model.config.id2label.items()}
 
     def find(self, images: Tensor, threshold: float) -> list[list[Detection]]:
-        """Return each image's objects above a confidence.
-
-        Args:
-            images: Shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as PIL does.
-            threshold: The confidence, 0 to 1.
-        """
+        """Return the objects above a confidence in images ``(b, 3, H, W)``, uint8, on the CPU: resized as PIL does."""
         inputs = self._processor(images=list(images), return_tensors="pt").to(self.model.device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
         outputs = self.model(**inputs)
@@ -208,10 +173,8 @@ class ObjectDetector:
     def _from_boxes(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
         result = []
         for picture in self._processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=sizes):
-            columns = (picture[key].tolist() for key in ("labels", "scores", "boxes"))
-            result.append(
-                [Detection(self._names[label], score, tuple(box)) for label, score, box in zip(*columns, strict=True)]
-            )
+            columns = zip(*(picture[key].tolist() for key in ("labels", "scores", "boxes")), strict=True)
+            result.append([Detection(self._names[label], score, tuple(box)) for label, score, box in columns])
         return result
 
     def _from_masks(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
@@ -234,10 +197,10 @@ class ObjectDetector:
         return result
 
 
-def _detector_config(checkpoint: str) -> dict[str, Any] | None:
-    """Return a checkpoint's ``config.json``, or None if it is not available locally."""
+def _detector_config(checkpoint: str) -> dict[str, Any]:
+    """Return a checkpoint's ``config.json``, empty if it is not on this machine."""
     path = file_at_hand(checkpoint, "config.json")
-    return None if path is None else dict(json.loads(path.read_text(encoding="utf-8")))
+    return {} if path is None else dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def object_crop(picture: Image.Image, detection: Detection) -> Image.Image:

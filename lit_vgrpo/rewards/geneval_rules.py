@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from lit_vgrpo.errors import suggestion
 from lit_vgrpo.rewards.http import validation_message
 
-Box = tuple[float, float, float, float]
 Color = Literal["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
 Relation = Literal["left of", "right of", "above", "below"]
 
@@ -50,21 +49,13 @@ DEGENERATE_OFFSET = 1e-3  # pixels
 
 @dataclass
 class Detection:
-    """A detected object.
+    """A detected object."""
 
-    Args:
-        label: Its class, by its GenEval name.
-        score: The detector's confidence, 0 to 1.
-        box: Left, top, right and bottom in pixels.
-        mask: Shape ``(H, W)``, bool, if the detector provides one.
-        color: One of ``COLORS``, once it is known.
-    """
-
-    label: str
-    score: float
-    box: Box
-    mask: np.ndarray | None = field(default=None, repr=False, compare=False)
-    color: str | None = None
+    label: str  # its class, by its GenEval name
+    score: float  # the detector's confidence, 0 to 1
+    box: tuple[float, float, float, float]  # left, top, right and bottom, pixels
+    mask: np.ndarray | None = field(default=None, repr=False, compare=False)  # (H, W), bool, from a segmenter
+    color: str | None = None  # one of COLORS, once it is known
 
 
 Objects = dict[str, list[Detection]]
@@ -93,9 +84,7 @@ def objects_to_color(objects: Objects, row: dict[str, Any]) -> list[Detection]:
 def judge(objects: Objects, row: dict[str, Any]) -> float:
     """Return the share of a row's requirements that is met, in [0, 1]; 1 exactly when GenEval's result is true.
 
-    Args:
-        objects: Result of :func:`objects_by_class`; those of :func:`objects_to_color` have their colour.
-        row: The metadata, with ``include`` and optionally ``exclude``, see :func:`row_error`.
+    The objects of :func:`objects_to_color` must have their colour.
 
     Source:
         arXiv 2310.11513 and its evaluation code.
@@ -119,8 +108,8 @@ def judge(objects: Objects, row: dict[str, Any]) -> float:
     return kept * sum(shares) / len(shares)
 
 
-def relations(a: Box, b: Box) -> set[str]:
-    """Return where ``a`` is relative to ``b``: at most one relation per axis, none if they overlap much."""
+def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
+    """Return where box ``a`` is relative to box ``b``: at most one relation per axis, none if they overlap much."""
     offset = [(a[i] + a[i + 2] - b[i] - b[i + 2]) / 2 for i in (0, 1)]
     slack = [POSITION_THRESHOLD * (abs(a[i + 2] - a[i]) + abs(b[i + 2] - b[i])) for i in (0, 1)]
     beyond = [math.copysign(max(abs(o) - s, 0), o) for o, s in zip(offset, slack, strict=True)]
@@ -132,11 +121,7 @@ def relations(a: Box, b: Box) -> set[str]:
 
 
 def official_name(label: str) -> str:
-    """Return GenEval's name of a detector's class.
-
-    >>> official_name("tvmonitor"), official_name("bench")
-    ('tv', 'bench')
-    """
+    """Return GenEval's name of a detector's class, such as tv for tvmonitor."""
     return ALIASES.get(label, label)
 
 
@@ -157,12 +142,10 @@ class _Row(BaseModel):
 
 
 def row_error(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | None:
-    """Return why a row cannot be judged, in one line, or None.
+    """Return why a row cannot be judged by a detector of the known classes, in one line, or None.
 
-    Args:
-        row: The official metadata: ``include``, a list of ``{"class", "count", "color", "position"}`` of which the
-            last two are optional, and optionally ``exclude``, a list of ``{"class", "count"}``.
-        known: The detector's classes.
+    The official metadata are ``include``, a list of ``{"class", "count", "color", "position"}`` of which the last two
+    are optional, and optionally ``exclude``, a list of ``{"class", "count"}``.
     """
     try:
         needs = _Row.model_validate(row)

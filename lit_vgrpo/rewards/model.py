@@ -41,7 +41,6 @@ class ModelReward(Reward):
     A subclass defines :meth:`_build`, :meth:`_score` and, if it uses the prompt, :meth:`_read`.
 
     Args:
-        checkpoint: Hub name or local path.
         batch_size: Images per forward pass; smaller batches are padded, so that a score does not depend on its batch.
         dtype: Dtype of the model's weights; scores are float32.
         device: Device of the model; ``"auto"`` follows the images. With ``"cpu"`` it does not compete with the policy,
@@ -57,7 +56,6 @@ class ModelReward(Reward):
     """An additional package that the model needs; ``extra`` installs it."""
     extra: ClassVar[str] = ""
 
-    checkpoint: str
     _: KW_ONLY
     batch_size: BatchSize = BATCH_SIZE
     dtype: Dtype = "float32"
@@ -163,15 +161,12 @@ class ModelReward(Reward):
         """Return the model with its weights, on the CPU; may store tokenizers and the like on the reward."""
 
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Run one forward pass; not called if a subclass overrides ``__call__``.
+        """Return scores ``(b,)`` from one forward pass; not called if a subclass overrides ``__call__``.
 
         Args:
             images: Shape ``(b, 3, H, W)``: uint8 on the model's device; or, if the reward is differentiable, floats in
                 [0, 1] that may carry grad.
             texts: The prompts as returned by :meth:`_read`, first dimension b.
-
-        Returns:
-            Shape ``(b,)``.
         """
         raise NotImplementedError
 
@@ -206,12 +201,9 @@ def _is_file(checkpoint: str) -> bool:
 
 
 class ScoreHead(nn.Module):
-    """A stack of linear layers; both originals have their activations commented out.
+    """A stack of linear layers on an embedding; both originals have their activations commented out.
 
     Identities replace the originals' dropout so that the weights keep their numbers: ``layers.0, 2, 4, 6, 7``.
-
-    Args:
-        width: Width of the embedding.
 
     Source:
         github.com/christophschuhmann/improved-aesthetic-predictor, simple_inference.py; also used by
