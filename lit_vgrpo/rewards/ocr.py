@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import unicodedata
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil
-from lit_vgrpo.core.ranges import Range, checked
+from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.base import Reward
 from lit_vgrpo.system.hub import LoadError
 
@@ -53,7 +52,6 @@ class OCRReward(Reward):
         detect: Find lines of text in the image and read them from top to bottom, left to right; ``False`` reads the
             image as one line, which is much faster and enough for small images of one word.
         allow_extra: Score 1 if the text occurs anywhere in what is read, as in Flow-GRPO's code.
-        threads: CPU threads of each model, at most the machine's; more are faster but cost more CPU time in total.
 
     Source:
         arXiv 2505.05470 (Flow-GRPO), visual text rendering.
@@ -64,7 +62,6 @@ class OCRReward(Reward):
 
     detect: bool = True
     allow_extra: bool = False
-    threads: Annotated[int, Range(1, 1024)] = 1
     _engine: Any = field(default=None, init=False)
 
     def check(self) -> list[str]:
@@ -105,7 +102,7 @@ class OCRReward(Reward):
                 "Rec.rec_img_shape": [3, RECOGNISER_HEIGHT, least_width],
                 # one image at a time, so that results do not depend on the batch; it is no slower
                 "Rec.rec_batch_num": LINES_PER_PASS if self.detect else 1,
-                "EngineConfig.onnxruntime.intra_op_num_threads": min(self.threads, os.cpu_count() or 1),
+                "EngineConfig.onnxruntime.intra_op_num_threads": 1,  # more cost more CPU time in total
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             }
         )

@@ -20,12 +20,12 @@ COLOURS = [("black", "white"), ("yellow", "navy"), ("white", "darkred")]
 
 @pytest.fixture(scope="module")
 def line_reward():
-    return OCRReward(detect=False, threads=1)
+    return OCRReward(detect=False)
 
 
 @pytest.fixture(scope="module")
 def page_reward():
-    return OCRReward(threads=1)
+    return OCRReward()
 
 
 # The detector enlarges the shorter side to 736 pixels: square pictures cost it the least.

@@ -25,7 +25,7 @@ def pictures(words: list[str]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def ocr() -> OCRReward:
-    reward = OCRReward(detect=False, threads=1)
+    reward = OCRReward(detect=False)
     reward.load()
     return reward
 
