@@ -20,7 +20,7 @@ from lit_vgrpo.core.ranges import Finite, PositiveInt, Range, checked
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.chat import ChatReward
 from lit_vgrpo.rewards.connection import Connection
-from lit_vgrpo.rewards.http import RequestError
+from lit_vgrpo.rewards.http import Call, RequestError
 from lit_vgrpo.rewards.vote_store import choice_scores
 
 SCORE_PATTERN = r"(?i)final score\W*?(-?\d+(?:\.\d+)?)"
@@ -55,8 +55,6 @@ class _Choice(BaseModel):
 
 
 class _Completion(BaseModel):
-    """A response of the chat completions API."""
-
     choices: list[_Choice] = Field(min_length=1)
 
 
@@ -120,7 +118,7 @@ class VLMJudge(ChatReward):
         super().__init__(url, model, connection)
         self.name = name
         self.prompt_template = template if prompt_template is None else prompt_template
-        self.score_range = score_range
+        self.score_range = score_range or (-math.inf, math.inf)
         self.num_scores = num_scores
         self.compare = compare
         self.compares, self.concurrent = compare is not None, compare is None
@@ -130,33 +128,18 @@ class VLMJudge(ChatReward):
         self.failure = None
         files = [encode_png(image) for image in to_uint8(images).cpu()]
         plans = self._plans(files, prompts, rows)
-        shown = [numbers for plan in plans for numbers in plan]
-        questions = [self._question(prompts[numbers[0]], len(numbers)) for numbers in shown]
-        calls = [
-            (
-                partial(self._request, [files[i] for i in numbers], text, **self.sampling),
-                _Completion.model_validate_json,
-            )
-            for numbers, text in zip(shown, questions, strict=True)
-        ]
+        calls = [self._call([files[i] for i in numbers], prompts[numbers[0]]) for plan in plans for numbers in plan]
         answers = iter(self._post(calls))
         if self.compare is None:
-            low, high = self.score_range or (-math.inf, math.inf)
-            return torch.tensor(
-                [self._read(answer, self._score, f"score from {low:g} to {high:g}") for answer in answers]
-            )
+            wanted = "score from {:g} to {:g}".format(*self.score_range)
+            return torch.tensor([self._read(answer, self._score, wanted) for answer in answers])
         scores = torch.full((len(files),), math.nan)
         for plan in plans:
-            made = [
-                (self._read(next(answers), partial(_choice, len(numbers)), "valid choice"), numbers) for numbers in plan
-            ]
-            made = [(choice, numbers) for choice, numbers in made if not math.isnan(choice)]
+            read = [self._read(next(answers), partial(_choice, len(numbers)), "valid choice") for numbers in plan]
+            made = [(int(best), numbers) for best, numbers in zip(read, plan, strict=True) if not math.isnan(best)]
             members = sorted({number for _, numbers in made for number in numbers})
-            choices = [
-                (members.index(numbers[int(choice) - 1]), [members.index(number) for number in numbers])
-                for choice, numbers in made
-                if choice
-            ]
+            place = {number: i for i, number in enumerate(members)}
+            choices = [(place[numbers[best - 1]], [place[n] for n in numbers]) for best, numbers in made if best]
             if members:
                 scores[members] = choice_scores(choices, len(members)).float()
         if self.failure is None and scores.isnan().any():
@@ -178,8 +161,9 @@ class VLMJudge(ChatReward):
             plans.append(swapped if self.compare == "pairs" else [order] * (len(order) > 1))
         return plans
 
-    def _question(self, prompt: str, number: int) -> str:
-        return self.prompt_template.replace("{number}", str(number)).replace("{prompt}", prompt)
+    def _call(self, pictures: list[bytes], prompt: str) -> Call[_Completion]:
+        text = self.prompt_template.replace("{number}", str(len(pictures))).replace("{prompt}", prompt)
+        return partial(self._request, pictures, text, **self.sampling), _Completion.model_validate_json
 
     def _read(self, answer: _Completion | RequestError, convert: Callable[[list[str]], float], wanted: str) -> float:
         """Return the value of an answer's matches; NaN after an error, or if it has none, which is counted."""
@@ -200,7 +184,7 @@ class VLMJudge(ChatReward):
 
     def _score(self, matches: list[str]) -> float:
         """Return the mean of the last matches, without those that do not apply."""
-        low, high = self.score_range or (-math.inf, math.inf)
+        low, high = self.score_range
         values = [float(text) for text in matches[-self.num_scores :] if text.upper() != NOT_APPLICABLE]
         is_valid = len(matches) >= self.num_scores and all(math.isfinite(v) and low <= v <= high for v in values)
         return sum(values) / len(values) if is_valid else math.nan
