@@ -143,11 +143,7 @@ def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
 
 
 def differences(paper: Paper, benchmark: Benchmark, protocols: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return why scores are not comparable to a paper's; empty if they are.
-
-    Args:
-        protocols: Each model's protocol, from :meth:`Benchmark.protocol`.
-    """
+    """Return why scores by each model's :meth:`Benchmark.protocol` are not comparable to a paper's, or nothing."""
     differing = [
         f"{name} {ours[name] or 'by default'} instead of {theirs or 'the default'}"
         for ours in protocols

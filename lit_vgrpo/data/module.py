@@ -50,8 +50,8 @@ class PromptDataModule(L.LightningDataModule):
             only in case or white space are equal.
 
     Raises:
-        TypeError: A number is not a whole number, or an option of a source is wrong.
-        ValueError: A number is too small, a fraction is invalid, or held-out prompts are given twice.
+        TypeError: An option of a source is wrong.
+        ValueError: Held-out prompts are given twice.
     """
 
     def __init__(
@@ -118,11 +118,7 @@ class PromptDataModule(L.LightningDataModule):
         return errors
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the prompts.
-
-        Raises:
-            ValueError: The first error of :meth:`check`.
-        """
+        """Read the prompts; raise ValueError with the first error of :meth:`check`."""
         if isinstance(policy := getattr(getattr(self.trainer, "lightning_module", None), "policy", None), Policy):
             self.read_for(policy)
         if (self._sets is None or self.sizes.errors(self._world_size)) and (found := self.check(self._world_size)):
@@ -143,11 +139,7 @@ class PromptDataModule(L.LightningDataModule):
         return _loader(dataset, LocalSampler(dataset, self._world_size, self._rank))
 
     def test_dataloader(self) -> DataLoader[PromptBatch]:
-        """Return this rank's share of the held-out images, as for validation.
-
-        Raises:
-            ValueError: There are no held-out prompts.
-        """
+        """Return this rank's share of the held-out images, as for validation; raise ValueError if there are none."""
         loader = self.val_dataloader()
         if isinstance(loader, list):
             raise ValueError("Testing and prediction need held-out prompts. Set data.heldout.")

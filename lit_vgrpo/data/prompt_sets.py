@@ -138,16 +138,9 @@ def prompt_keys(prompts: Iterable[str]) -> Keys:
 
 
 def is_held_out(keys: Keys, fraction: float) -> NDArray[np.bool_]:
-    """Return a mask of the held-out prompts: those with keys in the lowest ``fraction`` of all possible keys.
+    """Return a mask ``(N,)`` of the held-out prompts: those with keys in the lowest ``fraction`` of all possible keys.
 
     A prompt keeps its side regardless of the rest of its file. A larger fraction holds out the same prompts and more.
-
-    Args:
-        keys: Result of :func:`prompt_keys`, shape ``(N,)``.
-        fraction: Between 0 and 1.
-
-    Returns:
-        Shape ``(N,)``.
     """
     return keys < np.uint64(int(fraction * 2**64))
 
@@ -173,11 +166,7 @@ def _shuffled_pass(key: str, dataset_size: int) -> Sequence[int]:
 def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -> int:
     """Return the prompt at a position in consecutive shuffled passes over a dataset, in [0, dataset_size).
 
-    Args:
-        seed: Seed of the order.
-        position: Position in the endless sequence, from 0.
-        dataset_size: Number of prompts.
-        source: Index of the dataset among several, so that each has a different order.
+    Each ``source``, the dataset's index among several, has a different order.
     """
     pass_index, offset = divmod(position, dataset_size)
     key = f"prompts {seed} {pass_index}" + (f" source {source}" if source else "")
@@ -190,12 +179,10 @@ def place_in_mixture(position: int, weights: Sequence[int | Fraction]) -> tuple[
     Sources are split in halves recursively; each half gets its rounded share of the positions. Any prefix is therefore
     within half a position per split of the exact shares, without keeping state.
 
+    The weights must be exact numbers, since positions have no end.
+
     >>> [place_in_mixture(position, [3, 1])[0] for position in range(8)]
     [0, 0, 1, 0, 0, 0, 1, 0]
-
-    Args:
-        position: Position in the endless sequence, from 0.
-        weights: Shares; exact numbers, since positions have no end.
     """
     first, last = 0, len(weights)
     while last - first > 1:
@@ -210,19 +197,13 @@ def place_in_mixture(position: int, weights: Sequence[int | Fraction]) -> tuple[
 
 
 class PromptMixture:
-    """A mixture of training prompt sources, each shuffled and repeated independently.
-
-    Args:
-        sources: Rows of each source.
-        weights: Share of each source; equal by default.
-        names: Name of each source, if there are several.
-    """
+    """A mixture of training prompt sources, named if there are several, each shuffled and repeated independently."""
 
     def __init__(
-        self, sources: Sequence[Rows | TableRows], weights: Sequence[float] | None = None, names: Sequence[str] = ()
+        self, sources: Sequence[Rows | TableRows], weights: Sequence[float] = (1.0,), names: Sequence[str] = ()
     ) -> None:
         self.sources, self.names = sources, names
-        self.weights = [Fraction(repr(weight)) for weight in weights or [1] * len(sources)]
+        self.weights = [Fraction(repr(weight)) for weight in weights]
 
     def rows(self, seed: int, positions: Sequence[int]) -> Rows:
         """Return the rows at positions of the endless prompt sequence: a pure function of seed and position."""

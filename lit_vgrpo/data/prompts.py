@@ -84,11 +84,7 @@ def text_of(row: Row) -> str:
 
 
 def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str, edits: bool) -> Row:
-    """Validate a row of a source, ``where`` in it, and return it as ``{"prompt": str, **fields}``.
-
-    Raises:
-        PromptError: The prompt is missing or not text, or the picture that it edits cannot be read.
-    """
+    """Return a row of a source, ``where`` in it, as ``{"prompt": str, **fields}``; raise PromptError if it is wrong."""
     _check_column(row, source, where)
     fields = dict(row)
     prompt = _checked_prompt(fields.pop(source.column or PROMPT), source, where)
@@ -195,13 +191,7 @@ _PARSERS = {"txt": _txt_records, "jsonl": _jsonl_records, "csv": _csv_records}
 
 
 class TableRows:
-    """Rows of a dataset that stays on disk, read on access.
-
-    Args:
-        source: The dataset's options.
-        table: A ``datasets.Dataset``.
-        edits: As in :func:`read_prompts`.
-        numbers: The selected rows, shape ``(N,)``; all by default.
+    """Rows of a ``datasets.Dataset`` that stay on disk, read on access: those with some numbers ``(N,)``, or all.
 
     Raises:
         PromptError: The dataset lacks the prompt's column; on access: the row is invalid.
@@ -227,7 +217,6 @@ class TableRows:
         return (self[index] for index in range(len(self)))
 
     def select(self, indices: NDArray[np.int64]) -> TableRows:
-        """Return these rows."""
         return TableRows(self.source, self.table, self.edits, self.numbers[indices])
 
     def texts(self) -> Iterator[str]:
@@ -245,12 +234,7 @@ class TableRows:
 
 
 def _open_table(source: PromptSource, kind: Kind) -> Any:
-    """Open a parquet file, a folder or a hub dataset as a ``datasets.Dataset``.
-
-    Raises:
-        PromptError: It cannot be read.
-        ModuleNotFoundError: The ``datasets`` package is missing.
-    """
+    """Open a parquet file, a folder or a hub dataset as a ``datasets.Dataset``; errors as in :func:`read_prompts`."""
     try:
         import datasets
     except ModuleNotFoundError as error:

@@ -71,12 +71,7 @@ else:
 
 
 def as_source(value: Source | Path) -> PromptSource:
-    """Build a source from a path or from its options.
-
-    Raises:
-        TypeError: An option is unknown, missing or has the wrong type.
-        ValueError: An option's value is invalid.
-    """
+    """Build a source from a path or from its options; raise TypeError or ValueError for a wrong option."""
     if isinstance(value, PromptSource):
         return value
     return PromptSource(**value) if isinstance(value, Mapping) else PromptSource(str(value))

@@ -41,19 +41,11 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class FeatureNetwork(ABC):
-    """A frozen network that extracts features of images; its weights are loaded on first use.
-
-    Args:
-        source: Location of the weights.
-
-    Attributes:
-        side: Images are resized to ``side`` x ``side`` pixels.
-        device: Device of the network.
-    """
+    """A frozen network that extracts features of images; its weights are loaded on first use."""
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.side = INCEPTION_SIDE
+        self.side = INCEPTION_SIDE  # of the square that images are resized to
         self.device = torch.device("cpu")
         self._model: Any = None
 
@@ -109,13 +101,9 @@ class FeatureNetwork(ABC):
         return self
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return the features of images, which are first rounded to 8 bits like a saved file.
+        """Return the features of images ``(B, 3, H, W)`` in [0, 1], rounded to 8 bits like a saved file.
 
-        Args:
-            images: Shape ``(B, 3, H, W)``, float in [0, 1], on any device.
-
-        Returns:
-            Shape ``(B, D)``, float32, on ``device``; NaN for an image that is not finite.
+        They are ``(B, D)``, float32, on the network's device; NaN for an image that is not finite.
         """
         features = self.extract(list(to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()))
         is_unfit = ~images.isfinite().flatten(1).all(1)

@@ -44,15 +44,12 @@ def diversities(small: Tensor, prompts: Tensor) -> tuple[float, float]:
     """Return the diversity within and across prompts, as root mean square differences in [0, 1].
 
     The first is that of two images of one prompt. The second is that of two prompts' mean images, from which the part
-    due to the images' noise is subtracted: 0 if the images do not depend on the prompt.
+    due to the images' noise is subtracted: 0 if the images do not depend on the prompt. If each prompt has one image,
+    the first is NaN, and the second includes the noise. It is NaN for fewer than two prompts.
 
     Args:
         small: :func:`reduced` images, ``(B, 768)``.
         prompts: Each image's prompt, as any number, ``(B,)``.
-
-    Returns:
-        Both numbers. The first is NaN if each prompt has one image; the second then includes the noise. It is NaN for
-        fewer than two prompts.
 
     >>> black, white = torch.zeros(2, 768), torch.full((2, 768), 255.0)
     >>> diversities(torch.cat([black, white]), torch.tensor([0, 0, 1, 1]))

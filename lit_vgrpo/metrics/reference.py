@@ -24,19 +24,12 @@ _OURS, _CLEAN_FID = ("mean", "cov", "network"), ("mu", "sigma")
 
 @dataclass(frozen=True)
 class Reference:
-    """Statistics of the reference images.
+    """Statistics of the reference images."""
 
-    Attributes:
-        mean: Shape ``(D,)``, float64.
-        cov: Shape ``(D, D)``, float64.
-        network: Name of the feature network; empty for clean-fid's files, which do not record it.
-        features: Shape ``(N, D)``, float32, sorted by image name; for KID, otherwise ``None``.
-    """
-
-    mean: Tensor
-    cov: Tensor
-    network: str = ""
-    features: Tensor | None = None
+    mean: Tensor  # (D,), float64
+    cov: Tensor  # (D, D), float64
+    network: str = ""  # its name; empty for clean-fid's files, which do not record it
+    features: Tensor | None = None  # (N, D), float32, sorted by image name; for KID
 
     def save(self, path: str | Path) -> None:
         """Write an ``.npz`` file."""
@@ -127,11 +120,7 @@ def _share(folder: Path, network: FeatureNetwork, keep_features: bool) -> tuple[
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Return the images of a folder and its subfolders, sorted by name.
-
-    Raises:
-        ValueError: The folder does not exist, or has fewer than two images.
-    """
+    """Return the images of a folder and its subfolders, sorted by name; raise ValueError for fewer than two."""
     if not folder.is_dir():
         raise ValueError(f"reference={folder} is neither a folder nor a {STATISTICS_SUFFIX} file.")
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())

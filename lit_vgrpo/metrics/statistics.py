@@ -19,19 +19,13 @@ RESAMPLES_AT_ONCE = 100
 
 
 class FeatureMoments:
-    """Mean and covariance of the features of images that come in batches, in float64 on the CPU.
+    """Mean and covariance of features of length D of images that come in batches, in float64 on the CPU.
 
     torchmetrics' FID takes no given moments of real images, and adds up processes that share images twice.
-
-    Args:
-        dimension: Length D of a feature vector.
-
-    Attributes:
-        count: Number of images: this rank's, or those of all ranks after :meth:`add_up_ranks`.
     """
 
     def __init__(self, dimension: int) -> None:
-        self.count = 0
+        self.count = 0  # of this rank's images, or of all ranks' after add_up_ranks
         self._sum = torch.zeros(dimension, dtype=torch.float64)
         self._products = torch.zeros(dimension, dimension, dtype=torch.float64)
 
@@ -56,12 +50,7 @@ class FeatureMoments:
 def frechet_distance(mean: Tensor, cov: Tensor, other_mean: Tensor, other_cov: Tensor) -> float:
     """Return the Frechet distance between two Gaussians, as torchmetrics computes FID.
 
-    Args:
-        mean, other_mean: Shape ``(D,)``, float64.
-        cov, other_cov: Shape ``(D, D)``, float64.
-
-    Returns:
-        At least 0; NaN if a moment is not finite.
+    Means ``(D,)`` and covariances ``(D, D)`` are float64. The distance is at least 0; NaN if a moment is not finite.
 
     Source:
         arXiv 1706.08500.
@@ -78,9 +67,6 @@ class KeptFeatures:
     """Features of one rank's images and the images' numbers, kept on the CPU in float32.
 
     KID needs all of them: 10,000 images with Inception's 2048 features are 82 MB, gathered on every rank.
-
-    Args:
-        dimension: Length D of a feature vector.
     """
 
     def __init__(self, dimension: int) -> None:
@@ -104,15 +90,14 @@ def kernel_distance(
 ) -> float:
     """Return torchmetrics' KID in float64, the mean over random subsets, as in clean-fid.
 
+    It is about 0 for two samples of one distribution, possibly slightly below; NaN for fewer than two images on a side.
+
     Args:
         features: Shape ``(n, D)``.
         reference: Shape ``(m, D)``.
         subsets: Number of subsets.
         subset_size: Images per subset, at most the size of the smaller side.
         seed: Seed of the subsets; torch's global random state is unchanged.
-
-    Returns:
-        About 0 for two samples of one distribution, possibly slightly below; NaN for fewer than two images on a side.
 
     Source:
         arXiv 1801.01401.
@@ -136,14 +121,9 @@ def kernel_distance(
 
 
 def diversity(features: Tensor, prompts: Sequence[Key]) -> dict[Key, float]:
-    """Return the mean cosine distance between two images of one prompt, in float64, for each prompt.
+    """Return the mean cosine distance between two images of one prompt, in [0, 2], for each prompt in order.
 
-    Args:
-        features: Shape ``(N, D)``.
-        prompts: Each image's prompt, or its number; length N.
-
-    Returns:
-        One value in [0, 2] per prompt, in order of first appearance; NaN for a prompt with one image.
+    Features are ``(N, D)``, with each image's prompt or its number. The value of a prompt with one image is NaN.
 
     >>> diversity(torch.eye(3), ["a cat"] * 3)
     {'a cat': 1.0}
@@ -172,13 +152,10 @@ def bootstrap_interval(
     whole prompts are resampled instead.
 
     Args:
-        values: One score per image.
+        values: One score per image; without any, both ends are NaN.
         clusters: The cluster of each value, such as its prompt; ``None`` resamples single values.
         level: Confidence level, in (0, 1).
         resamples: Number of bootstrap samples.
-
-    Returns:
-        The lower and the upper end; NaN if there are no values.
 
     >>> bootstrap_interval([2.0, 2.0, math.nan])
     (2.0, 2.0)

@@ -309,18 +309,10 @@ class Scores:
 
 @dataclass
 class ImageBatch:
-    """Images ready to be scored.
+    """Images ready to be scored."""
 
-    Attributes:
-        images: Shape ``(B, 3, H, W)``, or ``(B, F, 3, H, W)`` for videos, float32 in [0, 1], rounded to what a file can
-            store.
-        is_finite: Shape ``(B,)``, bool: images without NaN or infinite pixels.
-        prompts: The B prompts.
-        rows: The B rows.
-    """
-
-    images: Tensor
-    is_finite: Tensor
+    images: Tensor  # (B, 3, H, W), or (B, F, 3, H, W) for videos, float32 in [0, 1], rounded to what a file can store
+    is_finite: Tensor  # (B,), bool: no pixel is NaN or infinite
     prompts: list[str]
     rows: list[dict[str, Any]]
 

@@ -27,13 +27,7 @@ ROW_FIELD = "rewards"
 
 @dataclass(frozen=True)
 class Part:
-    """One reward of a sum.
-
-    Attributes:
-        name: Key of its scores.
-        weight: Its factor in the sum; with 0 it is only logged.
-        clip: The range its scores are clipped to; None leaves an end open.
-    """
+    """One reward of a sum; with weight 0 it is only logged."""
 
     name: str
     reward: Reward
@@ -208,10 +202,9 @@ class Weighted(Reward):
 
     @torch.no_grad()
     def errors_on(self, images: Tensor, rows: Sequence[dict[str, Any]]) -> list[str]:
-        """Call every reward that loads nothing on images; return a line for each that raises.
+        """Call every reward that loads nothing on images ``(B, 3, H, W)``; return a line for each that raises.
 
-        Args:
-            images: Shape ``(B, 3, H, W)``, float32 in [0, 1]; each reward gets as many as it can score of the rows.
+        Each gets as many images as there are rows that it can score.
         """
         errors, asked = [], [(row, self.errors_of_prompt(row["prompt"], row)) for row in rows]
         for part in (part for part in self.parts if part.reward.loads_nothing):

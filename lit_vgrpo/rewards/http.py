@@ -111,13 +111,7 @@ def validation_message(error: ValidationError) -> str:
 def score_request(
     images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], pictures: Iterable[Tensor] = ()
 ) -> bytes:
-    """Return a request as JSON.
-
-    Args:
-        images: uint8, shape ``(B, 3, H, W)``.
-        prompts: The B prompts.
-        rows: The B rows.
-        pictures: The B pictures that the prompts edit, uint8, or none.
+    """Return a request as JSON, of images ``(B, 3, H, W)`` and the B pictures that the prompts edit, or none, in uint8.
 
     Raises:
         ValueError: A row holds a value that JSON cannot represent.
@@ -129,17 +123,11 @@ def score_request(
 
 @dataclass(eq=False)  # exceptions are hashed
 class RequestError(Exception):
-    """A failed attempt.
+    """A failed attempt."""
 
-    Args:
-        reason: One line that starts with the address.
-        is_permanent: True if another attempt cannot help.
-        retry_after_s: Seconds that the server asks the client to wait.
-    """
-
-    reason: str
-    is_permanent: bool = False
-    retry_after_s: float = 0.0
+    reason: str  # one line that starts with the address
+    is_permanent: bool = False  # another attempt cannot help
+    retry_after_s: float = 0.0  # as the server asks
 
 
 class RemoteReward(Reward):

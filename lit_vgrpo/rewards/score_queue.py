@@ -34,7 +34,6 @@ class ScoreQueue:
         self._is_loaded = False
 
     def __len__(self) -> int:
-        """Return the number of batches put in and not yet taken."""
         return len(self._pending)
 
     def put(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> None:

@@ -35,9 +35,6 @@ class VoteReward(Reward):
         voters: People who answer each comparison, told apart by the names they type, which nobody checks.
         name: Key of the score.
 
-    Raises:
-        ValueError: A setting is outside its range.
-
     Source:
         The scores: Bradley and Terry, Biometrika 39 (1952).
     """
@@ -59,11 +56,7 @@ class VoteReward(Reward):
         self._was_announced = False
 
     def enter_run(self, folder: Path) -> None:
-        """Open the votes of a run.
-
-        Raises:
-            RewardOutage: The votes cannot be read or written.
-        """
+        """Open the votes of a run; raise RewardOutage if that fails."""
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._store = VoteStore(folder / FILE_NAME)
@@ -71,12 +64,7 @@ class VoteReward(Reward):
             raise RewardOutage(str(error)) from error
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        """Ask people and wait for their votes; images of the same prompt are compared.
-
-        Raises:
-            RewardError: There is no run.
-            RewardOutage: The votes cannot be stored.
-        """
+        """Ask people and wait for their votes; raise RewardOutage if they cannot be stored."""
         if self._store is None:
             raise RewardError("VoteReward asks people about the images of a run. Start one: lightning vote RECIPE")
         files = [encode_png(image) for image in to_uint8(images).cpu()]

@@ -58,35 +58,23 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Progress:
-    """Votes on groups.
+    """Votes on groups."""
 
-    Attributes:
-        given: Votes including skipped comparisons; no more than needed.
-        needed: Votes that the groups need.
-        skipped: Votes without a choice.
-    """
-
-    given: int
+    given: int  # with skipped comparisons; no more than needed
     needed: int
-    skipped: int
+    skipped: int  # votes without a choice
 
 
 @dataclass
 class Group:
-    """A group, and its comparisons with the choice of each voter.
-
-    Attributes:
-        voters: People who answer each comparison.
-        comparisons: Images by number.
-        votes: The chosen image by comparison and voter; None for a skip.
-    """
+    """A group, and its comparisons with the choice of each voter."""
 
     id: int
     prompt: str
     images: list[str]
-    voters: int
-    comparisons: dict[int, list[str]]
-    votes: dict[int, dict[str, str | None]]
+    voters: int  # people who answer each comparison
+    comparisons: dict[int, list[str]]  # images by number
+    votes: dict[int, dict[str, str | None]]  # the chosen image by comparison and voter; None for a skip
 
     @property
     def given(self) -> int:
@@ -116,12 +104,9 @@ def comparisons(images: Sequence[str], size: int) -> list[Sequence[str]]:
 
 
 class VoteStore:
-    """The votes of a run. Each call is one transaction, on disk when it returns.
+    """The votes of a run, in a file that is created if it is missing. Each call is one transaction, on disk at return.
 
     Any number of processes and threads may use one file.
-
-    Args:
-        path: The file; created if it is missing.
 
     Raises:
         VoteStoreError: The file is damaged or cannot be written. So does every other call.
@@ -141,7 +126,7 @@ class VoteStore:
         owner: int = 0,
         num_owners: int = 1,
     ) -> list[int]:
-        """Open groups for voting, and close the others of this owner; votes on the same images are kept.
+        """Open groups for voting, close the others of this owner, and return their numbers; old votes are kept.
 
         Args:
             groups: By prompt, the images as PNG files by their ids.
@@ -149,9 +134,6 @@ class VoteStore:
             voters: People who answer each comparison.
             owner: The rank that asks.
             num_owners: Number of ranks; groups of ranks beyond it, from an earlier part of the run, are closed.
-
-        Returns:
-            The groups' numbers.
         """
         numbers = []
         with self._transaction() as db:
@@ -210,11 +192,7 @@ class VoteStore:
         return None
 
     def vote(self, number: int, voter: str, image: str | None) -> None:
-        """Store a vote; the same vote again does nothing.
-
-        Args:
-            number: The comparison.
-            image: The best image; ``None`` for no preference.
+        """Store a voter's best image of a comparison, None for no preference; the same vote again does nothing.
 
         Raises:
             VoteRefused: There is no such comparison or image, the voting is over, or the voter has voted otherwise.
@@ -299,7 +277,7 @@ def _groups(db: sqlite3.Connection, numbers: Sequence[int] | None = None) -> lis
 
 
 def choice_scores(choices: Sequence[tuple[int, Sequence[int]]], size: int, prior_std: float = PRIOR_STD) -> Tensor:
-    r"""Return the scores under which the choices are most likely.
+    r"""Return the scores under which the choices are most likely, ``(size,)``, float64, in logits.
 
     The probability of choosing item w from a set S is ``exp(s_w) / sum_{j in S} exp(s_j)``, which for two items is the
     model of Bradley and Terry. A normal prior keeps the scores finite if an item always wins or is never shown, and
@@ -309,9 +287,6 @@ def choice_scores(choices: Sequence[tuple[int, Sequence[int]]], size: int, prior
         choices: The chosen item and the items it was chosen from, itself included, by number.
         size: Number of items.
         prior_std: Standard deviation of the prior, in logits.
-
-    Returns:
-        Shape ``(size,)``, float64, in logits.
 
     Source:
         Bradley and Terry, Biometrika 39 (1952); Luce, Individual Choice Behavior (1959).
