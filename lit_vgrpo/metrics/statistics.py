@@ -14,6 +14,7 @@ from torch import Tensor
 from lit_vgrpo.core.gather import rows_of_all_ranks, sum_over_ranks
 
 Key = TypeVar("Key", bound=Hashable)
+KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000
 RESAMPLES_AT_ONCE = 100
 """Limits memory: scipy holds the indices of a whole batch of resamples."""
 
@@ -85,37 +86,28 @@ class KeptFeatures:
         return features[numbers.argsort(stable=True)]
 
 
-def kernel_distance(
-    features: Tensor, reference: Tensor, subsets: int = 100, subset_size: int = 1000, seed: int = 0
-) -> float:
-    """Return torchmetrics' KID in float64, the mean over random subsets, as in clean-fid.
+def kernel_distance(features: Tensor, reference: Tensor) -> float:
+    """Return torchmetrics' KID of features ``(n, D)`` and ``(m, D)``, in float64.
 
+    It is the mean over 100 random subsets, always the same, of 1000 images or all of the smaller side, as in clean-fid.
     It is about 0 for two samples of one distribution, possibly slightly below; NaN for fewer than two images on a side.
-
-    Args:
-        features: Shape ``(n, D)``.
-        reference: Shape ``(m, D)``.
-        subsets: Number of subsets.
-        subset_size: Images per subset, at most the size of the smaller side.
-        seed: Seed of the subsets; torch's global random state is unchanged.
 
     Source:
         arXiv 1801.01401.
     """
     from torchmetrics.image.kid import KernelInceptionDistance
 
-    size = min(len(features), len(reference), subset_size)
+    size = min(len(features), len(reference), KID_SUBSET_SIZE)
     if size < 2:
         return math.nan
-    if size == len(features) == len(reference):
-        subsets = 1  # every subset is the whole set
+    subsets = 1 if size == len(features) == len(reference) else KID_SUBSETS  # 1 if every subset is the whole set
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*will save all extracted features")
         metric = KernelInceptionDistance(torch.nn.Identity(), subsets, size, sync_on_compute=False)
     metric.update(features.double(), real=False)
     metric.update(reference.to(features.device).double(), real=True)
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(0)
         mean, _ = metric.compute()
     return float(mean)
 
