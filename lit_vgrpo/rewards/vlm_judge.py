@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from itertools import combinations
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import encode_png, to_uint8
-from lit_vgrpo.core.ranges import Finite, PositiveInt, Range, checked
+from lit_vgrpo.core.ranges import Finite, PositiveInt, checked
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.chat import ChatReward
 from lit_vgrpo.rewards.connection import Connection
@@ -83,13 +83,12 @@ class VLMJudge(ChatReward):
             about half of its pairs. ``group`` shows all of them in one request. The order depends only on the prompt
             and the images. Null scores each image separately.
         max_tokens: Length limit of an answer.
-        temperature: Sampling temperature; 0 is greedy.
         extra_body: Additional fields of the request, such as ``{chat_template_kwargs: {enable_thinking: false}}``; they
-            replace the fields above, and ``seed``, which is 0.
+            replace the fields above, and ``temperature`` and ``seed``, which are 0.
         connection: Timeouts, retries, simultaneous requests, and the token.
 
     Raises:
-        ValueError: A pattern without exactly one group, or a number outside its range.
+        ValueError: A pattern without exactly one group.
 
     Source:
         Pointwise judging, the range 1 to 5 and the line with the final score: UnifiedReward, arXiv 2503.05236. Win
@@ -107,7 +106,6 @@ class VLMJudge(ChatReward):
         num_scores: PositiveInt = 1,
         compare: Literal["pairs", "group"] | None = None,
         max_tokens: PositiveInt = 1024,
-        temperature: Annotated[float, Range(0, 100)] = 0.0,
         extra_body: dict[str, Any] | None = None,
         connection: Connection | None = None,
     ) -> None:
@@ -122,7 +120,7 @@ class VLMJudge(ChatReward):
         self.num_scores = num_scores
         self.compare = compare
         self.compares, self.concurrent = compare is not None, compare is None
-        self.sampling = {"temperature": temperature, "max_tokens": max_tokens, **(extra_body or {})}
+        self.sampling = {"max_tokens": max_tokens, **(extra_body or {})}
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         self.failure = None
