@@ -178,10 +178,7 @@ class VoteStore:
         )
 
     def next_comparison(self, voter: str) -> Comparison | None:
-        """Return a voter's next comparison, or ``None``.
-
-        Groups with the fewest votes come first; among equals each voter has another order.
-        """
+        """Return a voter's next comparison, if any: fewest votes first, among equals in each voter's own order."""
         with self._transaction() as db:
             groups = _groups(db)
         groups.sort(key=lambda group: (group.given, random.Random(f"{voter}/{group.id}").random()))
@@ -194,8 +191,7 @@ class VoteStore:
     def vote(self, number: int, voter: str, image: str | None) -> None:
         """Store a voter's best image of a comparison, None for no preference; the same vote again does nothing.
 
-        Raises:
-            VoteRefused: There is no such comparison or image, the voting is over, or the voter has voted otherwise.
+        It raises VoteRefused if there is no such image, the voting is over, or the voter has voted otherwise.
         """
         with self._transaction() as db:
             asked = db.execute(
@@ -218,11 +214,7 @@ class VoteStore:
             )
 
     def undo(self, voter: str) -> Comparison:
-        """Delete a voter's last vote and return its comparison.
-
-        Raises:
-            VoteRefused: There is no vote, or the run has used it.
-        """
+        """Delete a voter's last vote and return its comparison; raise VoteRefused if there is none that is not used."""
         with self._transaction() as db:
             last = db.execute(
                 "SELECT votes.id, comparisons.id, prompt, comparisons.images, is_open FROM votes"
@@ -263,16 +255,15 @@ def _groups(db: sqlite3.Connection, numbers: Sequence[int] | None = None) -> lis
     for number in numbers:
         query = "SELECT prompt, images, voters FROM groups WHERE id = ?"
         prompt, images, voters = db.execute(query, (number,)).fetchone()
-        shown = db.execute("SELECT id, images FROM comparisons WHERE group_id = ? ORDER BY id", (number,))
-        compared = {comparison: json.loads(text) for comparison, text in shown}
-        votes: dict[int, dict[str, str | None]] = {comparison: {} for comparison in compared}
-        for comparison, voter, image in db.execute(
-            "SELECT comparison, voter, votes.image FROM votes JOIN comparisons ON comparisons.id = comparison"
-            " WHERE group_id = ? ORDER BY votes.id",
+        group = Group(number, prompt, json.loads(images), voters, {}, {})
+        for comparison, shown, voter, image in db.execute(
+            "SELECT comparisons.id, images, voter, image FROM comparisons"
+            " LEFT JOIN votes ON comparison = comparisons.id WHERE group_id = ? ORDER BY comparisons.id, votes.id",
             (number,),
         ):
-            votes[comparison][voter] = image
-        groups.append(Group(number, prompt, json.loads(images), voters, compared, votes))
+            group.comparisons[comparison] = json.loads(shown)
+            group.votes.setdefault(comparison, {}).update({} if voter is None else {voter: image})
+        groups.append(group)
     return groups
 
 

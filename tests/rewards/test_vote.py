@@ -184,6 +184,7 @@ def negative_log_posterior(scores, choices, prior_std):
 @pytest.mark.parametrize(
     "choices",
     [
+        [],
         [(0, [0, 1, 2, 3])],
         [(2, [0, 1, 2, 3]), (1, [1, 2]), (1, [0, 1]), (3, [0, 3])],
         [(0, [0, 1])] * 50 + [(2, [2, 1])] * 50,  # items that always win have no finite maximum without the prior
@@ -196,7 +197,3 @@ def test_the_fit_is_the_maximum(choices, prior_std):
     assert scores.isfinite().all()
     assert scores.tolist() == pytest.approx(list(best.x), abs=2e-4 * prior_std)
     assert float(scores.sum()) == pytest.approx(0, abs=1e-7)
-
-
-def test_no_choices_give_equal_scores():
-    assert torch.equal(choice_scores([], 3), torch.zeros(3, dtype=torch.float64))
