@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -112,21 +112,20 @@ class GenEval(ModelReward):
         for batch in to_uint8(images).cpu().split(self.batch_size):
             detections += self._objects.find(filled(batch, self.batch_size), least)[: len(batch)]
         objects = [objects_by_class(*one) for one in zip(detections, thresholds, strict=True)]
-        objects = self._colored(images, objects, rows)
+        self._set_colors(images, objects, rows)
         return [judge(one, row) for one, row in zip(objects, rows, strict=True)]
 
-    def _colored(self, images: Tensor, objects: list[Objects], rows: list[dict[str, Any]]) -> list[Objects]:
-        """Return the objects, with a colour if the rows ask for it."""
+    def _set_colors(self, images: Tensor, objects: list[Objects], rows: list[dict[str, Any]]) -> None:
+        """Set the colour of the objects of each image for which its row asks."""
         asked = [objects_to_color(one, row) for one, row in zip(objects, rows, strict=True)]
         pictures = {i: to_pil(images[i : i + 1])[0] for i, detections in enumerate(asked) if detections}
         todo = [(pictures[i], detection) for i, detections in enumerate(asked) for detection in detections]
-        seen: dict[int, Detection] = {}
         for start in range(0, len(todo), self.batch_size):
             batch = todo[start : start + self.batch_size]
             full = batch + batch[-1:] * (self.batch_size - len(batch))
             names = self.colors([object_crop(*one) for one in full], [detection.label for _, detection in full])
-            seen |= {id(one): replace(one, color=name) for (_, one), name in zip(batch, names, strict=False)}
-        return [{label: [seen.get(id(one), one) for one in many] for label, many in o.items()} for o in objects]
+            for (_, detection), name in zip(batch, names, strict=False):
+                detection.color = name
 
     def colors(self, crops: list[Image.Image], labels: list[str]) -> list[str]:
         """Return the colour of each object: the one whose prompts are closest to its crop, of any size."""
@@ -142,11 +141,7 @@ class GenEval(ModelReward):
 
 
 class ObjectDetector:
-    """Detector of objects with class, box and, from a segmenter, mask; ``what_to_set`` is the option of the checkpoint.
-
-    Raises:
-        LoadError: The checkpoint is not a complete detector.
-    """
+    """Detector of objects with class, box and, from a segmenter, mask; ``what_to_set`` is the checkpoint's option."""
 
     def __init__(self, checkpoint: str, dtype: Dtype, what_to_set: str) -> None:
         from transformers import AutoImageProcessor, AutoModelForObjectDetection, AutoModelForUniversalSegmentation
