@@ -62,10 +62,9 @@ class Reward(ABC):
         """Return an option's name for messages: the key to type, or the class's attribute outside recipes."""
         return name if self.key == "" else f"{self.key or type(self).__name__}.{name}"
 
-    def found_at(self, key: str) -> Reward:
+    def found_at(self, key: str) -> None:
         """Set the reward's key in the recipe, for its messages."""
         self.key = key
-        return self
 
     @abstractmethod
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
@@ -204,16 +203,12 @@ def called(
     rows: list[dict[str, Any]],
     method: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Call a reward, with pictures if it takes them, and return its scores ``(B,)``, float32.
+    """Call a reward, or a method such as its ``with_gradient``, and return its scores ``(B,)``, float32.
 
-    It may change its arguments and keep what it returns: both are copies.
-
-    Args:
-        images: Shape ``(B, 3, H, W)``, or ``(B, F, 3, H, W)`` for videos.
-        method: Method to call instead, such as its ``with_gradient``.
+    It gets pictures if it takes them. It may change its arguments and keep what it returns: both are copies.
 
     Raises:
-        RewardOutage: It returned something else, or it scores videos and got images.
+        RewardOutage: It returned something else, or it scores videos ``(B, F, 3, H, W)`` and got images.
     """
     if reward.takes_videos and images.ndim == 4:
         raise RewardOutage(f'Reward "{reward.name}" scores videos, and the policy makes images. Use another reward.')
@@ -318,11 +313,7 @@ class ImageBatch:
 
     @classmethod
     def rounded(cls, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> ImageBatch:
-        """Round images.
-
-        Raises:
-            ValueError: Images, prompts and rows differ in number, or images have the wrong shape.
-        """
+        """Round images; raise ValueError if they have the wrong shape, or another number than prompts or rows."""
         if images.ndim not in (4, 5) or images.shape[-3] != 3 or not len(images) == len(prompts) == len(rows):
             raise ValueError(
                 "Rewards take images (B, 3, H, W) or videos (B, F, 3, H, W) with B prompts and rows, not "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,20 +91,17 @@ class Weighted(Reward):
         """Weights by name."""
         return {part.name: part.weight for part in self.parts}
 
-    def found_at(self, key: str) -> Weighted:
+    def found_at(self, key: str) -> None:
         """Set the rewards' keys in the recipe, for their messages; ``key`` is that of this reward."""
         super().found_at(key)
         for number, reward in enumerate(self.rewards):
             reward.found_at(f"{key}.rewards[{number}]" if key else f"rewards[{number}]")
-        return self
 
     def observing(self, other: Weighted | None) -> Weighted:
         """Return the sum for held-out images: this one, extended by another's rewards with weight 0.
 
-        Rewards that compare are left out. If no weighted one remains, the other sum's weights count.
-
-        Raises:
-            ValueError: Both have a reward of the same name.
+        Rewards that compare are left out. If no weighted one remains, the other sum's weights count. A name that both
+        have is a ValueError.
         """
         kept = [part for part in self.parts if not part.reward.compares]
         added = [] if other is None else other.parts
@@ -118,8 +115,7 @@ class Weighted(Reward):
         parts = [*kept, *added]
         if parts == self.parts or not any(part.weight for part in parts):
             return self
-        both = Weighted.__new__(Weighted)
-        both.overlap = self.overlap
+        both = copy(self)
         both.parts = parts
         return both
 
@@ -134,11 +130,7 @@ class Weighted(Reward):
         return [part for part in self.parts if part.weight and part.reward.differentiable]
 
     def with_gradient(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        """Return the weighted sum of the differentiable rewards, ``(B,)``; carries grad.
-
-        Raises:
-            RewardOutage: A reward gives no gradient.
-        """
+        """Return the weighted sum ``(B,)`` of the differentiable rewards; raise RewardOutage if one has no gradient."""
         total = images.new_zeros(len(prompts))
         for part in self.differentiable_parts:
             chosen = self._mask(part, rows).nonzero().flatten().tolist()

@@ -37,9 +37,6 @@ class Connection:
         token_env: Environment variable that holds the bearer token; no file contains the token itself.
         give_up_after: Consecutive failed requests, each after its retries, after which the server counts as down and
             the run ends.
-
-    Raises:
-        ValueError: A number is outside its range.
     """
 
     timeout_s: Annotated[float, Range(above=0, most=86_400)] = 60.0
@@ -49,25 +46,16 @@ class Connection:
     token_env: str | None = None
     give_up_after: PositiveInt = 4
 
-    @property
-    def token(self) -> str | None:
-        """The bearer token, read from the environment on each access."""
-        return None if self.token_env is None else os.environ.get(self.token_env, "").strip()
-
     def client_options(self, url: str, option: Callable[[str], str]) -> dict[str, Any]:
         """Return httpx's options for requests to a server, with all that httpx would take from the environment.
 
-        Args:
-            url: Address of the server.
-            option: Returns an option's name for messages, as :meth:`Reward.option` does.
-
-        Raises:
-            ValueError: The address, or a variable of the environment that concerns it, cannot be used.
+        A wrong address or variable of the environment is a ValueError; ``option`` returns an option's name for it.
         """
         import httpx
 
         headers = {"Accept-Encoding": "identity"}
-        if (token := self.token) is not None:
+        if self.token_env is not None:
+            token = os.environ.get(self.token_env, "").strip()
             if not (token and token.isascii() and token.isprintable()):
                 name = f"{option('connection.token_env')}={self.token_env}"
                 raise ValueError(f"{name} is not in the environment, or is no token. Run: export {self.token_env}=...")

@@ -24,13 +24,10 @@ class Frames(Reward):
 
     def __init__(self, reward: RewardLike, every: Annotated[int, Range(1, 1001)] | None = None) -> None:
         self.reward = as_reward(reward)
+        self.combined = [self.reward]
         self.every = every
         self.name, self.concurrent = self.reward.name, self.reward.concurrent
         self.compares, self.differentiable = self.reward.compares, self.reward.differentiable
-
-    @property
-    def combined(self) -> list[Reward]:  # type: ignore[override]
-        return [self.reward]
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         scores = called(self.reward, self._chosen(images), prompts, rows)
@@ -43,9 +40,9 @@ class Frames(Reward):
     def _chosen(self, videos: Tensor) -> Tensor:
         return videos[:, :: self.every or videos.shape[1]]
 
-    def found_at(self, key: str) -> Reward:
+    def found_at(self, key: str) -> None:
+        super().found_at(key)
         self.reward.found_at(key)
-        return super().found_at(key)
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         return self.reward.prompt_error(prompt, row)
