@@ -13,34 +13,19 @@ from lit_vgrpo.core.types import RolloutRequest
 
 @dataclass
 class PromptBatch:
-    """The prompts of one rank's share of an iteration, or a batch of held-out images to sample.
+    """The prompts of one rank's share of an iteration, or a batch of held-out images to sample."""
 
-    Args:
-        iteration: Number of the iteration, from 0; -1 for held-out batches.
-        prompts: Training: one per group of this rank; held-out: one per image.
-        rows: The prompts' rows with their extra fields, as long as ``prompts``.
-        sources: Names of the prompts' sources, as long as ``prompts``; empty if there is only one.
-        slots: Training: the group's number over all ranks, 0..P-1 (the group id); held-out: the image's number over
-            all ranks.
-        group_size: Images of a group over all ranks; 1 for held-out batches.
-        images: Number in the whole iteration or held-out set, over all ranks; 0 if unknown.
-        members: Images of each group that this rank samples: all of them, unless groups are split over ranks.
-        updates: Optimizer steps of the iteration; 0 for held-out batches.
-        order: Order in which this rank's images are divided among optimizer steps; None if each step uses all.
-        micro_batch_size: Images of one forward and backward pass; for held-out batches the largest number on any rank.
-    """
-
-    iteration: int
-    prompts: list[str] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    group_size: int = 1
-    images: int = 0
-    members: list[int] = field(default_factory=lambda: [0])
-    updates: int = 0
-    order: list[int] | None = None
-    micro_batch_size: int = 1
+    iteration: int  # from 0; -1 for held-out batches
+    prompts: list[str] = field(default_factory=list)  # training: one per group of this rank; held-out: one per image
+    rows: list[dict[str, Any]] = field(default_factory=list)  # the prompts' rows with their extra fields
+    sources: list[str] = field(default_factory=list)  # names of the prompts' sources; empty if there is only one
+    slots: list[int] = field(default_factory=list)  # over all ranks: the group's number 0..P-1, or the held-out image's
+    group_size: int = 1  # images of a group over all ranks; 1 for held-out batches
+    images: int = 0  # of the whole iteration or held-out set, over all ranks; 0 if unknown
+    members: list[int] = field(default_factory=lambda: [0])  # images of each group that this rank samples
+    updates: int = 0  # optimizer steps of the iteration; 0 for held-out batches
+    order: list[int] | None = None  # in which the optimizer steps divide this rank's images; None if each uses all
+    micro_batch_size: int = 1  # images per pass; for held-out batches the largest number on any rank
 
     def request(self, seed: int, batch_size: int | None) -> RolloutRequest:
         """Return the request for this rank's images of a training iteration, ``batch_size`` per forward pass."""

@@ -26,28 +26,17 @@ class _Strict(BaseModel):
 
 
 class Prompts(_Strict):
-    """A benchmark's prompt files, which are downloaded and never shipped.
+    """A benchmark's prompt files, which are downloaded and never shipped."""
 
-    Attributes:
-        base: URL of the files' folder, with ``{revision}``.
-        revision: Commit that pins the files.
-        files: SHA-256 of each file; null if unknown, so that only the commit pins the file.
-        prompt: Field of the prompt.
-        task: Field by which scores are grouped; ``file`` groups by file, null does not group.
-        distinct: Use each distinct prompt once.
-        picture: Field with the file of the picture that the prompt edits, relative to ``--pictures``.
-        get_pictures: Command or advice for getting the pictures, for error messages.
-    """
-
-    base: str
-    revision: str
-    files: dict[str, str | None]
+    base: str  # URL of the files' folder, with {revision}
+    revision: str  # commit that pins the files
+    files: dict[str, str | None]  # SHA-256 of each file; null if unknown, so that only the commit pins the file
     licence: str
-    prompt: str = "prompt"
-    task: str | None = None
-    distinct: bool = False
-    picture: str | None = None
-    get_pictures: str = ""
+    prompt: str = "prompt"  # field of the prompt
+    task: str | None = None  # field by which scores are grouped; "file" groups by file, null does not group
+    distinct: bool = False  # use each distinct prompt once
+    picture: str | None = None  # field with the file of the picture that the prompt edits, relative to --pictures
+    get_pictures: str = ""  # command or advice for getting the pictures, for error messages
 
     @property
     def address(self) -> str:
@@ -56,49 +45,34 @@ class Prompts(_Strict):
 
 
 class Paper(_Strict):
-    """A paper that reports the benchmark, with the parts of the protocol that it or its code states.
-
-    Attributes:
-        never: Why no score of this preset is comparable to it; null if the protocol decides.
-    """
+    """A paper that reports the benchmark, with the parts of the protocol that it or its code states."""
 
     name: str
     protocol: dict[str, Any] = {}
-    never: str | None = None
+    never: str | None = None  # why no score of this preset is comparable to it; null if the protocol decides
 
 
 class Benchmark(_Strict):
-    """A benchmark with its protocol.
-
-    Attributes:
-        height, width: Size of the images; null is the model's default.
-        solver: ODE solver; null uses the first one of the model's family.
-        limit: Maximum number of prompts, taken from the tasks in turn.
-        reward: The scorers, as in a recipe.
-        scale: Factor on the reported scores by the scorer's name, such as 100.
-        mean_of: The overall score is the mean of the tasks' means, or of all images.
-        otherwise: How this preset differs from the benchmark's code.
-        changed: Overrides that change the scorer.
-    """
+    """A benchmark with its protocol."""
 
     name: str
     title: str
     prompts: Prompts
     images_per_prompt: PositiveInt
-    height: PositiveInt | None
+    height: PositiveInt | None  # null is the model's default
     width: PositiveInt | None
     steps: PositiveInt
     guidance: Annotated[float, Field(ge=1, le=1000)]
-    solver: str | None = None
+    solver: str | None = None  # null uses the first one of the model's family
     seed: NonNegativeInt = 0
-    limit: PositiveInt | None = None
+    limit: PositiveInt | None = None  # maximum number of prompts, taken from the tasks in turn
     batch_size: PositiveInt = 8
-    reward: Any
-    scale: dict[str, float] = {}
-    mean_of: Literal["tasks", "images"] = "images"
+    reward: Any  # the scorers, as in a recipe
+    scale: dict[str, float] = {}  # factor on the reported scores by the scorer's name, such as 100
+    mean_of: Literal["tasks", "images"] = "images"  # the overall score is the mean of the tasks' means, or of images
     papers: list[Paper]
-    otherwise: list[str] = []
-    changed: list[str] = []
+    otherwise: list[str] = []  # how this preset differs from the benchmark's code
+    changed: list[str] = []  # overrides that change the scorer
 
     def build_reward(self) -> Weighted:
         """Build the scorers without loading them; raise UserError for an invalid option."""
@@ -117,11 +91,7 @@ def shipped_benchmarks() -> dict[str, Path]:
 
 
 def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
-    """Read a shipped preset or a YAML file, and apply overrides such as ``steps=28`` or ``reward.url=http://...``.
-
-    Raises:
-        UserError: There is no such benchmark, or a setting is invalid.
-    """
+    """Read a preset or a YAML file with overrides such as ``steps=28``; raise UserError if anything is invalid."""
     known = shipped_benchmarks()
     file = typed_path(name) if name.endswith(SUFFIXES) else known.get(name)
     if file is None or not file.is_file():

@@ -34,14 +34,11 @@ def cache_folder(benchmark: Benchmark) -> Path:
 
 
 def read_rows(benchmark: Benchmark, given: Path | None = None, pictures: Path | None = None) -> Rows:
-    """Return a benchmark's rows, each with its task, at most ``limit`` of them.
+    """Return a benchmark's rows, each with its task, at most ``limit`` of them; raise UserError for wrong files.
 
     Args:
         given: A local copy of the prompt file, or a folder of several, instead of the cache.
         pictures: Folder of the pictures that prompts edit.
-
-    Raises:
-        UserError: A file is missing, has the wrong hash, or cannot be downloaded; or pictures are missing.
     """
     prompts, rows = benchmark.prompts, []
     for name, file in _files(benchmark, given).items():

@@ -163,12 +163,7 @@ class PromptDataModule(L.LightningDataModule):
         return list(found.values())[:number]
 
     def heldout_rows(self) -> Rows:
-        """Return the held-out prompts; reads the training prompts only if the held-out ones are split off from them.
-
-        Raises:
-            ValueError: They cannot be read.
-            ModuleNotFoundError: A source needs the extra ``data``.
-        """
+        """Return the held-out prompts; reads the training prompts only if the held-out ones are split off from them."""
         if self._sets is None and self.choice.heldout:
             return read_heldout(self.choice)[0]
         return self._loaded().heldout or [] if self.has_heldout else []

@@ -46,7 +46,6 @@ class PromptSets:
 
     Raises:
         PromptError: A source cannot be read, or no prompts remain on a side.
-        ModuleNotFoundError: A source needs the extra ``data``.
     """
 
     def __init__(self, choice: PromptChoice) -> None:

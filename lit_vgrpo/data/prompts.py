@@ -46,11 +46,9 @@ def read_prompts(source: str | Path | PromptSource, edits: bool = True) -> Rows:
 
 
 def open_prompts(source: PromptSource, edits: bool = True) -> Rows | TableRows:
-    """Open a source's rows: text files in memory, parquet files, folders and hub datasets on disk.
+    """Open a source's rows: text files in memory; parquet files, folders and hub datasets on disk, read on access.
 
-    Raises:
-        PromptError: See :func:`read_prompts`; rows on disk are read on access.
-        ModuleNotFoundError: The source needs the extra ``data``.
+    Errors as in :func:`read_prompts`.
     """
     kind = kind_of(source)
     is_text = kind in _PARSERS

@@ -42,8 +42,7 @@ class PromptSource:
         name: Name in metrics; with several sources, the path's stem by default.
 
     Raises:
-        TypeError: A weight or limit has the wrong type.
-        ValueError: A weight or limit is too small, or ``rewards`` is empty.
+        ValueError: ``rewards`` is empty.
     """
 
     path: str
@@ -96,11 +95,7 @@ def as_sources(value: Sources) -> list[PromptSource]:
 
 
 def kind_of(source: PromptSource) -> Kind:
-    """Return the kind of file, folder or dataset at the source's path.
-
-    Raises:
-        ValueError: There is none, or an option does not apply to it.
-    """
+    """Return the kind of file, folder or dataset of a source; raise PromptError if there is none, or a wrong option."""
     path = resolve_path(source.path)
     suffix = path.suffix.lower().removeprefix(".")
     if path.is_dir():

@@ -77,11 +77,7 @@ class FeatureNetwork(ABC):
         return self.extract([np.zeros((8, 8, 3), dtype=np.uint8)]).shape[1]
 
     def load(self) -> None:
-        """Load the weights, unless they are loaded already.
-
-        Raises:
-            LoadError: An error of :meth:`check`, or files without such a network.
-        """
+        """Load the weights, once; raise LoadError for an error of :meth:`check`, or files without such a network."""
         if self._model is not None:
             return
         for error in self.check():
@@ -210,9 +206,7 @@ class TransformersFeatures(FeatureNetwork):
 def feature_network(source: str = INCEPTION) -> FeatureNetwork:
     """Return the feature network that a recipe names, without loading it.
 
-    Args:
-        source: ``inception`` (clean-fid's), a TorchScript file (``.pt``, ``.pts``), or a folder or hub name of a
-            vision model of transformers.
+    It is ``inception`` (clean-fid's), a TorchScript file (``.pt``, ``.pts``), or a vision model of transformers.
     """
     if source == INCEPTION:
         return InceptionFeatures()

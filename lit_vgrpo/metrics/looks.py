@@ -45,11 +45,8 @@ def diversities(small: Tensor, prompts: Tensor) -> tuple[float, float]:
 
     The first is that of two images of one prompt. The second is that of two prompts' mean images, from which the part
     due to the images' noise is subtracted: 0 if the images do not depend on the prompt. If each prompt has one image,
-    the first is NaN, and the second includes the noise. It is NaN for fewer than two prompts.
-
-    Args:
-        small: :func:`reduced` images, ``(B, 768)``.
-        prompts: Each image's prompt, as any number, ``(B,)``.
+    the first is NaN, and the second includes the noise. It is NaN for fewer than two prompts. The images are
+    :func:`reduced`, ``(B, 768)``, and the prompts any numbers, ``(B,)``.
 
     >>> black, white = torch.zeros(2, 768), torch.full((2, 768), 255.0)
     >>> diversities(torch.cat([black, white]), torch.tensor([0, 0, 1, 1]))

@@ -41,11 +41,7 @@ class Reference:
 
     @classmethod
     def load(cls, path: str | Path, network: FeatureNetwork) -> Reference:
-        """Read a file written by :meth:`save`, or one of clean-fid's for its Inception network.
-
-        Raises:
-            ValueError: The file has no statistics, or was made with another feature network.
-        """
+        """Read a file of :meth:`save` or clean-fid; raise ValueError without statistics, or for another network's."""
         arrays = _arrays(Path(path))
         if not set(_OURS) <= set(arrays):
             if not isinstance(network, InceptionFeatures):
@@ -74,12 +70,7 @@ def reference_statistics(source: str | Path, network: FeatureNetwork, keep_featu
     """Return the statistics of a folder of images, computed by all ranks together, or of an ``.npz`` file.
 
     Every rank must call it; an error on one rank is raised on all of them. Images are upright, and on white where they
-    are transparent.
-
-    Args:
-        source: The folder, searched recursively, or the file.
-        network: The feature network.
-        keep_features: Also keep every image's features, for KID.
+    are transparent. For KID, ``keep_features`` also keeps every image's.
 
     Raises:
         ValueError: An error of :func:`reference_errors`, an unreadable image, or a file that does not fit the network.

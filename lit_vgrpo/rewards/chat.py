@@ -28,11 +28,7 @@ class ChatReward(RemoteReward):
         self.model = model
 
     def load(self) -> None:
-        """Ask the server for its models.
-
-        Raises:
-            LoadError: The server does not answer, or cannot be asked.
-        """
+        """Ask the server for its models; raise LoadError if it does not answer, or cannot be asked."""
         import httpx
 
         try:

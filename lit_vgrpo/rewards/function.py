@@ -88,11 +88,7 @@ class PythonReward(Reward):
         return []
 
     def load(self) -> None:
-        """Import the function.
-
-        Raises:
-            RewardError: The function cannot be imported, or does not accept the arguments.
-        """
+        """Import the function; raise RewardError if that fails, or it does not accept the arguments."""
         self._call  # noqa: B018  the property imports
 
     @property
@@ -171,11 +167,7 @@ def _number(score: Any) -> float | None:
 
 
 def as_reward(reward: RewardLike) -> Reward:
-    """Return a reward unchanged, and a function of images and prompts as a :class:`PythonReward`.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Return a reward unchanged, and a function as a :class:`PythonReward`; raise TypeError for anything else."""
     if isinstance(reward, Reward):
         if not isinstance(getattr(reward, "name", None), str):
             raise TypeError(f"{type(reward).__name__} has no name. Set its attribute name, the key of its score.")

@@ -51,14 +51,10 @@ LARGEST_ANSWER = 10_000_000
 
 
 class ScoreRequest(BaseModel):
-    """Images to score.
+    """Images to score, and the pictures that their prompts edit, or none: PNG files in base64.
 
-    Attributes:
-        images: PNG files in base64.
-        prompts: One per image.
-        rows: One per image; by default they hold only the prompt. Paths of pictures are removed: they name files of the
-            client, and a server that read them would open any of its files that a stranger names.
-        pictures: PNG files in base64 of the pictures that the prompts edit, one per image, or none.
+    By default the rows hold only the prompts. Paths of pictures are removed from them: they name files of the client,
+    and a server that read them would open any of its files that a stranger names.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -87,18 +83,13 @@ class ScoreRequest(BaseModel):
 
 
 class ScoreAnswer(BaseModel):
-    """The scores of a request.
-
-    Attributes:
-        scores: One per image; null if it could not be scored, never 0.
-        errors: For each image the reason that its score is null, or null; optional.
-    """
+    """The scores of a request."""
 
     model_config = ConfigDict(strict=True)
 
     version: Literal[1] = 1
-    scores: list[float | None]
-    errors: list[str | None] = []
+    scores: list[float | None]  # one per image; null if it could not be scored, never 0
+    errors: list[str | None] = []  # for each image the reason that its score is null, or null; may be left out
 
 
 def validation_message(error: ValidationError) -> str:
@@ -113,8 +104,7 @@ def score_request(
 ) -> bytes:
     """Return a request as JSON, of images ``(B, 3, H, W)`` and the B pictures that the prompts edit, or none, in uint8.
 
-    Raises:
-        ValueError: A row holds a value that JSON cannot represent.
+    A row with a value that JSON cannot represent is a ValueError.
     """
     files, sources = ([base64.b64encode(encode_png(image)) for image in of] for of in (images, pictures))
     request = ScoreRequest(images=files, prompts=list(prompts), rows=[*map(dict, rows)], pictures=sources)
@@ -188,11 +178,7 @@ class RemoteReward(Reward):
         return self._failed_in_a_row >= self.connection.give_up_after
 
     def _post(self, calls: Sequence[Call[T]]) -> list[T | RequestError]:
-        """Post requests, several at once, and return their results or last errors in order.
-
-        Raises:
-            RewardOutage: Too many requests failed in a row.
-        """
+        """Post requests, several at once; return their results or last errors in order, or raise RewardOutage."""
         with ThreadPoolExecutor(1, thread_name_prefix="reward-http") as thread:  # the caller's may run an event loop
             try:
                 answers = thread.submit(asyncio.run, self._post_all(calls)).result()

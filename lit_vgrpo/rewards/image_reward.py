@@ -115,11 +115,7 @@ def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def blip_modules(weights: Mapping[str, Tensor]) -> nn.ModuleDict:
-    """Build ``vision``, ``text`` and ``head`` with the sizes of renamed weights, without loading them.
-
-    Raises:
-        KeyError: A weight that determines a size is missing.
-    """
+    """Build ``vision``, ``text`` and ``head`` with the sizes of renamed weights; raise KeyError if one is missing."""
     from transformers import BlipTextConfig, BlipVisionConfig
     from transformers.models.blip.modeling_blip import BlipVisionModel
     from transformers.models.blip.modeling_blip_text import BlipTextModel

@@ -45,9 +45,6 @@ class ModelReward(Reward):
         dtype: Dtype of the model's weights; scores are float32.
         device: Device of the model; ``"auto"`` follows the images. With ``"cpu"`` it does not compete with the policy,
             so it may run in a thread.
-
-    Raises:
-        ValueError: An argument is out of range.
     """
 
     weight_files: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -95,11 +92,7 @@ class ModelReward(Reward):
         return all(_is_file(checkpoint) or file_at_hand(checkpoint, file) for checkpoint, file in places)
 
     def load(self) -> None:
-        """Load the model; a second call does nothing.
-
-        Raises:
-            LoadError: An error of :meth:`check`, or files with the wrong content.
-        """
+        """Load the model, once; raise LoadError for an error of :meth:`check`, or files with the wrong content."""
         if self._model is not None:
             return
         self._is_checked = True  # loading finds what a check finds in headers

@@ -78,11 +78,7 @@ class OCRReward(Reward):
         return None
 
     def load(self) -> None:
-        """Load detector and recogniser.
-
-        Raises:
-            LoadError: The package rapidocr or onnxruntime is not installed.
-        """
+        """Load detector and recogniser, once; raise LoadError for an error of :meth:`check`."""
         if self._engine is not None:
             return
         for error in self.check():
@@ -117,11 +113,7 @@ class OCRReward(Reward):
         return torch.tensor(scores, dtype=torch.float32)
 
     def read(self, images: Tensor) -> list[str]:
-        """Return the text in each image, lines joined by a space; empty if there is none.
-
-        Args:
-            images: Shape ``(B, 3, H, W)``, float in [0, 1].
-        """
+        """Return the text in each image ``(B, 3, H, W)`` in [0, 1], lines joined by a space; empty if there is none."""
         if not len(images):
             return []
         self.load()

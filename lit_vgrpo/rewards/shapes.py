@@ -194,14 +194,9 @@ class MotionReward(Reward):
 
 
 def recognise(images: Tensor) -> dict[str, Tensor]:
-    """Recognise colour, shape and place in images.
+    """Recognise colour, shape and place in images ``(B, 3, H, W)`` in [0, 1], resized to 32 x 32 if necessary.
 
-    Args:
-        images: Shape ``(B, 3, H, W)`` in [0, 1]; resized to 32 x 32 if necessary.
-
-    Returns:
-        ``{"colour", "shape", "place"}``, each of shape ``(B,)``, long: the index in `CHOICES`, or :data:`NOTHING`; and
-        ``{"x", "y"}``, the shape's centroid in pixels.
+    Each is ``(B,)``, long: the index in `CHOICES`, or :data:`NOTHING`. ``x`` and ``y`` are the centroid in pixels.
     """
     images = at_task_size(images.detach().float())
     colours = border(images).sort(dim=-1).values  # median() is not deterministic on a GPU
