@@ -1,11 +1,13 @@
 """Behaviour of every reward that runs a checkpoint."""
 
+import json
 import pickle
 import shutil
 import warnings
 
 import clip_pixels
 import pytest
+import scorer_files
 import torch
 from support.pretended_gpu import pretended_gpu
 
@@ -61,6 +63,14 @@ def test_prompts_that_are_truncated_are_named_once_and_before_weights_are_loaded
     if limit is not None:
         longest, longer = ("a " * (limit - 2), "a " * (limit - 1))  # besides the first and the last token
         assert tiny_reward(kind).truncated([longest, longer]) == ([False, True], limit)
+
+
+@pytest.mark.parametrize("kind", [PickScore, HPSv2, ImageReward])
+def test_a_long_prompt_is_cut_and_keeps_its_end(tiny_reward, images, kind):
+    words = LIMITS[kind] - 2
+    prompts = ["a " * words, "a " * words + "b b", "a " * (words - 1) + "b b"]
+    scores = tiny_reward(kind)(images[:1].expand(3, -1, -1, -1), prompts, [{}] * 3)
+    assert scores[0] == scores[1] != scores[2]
 
 
 def test_a_tokenizer_that_cannot_be_read_is_left_to_loading(clip_folder, tmp_path):
@@ -141,65 +151,31 @@ def test_a_missing_folder_or_file_is_an_error(tiny_reward, kind, tmp_path):
             tiny_reward(kind, checkpoint=str(path)).load()
 
 
-@pytest.mark.parametrize("kind", [PickScore, CLIPScore, AestheticScore])
-def test_a_clip_folder_that_lacks_a_weight_is_one_line(tiny_reward, kind, clip_folder, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    folder = shutil.copytree(clip_folder, tmp_path / "clip")
-    weights = load_file(folder / "model.safetensors")
-    del weights["visual_projection.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    argument = "clip" if kind is AestheticScore else "checkpoint"
-    said = rf"^Cannot load .*: 1 weight missing, such as visual_projection\.weight\. Set {kind.__name__}\.{argument} to"
-    with pytest.raises(RuntimeError, match=said):
-        tiny_reward(kind, **{argument: str(folder)}).load()
-
-
-def changed(folder, to, name, without=None, extra=None):
-    """A copy of a folder with one tensor less or more in a file."""
-    from safetensors.torch import load_file, save_file
-
-    file, is_safe = shutil.copytree(folder, to) / name, name.endswith(".safetensors")
-    weights = load_file(file) if is_safe else torch.load(file)
-    tensors = weights.get("state_dict", weights)
-    if without is not None:
-        del tensors[without]
-    if extra is not None:
-        tensors[extra] = torch.zeros(1)
-    save_file(weights, file, metadata={"format": "pt"}) if is_safe else torch.save(weights, file)
-    return to
-
-
-TOO_FEW, TOO_MANY = {"without": "text_projection"}, {"extra": "more"}
-BLIP = "blip.visual_encoder.norm.weight"
-DIFFERENT = {
-    "CLIP": (
-        PickScore,
-        "model.safetensors",
-        {"extra": "text_model.more"},
-        r"1 weight not read, such as text_model\.more",
+CLIP, BLIP, HPS = "model.safetensors", "ImageReward.pt", "HPS_v2.1_compressed.pt"
+NORM, PROJECTION = "blip.visual_encoder.norm.weight", "visual_projection.weight"
+DIFFERENT = [
+    *(
+        (kind, option, CLIP, {"without": PROJECTION}, r"1 weight missing, such as visual_projection\.weight\.")
+        for kind, option in ((PickScore, "checkpoint"), (CLIPScore, "checkpoint"), (AestheticScore, "clip"))
     ),
-    "BLIP lacks": (
-        ImageReward,
-        "ImageReward.pt",
-        {"without": BLIP},
-        r'Missing key.*: "vision\.post_layernorm\.weight"',
-    ),
-    "BLIP has more": (ImageReward, "ImageReward.pt", {"extra": BLIP[:-11] + "more"}, r'Unexpected key.*encoder\.more"'),
-    "HPS lacks": (HPSv2, "HPS_v2.1_compressed.pt", TOO_FEW, r'Missing key.*: "text_projection"'),
-    "HPS has more": (HPSv2, "HPS_v2.1_compressed.pt", TOO_MANY, r'Unexpected key.*: "more"'),
-}
+    (PickScore, "checkpoint", CLIP, {"extra": "text_model.more"}, r"1 weight not read, such as text_model\.more"),
+    (ImageReward, "checkpoint", BLIP, {"without": NORM}, r'Missing key.*: "vision\.post_layernorm\.weight"'),
+    (ImageReward, "checkpoint", BLIP, {"extra": NORM[:-11] + "more"}, r'Unexpected key.*encoder\.more"'),
+    (HPSv2, "checkpoint", HPS, {"without": "text_projection"}, r'Missing key.*: "text_projection"'),
+    (HPSv2, "checkpoint", HPS, {"extra": "more"}, r'Unexpected key.*: "more"'),
+]
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_tensors_without_a_counterpart_are_one_line_from_check_and_load(tiny_reward, tmp_path, case):
-    kind, file, change, message = DIFFERENT[case]
-    folder = changed(tiny_reward(kind).checkpoint, tmp_path / "changed", file, **change)
-    (error,) = tiny_reward(kind, checkpoint=str(folder)).check()
-    with pytest.raises(
-        RuntimeError, match=rf"^Cannot load \S+: .*{message}.* Set {kind.__name__}\.checkpoint "
-    ) as caught:
-        tiny_reward(kind, checkpoint=str(folder)).load()
+@pytest.mark.parametrize(("kind", "option", "file", "change", "message"), DIFFERENT)
+def test_tensors_without_a_counterpart_are_one_line_from_check_and_load(
+    tiny_reward, tmp_path, kind, option, file, change, message
+):
+    folder = scorer_files.changed(getattr(tiny_reward(kind), option), tmp_path / "changed", file, **change)
+    broken = {option: str(folder)}
+    (error,) = tiny_reward(kind, **broken).check()
+    said = rf"^Cannot load \S+: .*{message}.* Set {kind.__name__}\.{option} "
+    with pytest.raises(RuntimeError, match=said) as caught:
+        tiny_reward(kind, **broken).load()
     assert str(caught.value) == error
 
 
@@ -213,9 +189,7 @@ def test_a_tokenizer_without_its_words_is_one_line(
     for name in ("tokenizer.json", "vocab.json", "merges.txt"):
         (folder / name).unlink(missing_ok=True)
     reward = tiny_reward(kind, **{option: str(folder)})
-    said = (
-        rf"^Cannot load \S+: its tokenizer has \d tokens, but its encoder \d+. Set {kind.__name__}.{option} to a folder"
-    )
+    said = rf"^Cannot load \S+: its tokenizer has \d tokens, but its encoder \d+. Set {kind.__name__}.{option} to a"
     for call in (reward.check, reward.load):
         with pytest.raises(RuntimeError, match=said):
             raise RuntimeError(*call())
@@ -240,7 +214,68 @@ def test_a_file_without_weights_is_one_line_and_runs_nothing(tiny_reward, kind, 
     else:
         trap = pickle.dumps(Trap(), protocol=2)
         path.write_bytes(trap if content == "trap" else b"noise" * 99)
-    with pytest.raises(RuntimeError, match=rf"^Cannot load .*bad\.\w+: .* Set {kind.__name__}\.checkpoint ") as caught:
+    with pytest.raises(RuntimeError, match=rf"^Cannot load .*bad\.\w+: .* Set {kind.__name__}\.checkpoint .*$"):
         tiny_reward(kind, checkpoint=str(path)).load()
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "trapped").exists()
+
+
+def test_a_clip_score_is_never_negative(tiny_reward):
+    images = torch.stack([clip_pixels.photo(40, 40, seed) for seed in range(12)])
+    scores = tiny_reward(CLIPScore)(images, [f"{letter} cat" for letter in "abcdefghijkl"], [{}] * 12)
+    assert scores.min() == 0
+    assert 0 < scores.max() <= 100
+
+
+def test_the_published_processor_belongs_to_the_published_weights():
+    assert PickScore().processor == "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    assert PickScore("some/where").processor == "some/where"
+    assert PickScore("some/where", processor="else/where").processor == "else/where"
+    assert (CLIPScore().checkpoint, CLIPScore().processor) == ("openai/clip-vit-large-patch14",) * 2
+
+
+def test_the_aesthetic_score_keeps_no_text_tower(tiny_reward):
+    reward = tiny_reward(AestheticScore)
+    reward.load()
+    assert not any("text" in name for name, _ in reward._model.named_parameters())
+
+
+def test_files_that_do_not_fit_are_one_line(tmp_path, clip_folder, aesthetic_file):
+    clip, head = str(clip_folder), tmp_path / "head.pth"
+    torch.save(scorer_files.head_weights(8, torch.Generator()), head)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip"}))
+    without_weights = shutil.copytree(clip_folder, tmp_path / "broken")
+    (without_weights / "model.safetensors").unlink()
+    for reward, said in [
+        (AestheticScore(str(head), clip=clip), r"AestheticScore\.checkpoint and AestheticScore\.clip to a match"),
+        (PickScore(str(tmp_path), processor=clip), r"PickScore\.checkpoint to"),
+        (PickScore(str(without_weights)), r"PickScore\.checkpoint to"),
+    ]:
+        with pytest.raises(RuntimeError, match=rf"^Cannot load .*: .* Set {said}.*$"):
+            reward.load()
+    assert "PickScore.processor" in PickScore(str(tmp_path)).check()[0]
+    assert "Set AestheticScore.clip to" in AestheticScore(str(aesthetic_file), clip=str(tmp_path / "no")).check()[0]
+
+
+def test_the_file_itself_and_safetensors_are_read_too(hps_checkpoint, tiny_reward, images, tmp_path):
+    from safetensors.torch import save_file
+
+    folder, name = hps_checkpoint
+    path = folder / "HPS_v2.1_compressed.pt"
+    save_file(torch.load(path)["state_dict"], tmp_path / "hps.safetensors")
+    batch = (images[:1], ["a cat"], [{}])
+    for other in (path, tmp_path / "hps.safetensors"):
+        assert torch.equal(HPSv2(str(other), model=name)(*batch), tiny_reward(HPSv2)(*batch))
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "wider-hps"])
+def test_another_architecture_is_one_line(hps_checkpoint, tmp_path, name):
+    scorer_files.write_hps(tmp_path, "wider-hps", embed_dim=24)
+    reward = HPSv2(str(hps_checkpoint[0]), model=name)
+    with pytest.raises(RuntimeError, match=r"^Cannot load .*\.pt: .* Set HPSv2\.checkpoint and HPSv2\.model to.*$"):
+        reward.load()
+
+
+def test_blips_own_tokens_follow_berts(tiny_reward):
+    reward = tiny_reward(ImageReward)
+    reward.load()
+    assert reward._tokenizer.convert_tokens_to_ids(["[DEC]", "[ENC]"]) == [57, 58]

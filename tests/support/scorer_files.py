@@ -1,8 +1,10 @@
 """Random weights of the model rewards, tiny and under the names of their publishers."""
 
 import json
+import shutil
 
 import torch
+from safetensors.torch import load_file, save_file
 
 HEAD_WIDTHS = [1024, 128, 64, 16, 1]
 HEAD_PLACES = [0, 2, 4, 6, 7]  # dropout takes the others
@@ -91,6 +93,19 @@ def write_aesthetic(folder, width=16):
     path = folder / "sac+logos+ava1-l14-linearMSE.pth"
     torch.save(head_weights(width, torch.Generator().manual_seed(6)), path)
     return path
+
+
+def changed(folder, to, name, without=None, extra=None):
+    """Copy a folder with one tensor less or more in a file."""
+    file, is_safe = shutil.copytree(folder, to) / name, name.endswith(".safetensors")
+    weights = load_file(file) if is_safe else torch.load(file)
+    tensors = weights.get("state_dict", weights)
+    if without is not None:
+        del tensors[without]
+    if extra is not None:
+        tensors[extra] = torch.zeros(1)
+    save_file(weights, file, metadata={"format": "pt"}) if is_safe else torch.save(weights, file)
+    return to
 
 
 OPEN_CLIP_CONFIG = {
