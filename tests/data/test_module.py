@@ -4,23 +4,7 @@ import lightning as L
 import pytest
 import torch
 
-from lit_vgrpo.data import PromptBatch, PromptDataModule
-
-
-class Recorder(L.LightningModule):
-    """Fits one number and writes down every batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: list[PromptBatch] = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch)
-        return (self.weight - 1) ** 2
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+from lit_vgrpo.data import PromptDataModule
 
 
 @pytest.fixture
@@ -35,16 +19,6 @@ def files(tmp_path):
 def data_module(files, **changes):
     settings = {"prompts_per_iteration": 4, "group_size": 4, "updates_per_iteration": 2, "micro_batch_size": 4}
     return PromptDataModule(**{**files, **settings, **changes})
-
-
-@pytest.mark.filterwarnings("ignore:You passed in a")
-def test_an_epoch_is_an_iteration(files, tmp_path):
-    module = Recorder()
-    L.Trainer(
-        max_epochs=3, accelerator="cpu", devices=1, default_root_dir=tmp_path, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    ).fit(module, datamodule=data_module(files))  # fmt: skip
-    assert [batch.iteration for batch in module.seen] == [0, 1, 2]
 
 
 def test_held_out_images_come_prompt_after_prompt(files):

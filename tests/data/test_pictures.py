@@ -1,6 +1,7 @@
 """Prompts with a picture to edit: found beside their file, checked before a run, and part of what a prompt is."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -53,11 +54,8 @@ def test_a_wrong_picture_is_one_line_with_its_row(folder, write, image, said):
     file = write("edits.jsonl", [EDITS[0], {"prompt": "make it green", "image": image}])
     os.mkfifo(folder / "pictures" / "pipe.png")
     Image.new("I;16", (6, 4)).save(folder / "pictures" / "grey.png")
-    with pytest.raises(PromptError) as error:
+    with pytest.raises(PromptError, match=rf"^{file} line 2: .*{re.escape(said)}.*$"):
         read_prompts(file)
-    assert str(error.value).startswith(f"{file} line 2: ")
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 NO_PICTURE = [

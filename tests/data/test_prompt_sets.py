@@ -1,4 +1,5 @@
 import random
+import unicodedata
 from hashlib import sha256
 
 import pytest
@@ -6,12 +7,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lit_vgrpo.data import PromptDataModule, read_prompts
-from lit_vgrpo.data.prompt_sets import normalised
+from lit_vgrpo.data.prompt_sets import is_held_out, normalised, prompt_keys
 from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.system.paths import shipped_root
 
 SIZES = {"prompts_per_iteration": 4, "group_size": 2}
 PROMPTS = st.lists(st.sampled_from([f"{word} {i}" for i in range(40) for word in ("cat", "CAT", " cat ")]), min_size=20)
+TEXT = st.text(max_size=20).map(lambda text: text.encode("utf-8", "ignore").decode())
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -33,6 +35,39 @@ def file(write):
     return lambda prompts, name="p.txt": str(write(name, "".join(f"{prompt}\n" for prompt in prompts)))
 
 
+def prompt_key(prompt):
+    return int(prompt_keys([prompt])[0])
+
+
+@pytest.mark.slow
+@quick
+@given(TEXT)
+def test_what_does_not_make_another_prompt_plays_no_part(text):
+    key = prompt_key(text)
+    assert normalised(normalised(text)) == normalised(text)
+    for same in (unicodedata.normalize("NFC", text), unicodedata.normalize("NFD", text), f"\t{text}  \u00a0"):
+        assert prompt_key(same) == key
+    assert prompt_key(text.replace(" ", " \n ")) == key
+    if text.isascii():
+        assert prompt_key(text.upper()) == key
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("A  cat", "a cat"), ("Caf\u00e9", "cafe\u0301"), ("STRASSE", "stra\u00dfe"), ("a\u3000cat", "a cat")],
+)
+def test_prompts_that_are_the_same(one, other):
+    assert prompt_key(one) == prompt_key(other)
+    assert prompt_key(one) != prompt_key(other + "s")
+
+
+def test_the_split_is_pinned():
+    # a prompt may not change sides between versions
+    assert prompt_key("A cat") == int(sha256(b"a cat").hexdigest()[:16], 16) == 0x51E4674156077982
+    sides = is_held_out(prompt_keys([f"prompt {i}" for i in range(30)]), 0.2)
+    assert sides.nonzero()[0].tolist() == [2, 6, 7, 14, 15, 19, 25]
+
+
 @quick
 @given(PROMPTS, st.randoms(use_true_random=False), st.floats(0.2, 0.8))
 def test_no_prompt_is_on_both_sides_and_none_ever_moves(file, prompts, draw, fraction):
@@ -43,6 +78,8 @@ def test_no_prompt_is_on_both_sides_and_none_ever_moves(file, prompts, draw, fra
     train, aside = training(data), heldout(data)
     assert sorted(train + aside) == sorted(prompt.strip() for prompt in prompts)
     assert not set(map(normalised, train)) & set(map(normalised, aside))
+    keys = prompt_keys(aside)
+    assert is_held_out(keys, fraction + 0.1).all()
     draw.shuffle(prompts)
     moved = data_module(file([*(f"new {i}" for i in range(9)), *prompts], "q.txt"), **options)
     assert set(aside) <= set(heldout(moved))

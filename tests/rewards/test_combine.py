@@ -260,9 +260,8 @@ def test_what_a_reward_changes_changes_nothing_else():
         for _ in range(2):
             batch = Weighted([reward, look], [1.0, 1.0]).score(given, prompts, [row] * 4)
             torch.testing.assert_close(batch.parts["look"], expected)
-        torch.testing.assert_close(
-            batch.parts[reward.name], expected if reward.name == "weighted" else 1 + (expected - 1) / 2
-        )
+        own = expected if reward.name == "weighted" else 1 + (expected - 1) / 2
+        torch.testing.assert_close(batch.parts[reward.name], own)
         assert torch.equal(given, images)
     assert (row, prompts) == ({"number": 1, "words": []}, PROMPTS)
     pops = Field("pops", lambda scores, images, rows: scores + sum(row.pop("number") for row in rows))

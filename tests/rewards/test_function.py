@@ -120,10 +120,8 @@ def test_a_value_that_is_no_number_fails_its_image_and_is_named(value):
 
     batch = Weighted([bad]).score(IMAGES, PROMPTS, ROWS)
     assert batch.total.isnan().tolist() == [False, True, False]
-    place = r"test_function.py:\d+: returned"
-    assert re.search(
-        rf"{place} {re.escape(described(value))} for an image. Return a number, or None", batch.errors["bad"]
-    )
+    said = rf"test_function.py:\d+: returned {re.escape(described(value))} for an image. Return a number, or None"
+    assert re.search(said, batch.errors["bad"])
 
 
 @pytest.mark.parametrize(

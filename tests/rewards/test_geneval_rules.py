@@ -61,11 +61,7 @@ EAST, WEST, NORTH, FAR_WEST = (60, 20, 80, 40), (0, 20, 20, 40), (62, -40, 82, -
         (BOTH, [seen("car", color="blue"), seen("bus", color="red")], 0.5),
         (BOTH, [seen("car", color="red"), seen("bus", color="red")], 0.75),
         (TWO_CATS, [seen("cat", 0.9, EAST), seen("cat", 0.8, EAST), seen("dog", box=WEST)], 1),
-        (
-            TWO_CATS,
-            [seen("cat", 0.9, EAST), seen("cat", 0.8, FAR_WEST), seen("dog", box=WEST)],
-            5 / 6,
-        ),  # all pairs count
+        (TWO_CATS, [seen("cat", 0.9, EAST), seen("cat", 0.8, FAR_WEST), seen("dog", box=WEST)], 5 / 6),  # all pairs
         (BLACK_CAT, [seen("cat", box=EAST, color="white"), seen("dog", box=WEST)], 0.5),  # the white cat is no target
         (NULLS, [seen("bench")], 1),
     ],

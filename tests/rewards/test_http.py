@@ -4,6 +4,8 @@ import os
 import random
 import re
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import fault_server as errors
 import httpx
@@ -115,18 +117,13 @@ def test_null_and_numbers_that_are_not_finite_fail_their_image_alone():
 def test_the_pause_grows_within_limits_and_honours_the_server():
     reward = HTTPReward("http://127.0.0.1:1", connection=Connection(backoff_s=0.5))
 
-    class State:
-        outcome = None
-
     for attempt, most in {1: 0.5, 2: 1.0, 4: 4.0, 900: LONGEST_PAUSE_S}.items():
-        State.attempt_number = attempt
-        pauses = [reward._pause_s(State) for _ in range(300)]
+        pauses = [reward._pause_s(SimpleNamespace(outcome=None, attempt_number=attempt)) for _ in range(300)]
         assert 0 <= min(pauses) < 0.1 * most
         assert 0.9 * most < max(pauses) <= most
     for asked, expected in ((7.0, 7.0), (1e6, LONGEST_PAUSE_S)):
-        State.attempt_number, State.outcome = 1, State
-        State.exception = staticmethod(lambda asked=asked: RequestError("", retry_after_s=asked))
-        assert reward._pause_s(State) == expected
+        outcome = SimpleNamespace(exception=partial(RequestError, "", retry_after_s=asked))
+        assert reward._pause_s(SimpleNamespace(outcome=outcome, attempt_number=1)) == expected
 
 
 def test_retries_leave_the_runs_random_numbers_alone():
@@ -285,11 +282,8 @@ def test_every_client_asks_a_server_through_the_proxy_and_names_it_if_that_fails
     assert f"(through the proxy {proxy.address}) cannot be reached" in reward.failure
 
 
-def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch):
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(environment):
+    environment(**dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9"))
     with FaultServer() as server:
         reward = HTTPReward(server.url, connection=patient(retries=0))
         assert reward(*make_images(2)).isfinite().all()
@@ -314,15 +308,11 @@ def single(url, **options):
 def test_a_server_that_is_down_stops_the_run_after_a_bounded_number_of_requests():
     with FaultServer(then=answering(b"out of memory", 500)) as server:
         reward = single(server.url, max_connections=1)
-        with pytest.raises(RewardOutage) as raised:
+        with pytest.raises(RewardOutage, match=f"^{server.url}.*status 500: out of memory.*$"):
             Weighted([reward]).score(*make_images(40))
         assert reward.take_counts() == {"status_500": 6, "retried": 3, "gave_up": 3, "skipped": 37}
         server.then = errors.scores
         assert reward(*make_images(10)).isfinite().all(), "the server is back, and is not used"
-    message = str(raised.value)
-    assert message.startswith(server.url)
-    assert "status 500: out of memory" in message
-    assert "\n" not in message
 
 
 def test_errors_that_are_not_in_a_row_stop_nothing():
@@ -336,9 +326,8 @@ def test_errors_that_are_not_in_a_row_stop_nothing():
 
 def test_a_server_that_cannot_be_reached_is_a_clear_line_without_its_key():
     reward = single(f"http://me:hunter2@127.0.0.1:{free_port()}/score?key=hunter2")
-    with pytest.raises(RewardOutage, match=r"cannot be reached .* or HTTPReward.url") as raised:
+    with pytest.raises(RewardOutage, match=r"^.*cannot be reached .* or HTTPReward.url.*$") as raised:
         reward(*make_images(4))
-    assert "\n" not in str(raised.value)
     assert "hunter2" not in f"{raised.value} {reward.failure}"
 
 

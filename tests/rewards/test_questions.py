@@ -61,33 +61,26 @@ def test_a_prompt_without_questions_is_asked_as_a_whole_after_its_picture(tmp_pa
     assert colours == [(0, 0, 255), (0, 0, 0)]
 
 
-def test_a_failed_question_fails_its_image_only():
-    with FaultServer([answering({}, 400), choosing(Yes=0.5, No=0.5)]) as server:
-        one = reward(server)
-        found = one(IMAGES, ["x", "y"], [{}, {}])
-    assert math.isnan(found[0])
-    assert found[1].item() == pytest.approx(0.5)
-    assert "status 400" in one.failure
+NUMBER = b'{"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "yes", "logprob": %b}]}]}}]}'
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("answer", "cause", "said"),
     [
-        b"[" * 100_000,
-        b'{"choices": "x"}',
-        *(
-            b'{"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "yes", "logprob": %b}]}]}}]}' % number
-            for number in (b"NaN", b"1000", b"[]", b"9" * 400)
-        ),
+        (answering({}, 400), "status_400", "status 400"),
+        (answering(b"[" * 100_000), "invalid", "invalid response"),
+        (answering(b'{"choices": "x"}'), "invalid", "no log-probabilities"),
+        *((answering(NUMBER % text), "invalid", "log-prob") for text in (b"NaN", b"1000", b"[]", b"9" * 400)),
     ],
 )
-def test_an_answer_without_log_probabilities_fails_its_image_only(body):
-    with FaultServer([answering(body), choosing(Yes=0.5, No=0.5)]) as server:
+def test_a_question_without_log_probabilities_fails_its_image_only(answer, cause, said):
+    with FaultServer([answer, choosing(Yes=0.5, No=0.5)]) as server:
         one = reward(server)
         found = one(IMAGES, ["x", "y"], [{}, {}])
     assert math.isnan(found[0])
     assert found[1].item() == pytest.approx(0.5)
-    assert one.take_counts() == {"invalid": 1, "gave_up": 1}
+    assert one.take_counts() == {cause: 1, "gave_up": 1}
+    assert said in one.failure
 
 
 def unending(handler):
