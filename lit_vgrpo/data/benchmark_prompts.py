@@ -36,9 +36,7 @@ def cache_folder(benchmark: Benchmark) -> Path:
 def read_rows(benchmark: Benchmark, given: Path | None = None, pictures: Path | None = None) -> Rows:
     """Return a benchmark's rows, each with its task, at most ``limit`` of them; raise UserError for wrong files.
 
-    Args:
-        given: A local copy of the prompt file, or a folder of several, instead of the cache.
-        pictures: Folder of the pictures that prompts edit.
+    ``given`` is a local copy of the prompt file, or a folder of several, and ``pictures`` the folder of those to edit.
     """
     prompts, rows = benchmark.prompts, []
     for name, file in _files(benchmark, given).items():

@@ -36,13 +36,7 @@ class PromptChoice:
 
 
 class PromptSets:
-    """A recipe's prompts.
-
-    Attributes:
-        training: The training prompts.
-        heldout: The held-out prompts; None without any.
-        heldout_sources: Names of their sources, as long as ``heldout``; empty if there is only one.
-        shared: Number of training prompts that are also held-out prompts, and were kept.
+    """A recipe's training and held-out prompts.
 
     Raises:
         PromptError: A source cannot be read, or no prompts remain on a side.
@@ -50,7 +44,7 @@ class PromptSets:
 
     def __init__(self, choice: PromptChoice) -> None:
         self.choice = choice
-        self.heldout: Rows | None = None
+        self.heldout: Rows | None = None  # None without any
         names: list[str | None] = []
         sources = [open_prompts(source, choice.edits) for source in choice.train]
         apart = prompt_keys([])
@@ -59,7 +53,7 @@ class PromptSets:
         keys = np.concatenate([prompt_keys(_texts(rows)) for rows in sources])
         firsts, is_shared = first_of_each(keys), np.isin(keys, apart)
         stays = firsts & ~is_shared if choice.deduplicate else np.ones_like(firsts)
-        self.shared = int((stays & is_shared).sum())
+        self.shared = int((stays & is_shared).sum())  # training prompts that are also held-out prompts, and were kept
         aside = stays & is_held_out(keys, choice.heldout_fraction or 0.0)
         starts = np.cumsum([0, *map(len, sources)])
         if choice.heldout_fraction is not None:
@@ -81,7 +75,7 @@ class PromptSets:
                 all_out = "has no prompts left for training: all are held out or duplicates."
                 raise PromptError(f"{key}{source.path} {all_out}")
             training.append(rows.select(indices) if isinstance(rows, TableRows) else [rows[i] for i in indices])
-        self.heldout_sources = [name for name in names if name is not None]
+        self.heldout_sources = [name for name in names if name is not None]  # empty if there is only one source
         of_sources = [source.name for source in choice.train if source.name is not None]
         self.training = PromptMixture(training, [source.weight for source in choice.train], of_sources)
 

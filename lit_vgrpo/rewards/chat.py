@@ -15,13 +15,7 @@ ENDPOINT = "/chat/completions"
 
 
 class ChatReward(RemoteReward):
-    """A reward that asks a vision-language model.
-
-    Args:
-        url: Address of the API, such as ``http://127.0.0.1:8000/v1``.
-        model: The server's name of the model.
-        connection: Timeouts, retries, simultaneous requests, and the token.
-    """
+    """A reward that asks a vision-language model, by the server's name, at an address such as ``http://host:8000/v1``."""
 
     def __init__(self, url: str, model: str, connection: Connection | None) -> None:
         super().__init__(url, connection, ENDPOINT)

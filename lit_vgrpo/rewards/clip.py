@@ -97,10 +97,9 @@ def text_config(checkpoint: str) -> Any:
 @checked
 @dataclass(eq=False)
 class CLIPReward(ModelReward):
-    """The cosine similarity of image and prompt embeddings, scaled by a subclass.
+    """The cosine similarity of image and prompt embeddings, scaled by a subclass; arguments as in :class:`CLIPScore`.
 
     Resizing, cropping and normalisation follow the checkpoint's processor; long prompts are truncated to the context.
-    Arguments as in :class:`CLIPScore`.
     """
 
     weight_files = (("checkpoint", "config.json"), ("processor", "tokenizer_config.json"))

@@ -125,12 +125,7 @@ class RemoteReward(Reward):
 
     It counts each failed attempt by cause (``timeout``, ``unreachable``, ``invalid``, ``status_500`` and the like), of
     which ``retried`` were followed by another attempt and ``gave_up`` were a request's last; ``skipped`` requests were
-    not sent because the server was down.
-
-    Args:
-        url: Address of the server.
-        connection: Timeouts, retries and limits; None for the defaults.
-        path: Path to post to, added to the address.
+    not sent because the server was down. Its address is ``url`` with the ``path`` added.
     """
 
     concurrent = True
