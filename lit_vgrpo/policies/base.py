@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.noise import unit_noise
-from lit_vgrpo.core.pictures import picture_digest
+from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.probability_paths import ProbabilityPath
 from lit_vgrpo.core.ranges import BatchSize, OnlyWith, PositiveFloat, Range, checked
 from lit_vgrpo.core.sharding import is_sharded
@@ -88,7 +88,7 @@ class Policy(nn.Module):
     """Arguments with which the pipeline's call samples what the policy samples."""
     pipeline_takes_one: ClassVar[bool] = False
     """True if the pipeline's call takes only one prompt."""
-    left_out: ClassVar[tuple[str, ...]] = ()
+    left_out: tuple[str, ...] = ()
     """Components of the pipeline that are not loaded."""
     comfyui_names: ClassVar[Mapping[str, str]] = {}
     """Maps suffixes of diffusers' module names to ComfyUI's, if ComfyUI does not read the former. Modules with the same
@@ -304,11 +304,6 @@ class Policy(nn.Module):
             self.network = original
 
     @property
-    def trains_all(self) -> bool:
-        """True if all of the network's weights are trained."""
-        return self.lora_rank is None and self.train_only is None
-
-    @property
     def loaded(self) -> bool:
         return self.pipeline is not None
 
@@ -330,14 +325,10 @@ class Policy(nn.Module):
         """Return the pipeline's networks, in the order of :attr:`network_names`, as one."""
         return networks[0]
 
-    def helpers(self) -> list[nn.Module]:
-        """Return the frozen parts: text encoders and VAE."""
-        parts = self.pipeline.components.items()
-        return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.network_names]
-
     def encoders(self) -> list[nn.Module]:
         """Return the frozen parts that encode prompts."""
-        return [helper for helper in self.helpers() if helper is not self.pipeline.vae]
+        others, parts = {*self.network_names, "vae"}, self.pipeline.components.items()
+        return [part for name, part in parts if isinstance(part, nn.Module) and name not in others]
 
     def family_options(self) -> dict[str, Any]:
         """Return the values of the options that the family adds to this class's."""
@@ -387,7 +378,7 @@ class Policy(nn.Module):
 
     def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
         """Return the arguments that pass the pipeline's call the pictures of :meth:`encode_edits` unchanged."""
-        return {"image": pictures}
+        return {"image": to_pil(pictures.flatten(0, -4))}
 
     def pipeline_latents(self, noise: Tensor) -> Tensor:
         """Return ``noise (B, C, h, w)`` as the argument ``latents``: as tokens where the pipeline packs latents."""
@@ -453,6 +444,15 @@ class Policy(nn.Module):
 
         See :meth:`prompt_length`.
         """
+
+    def pipeline_embeddings(self, prompts: list[str], **options: Any) -> tuple[Any, ...]:
+        """Return what the pipeline's ``encode_prompt`` returns; without more options, for prompts alone."""
+        given: dict[str, Any] = {"prompt_2": prompts, "prompt_3": prompts, "device": self.device}
+        given |= {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
+        given["max_sequence_length"] = getattr(self, "max_sequence_length", None)
+        known = inspect.signature(self.pipeline.encode_prompt).parameters
+        given = {name: value for name, value in given.items() if name in known}
+        return self.pipeline.encode_prompt(prompts, **given | options)
 
     @abstractmethod
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
@@ -536,8 +536,10 @@ class Policy(nn.Module):
         Raises:
             ValueError: A family that edits has no pictures, or another has some.
         """
-        return self.prompt_encoder.encode(prompts, references)
+        cond, rows = self.prompt_encoder.encode(prompts, references)
+        return cond if len(cond) == len(rows) else cond.select(rows)
 
+    @in_own_precision
     def encode_each(
         self, prompts: Sequence[str], references: Sequence[Tensor] | None = None
     ) -> tuple[Conditioning, Tensor]:
@@ -546,13 +548,7 @@ class Policy(nn.Module):
         Args:
             references: See :meth:`encode`; prompts with different pictures are distinct.
         """
-        digests = [""] * len(prompts) if references is None else [picture_digest(picture) for picture in references]
-        texts = list(zip(prompts, digests, strict=True))
-        distinct = sorted(set(texts))
-        rows = torch.tensor([distinct.index(text) for text in texts], device=self.device)
-        firsts = [texts.index(text) for text in distinct]
-        pictures = None if references is None else [references[i] for i in firsts]
-        return self.encode([prompt for prompt, _ in distinct], pictures), rows
+        return self.prompt_encoder.encode(prompts, references)
 
     def blank_references(self, number: int) -> list[Tensor] | None:
         """Return black pictures for ``number`` prompts, to measure a pass with; ``None`` if the family edits none."""
@@ -657,10 +653,15 @@ class Policy(nn.Module):
     def _latent_affine(self) -> tuple[Any, Any]:
         """Return scale and shift between the VAE's latents and the network's, as in the family's pipeline.
 
-        Numbers, or tensors with one entry per channel.
+        Numbers, or tensors with one entry per channel if the VAE has statistics of its channels.
         """
         config = self.pipeline.vae.config
-        return config.scaling_factor, (config.shift_factor or 0.0) if self.uses_latent_shift else 0.0
+        statistics = config.get("latents_mean"), config.get("latents_std")
+        if None in statistics:
+            return config.scaling_factor, (config.shift_factor or 0.0) if self.uses_latent_shift else 0.0
+        sides = [1] * (len(self.latent_shape) - 1)
+        mean, std = (torch.tensor(values, device=self.device).reshape(1, -1, *sides) for values in statistics)
+        return config.get("scaling_factor", 1.0) / std, mean
 
     def vae_latents(self, latents: Tensor) -> Tensor:
         """Return the VAE's latents for the network's latents ``(B, C, h, w)``."""

@@ -40,12 +40,7 @@ class ChromaPolicy(FluxPolicy):
         return self.pipeline.tokenizer, self.max_sequence_length, type(self.pipeline.text_encoder).__name__
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        tokens, _, mask, *_ = self.pipeline.encode_prompt(
-            prompts,
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-        )
+        tokens, _, mask, *_ = self.pipeline_embeddings(prompts)
         return {"tokens": tokens, MASK: mask}
 
     def other_inputs(self, cond: Conditioning, image_tokens: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_vgrpo.core.probability_paths import RectifiedFlow
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.solvers import FLOW_SDES
+from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import config_value
 
@@ -23,6 +24,7 @@ SIGMA_KINDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 TIMESTEPS = 1000  # which most pipelines divide by, whatever their scheduler has
 PATCH = 2  # latents per side of a token
 ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")  # LoRA targets
+REFERENCE_LATENTS = "reference_latents"  # of the pictures to edit, in a conditioning
 DEFAULT_SIDE = 1024  # pixels of an image, in most pipelines
 
 
@@ -97,6 +99,11 @@ class FlowPolicy(Policy, ABC):
     def image_tokens(self) -> int:
         """Return the number of tokens per image or video."""
         return math.prod(self.latent_shape[1:]) // self.patch**2
+
+    def images(self, z: Tensor, cond: Conditioning) -> list[Tensor]:
+        """Return the latents in the network's sequence: ``z``, then those of the pictures to edit."""
+        references = cond.tensors.get(REFERENCE_LATENTS)
+        return [z, *(() if references is None else references.reshape(len(z), -1, *references.shape[-3:]).unbind(1))]
 
     def shift_mu(self, steps: int) -> float | None:
         """Return the logarithm of a dynamic shift; ``None`` for the usual one, linear in the number of tokens."""

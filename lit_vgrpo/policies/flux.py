@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.flow import PATCH, FlowPolicy
-
-REFERENCE_LATENTS = "reference_latents"
+from lit_vgrpo.policies.flow import PATCH, REFERENCE_LATENTS, FlowPolicy
 
 
 class FluxPolicy(FlowPolicy):
@@ -31,16 +29,14 @@ class FluxPolicy(FlowPolicy):
         return self.pipeline.tokenizer_2, self.max_sequence_length, encoder
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        tokens, pooled, _ = self.pipeline.encode_prompt(
-            prompt=prompts, prompt_2=prompts, device=self.device, max_sequence_length=self.max_sequence_length
-        )
+        tokens, pooled, _ = self.pipeline_embeddings(prompts)
         return {"tokens": tokens, "pooled": pooled}
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
-        tokens = cond.tensors["tokens"]
-        sequence, ids = self.sequence(z, cond)
+        tokens, images = cond.tensors["tokens"], self.images(z, cond)
+        ids = image_ids(*images)
         prediction = self.network(
-            hidden_states=sequence,
+            hidden_states=packed(*images),
             timestep=t,  # the network multiplies it by 1000
             encoder_hidden_states=tokens,
             txt_ids=torch.zeros(tokens.shape[1], 3, device=z.device),
@@ -53,10 +49,6 @@ class FluxPolicy(FlowPolicy):
     def other_inputs(self, cond: Conditioning, image_tokens: int) -> dict[str, Any]:
         """Return the inputs that only some of these networks take."""
         return {"guidance": cond.tensors.get("guidance"), "pooled_projections": cond.tensors["pooled"]}
-
-    def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, Tensor]:
-        """Return the network's image tokens ``(B, N, C)``, those of ``z`` first, and their ids ``(N, 3)``."""
-        return packed(z), image_ids(z, 0)
 
 
 class KontextPolicy(FluxPolicy):
@@ -76,15 +68,11 @@ class KontextPolicy(FluxPolicy):
         height, width = pictures.shape[-2:]
         return {"image": pictures, "max_area": height * width, "_auto_resize": False}  # it would resize both
 
-    def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, Tensor]:
-        reference = cond.tensors[REFERENCE_LATENTS]
-        tokens = torch.cat([packed(z), packed(reference)], dim=1)
-        return tokens, torch.cat([image_ids(z, 0), image_ids(reference, 1)])
 
-
-def packed(latents: Tensor) -> Tensor:
-    """Return latents ``(B, C, h, w)`` as tokens ``(B, h / 2 x w / 2, 4 C)``."""
-    return F.pixel_unshuffle(latents, PATCH).flatten(2).transpose(1, 2)
+def packed(*images: Tensor) -> Tensor:
+    """Return latents ``(B, C, h, w)`` as tokens ``(B, h / 2 x w / 2, 4 C)``, those of several one after another."""
+    tokens = [F.pixel_unshuffle(latents, PATCH).flatten(2).transpose(1, 2) for latents in images]
+    return torch.cat(tokens, dim=1) if len(tokens) > 1 else tokens[0]
 
 
 def unpacked(tokens: Tensor, latents: Tensor) -> Tensor:
@@ -93,10 +81,10 @@ def unpacked(tokens: Tensor, latents: Tensor) -> Tensor:
     return F.pixel_shuffle(tokens[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns)), PATCH)
 
 
-def image_ids(latents: Tensor, image: int) -> Tensor:
-    """Return the id of each token of latents ``(B, C, h, w)``, ``(h / 2 x w / 2, 3)``: the image's, row, column."""
-    rows, columns = (side // PATCH for side in latents.shape[-2:])
-    ids = torch.full((rows, columns, 3), float(image), device=latents.device)
-    ids[..., 1] = torch.arange(rows, device=latents.device)[:, None]
-    ids[..., 2] = torch.arange(columns, device=latents.device)
-    return ids.flatten(0, 1)
+def image_ids(*images: Tensor) -> Tensor:
+    """Return the id of each token of latents ``(B, C, h, w)``, ``(N, 3)``: the image's number, row, column."""
+    ids = []
+    for number, latents in enumerate(images):
+        sides = (torch.arange(float(side // PATCH), device=latents.device) for side in latents.shape[-2:])
+        ids.append(torch.cartesian_prod(torch.full((1,), float(number), device=latents.device), *sides))
+    return torch.cat(ids)

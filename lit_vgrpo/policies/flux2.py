@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.flow import PATCH
-from lit_vgrpo.policies.flux import REFERENCE_LATENTS
+from lit_vgrpo.policies.flow import PATCH, REFERENCE_LATENTS
 from lit_vgrpo.policies.language_model import LanguageModelPolicy
 from lit_vgrpo.policies.loading import INDEX, config_value
 from lit_vgrpo.system.hub import LoadError
@@ -31,8 +29,6 @@ class Flux2Policy(LanguageModelPolicy):
 
     pipeline_class: ClassVar[str] = "Flux2KleinPipeline"
     packed: ClassVar[int] = PATCH
-    text_layers: ClassVar[tuple[int, ...]] = (9, 18, 27)
-    """The encoder's hidden states that form the embedding, as in the pipeline."""
     patch: ClassVar[int] = 1
     default_lora_targets: ClassVar[tuple[str, ...]] = (
         *LanguageModelPolicy.default_lora_targets,
@@ -95,13 +91,7 @@ class Flux2Policy(LanguageModelPolicy):
         )
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        tokens, _ = self.pipeline.encode_prompt(
-            prompts,
-            device=self.device,
-            max_sequence_length=self.max_sequence_length,
-            text_encoder_out_layers=self.text_layers,
-        )
-        return {"tokens": tokens}
+        return {"tokens": self.pipeline_embeddings(prompts)[0]}
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         tokens = cond.tensors["tokens"]
@@ -119,10 +109,6 @@ class Flux2Policy(LanguageModelPolicy):
             return_dict=False,
         )[0]
         return prediction[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))
-
-    def images(self, z: Tensor, cond: Conditioning) -> list[Tensor]:
-        """Return the latents in the network's sequence, those of ``z`` first."""
-        return [z]
 
 
 @checked
@@ -158,19 +144,12 @@ class Flux2EditPolicy(Flux2Policy):
         latents = self.vae_encode(pictures.flatten(0, -4) * 2 - 1)
         return {**self.encode_prompts(prompts), REFERENCE_LATENTS: latents.unflatten(0, (len(prompts), -1))}
 
-    def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
-        return {"image": to_pil(pictures.flatten(0, -4))}
-
-    def images(self, z: Tensor, cond: Conditioning) -> list[Tensor]:
-        return [z, *cond.tensors[REFERENCE_LATENTS].unbind(1)]
-
 
 class Flux2DevPolicy(Flux2Policy):
     """``Flux2Pipeline`` (FLUX.2 [dev]) as a policy: the guidance scale is an input, and there is no negative prompt."""
 
     pipeline_class: ClassVar[str] = "Flux2Pipeline"
     takes_guidance: ClassVar[bool] = True
-    text_layers: ClassVar[tuple[int, ...]] = (10, 20, 30)
 
     @property
     def tokenizer(self) -> Any:

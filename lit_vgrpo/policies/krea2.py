@@ -51,7 +51,7 @@ class Krea2Policy(QwenVAEPolicy):
         return torch.stack([hidden[layer][0] for layer in self.pipeline.text_encoder_select_layers], dim=1)
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
-        tokens, ids = cond.tensors["tokens"], image_ids(z, 0)
+        tokens, ids = cond.tensors["tokens"], image_ids(z)
         prediction = self.network(
             hidden_states=packed(z),
             encoder_hidden_states=tokens,

@@ -126,7 +126,7 @@ def _copy_on_meta(policy: Policy, draft: Any) -> Policy:
     twin.compile_network = twin.offload_encoders = False
     with quiet_libraries():
         for network in twin.network_names:
-            getattr(pipeline, network).to(torch.float32 if twin.trains_all else twin.dtype)
+            getattr(pipeline, network).to(twin.dtype if twin.lora_rank or twin.train_only else torch.float32)
         twin.adopt(pipeline)
     return twin
 

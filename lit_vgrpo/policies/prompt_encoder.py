@@ -9,6 +9,7 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lit_vgrpo.core.pictures import picture_digest
 from lit_vgrpo.core.types import MASK, Conditioning, is_of_prompt, lengthened
@@ -25,12 +26,8 @@ MAX_BYTES_IN_MEMORY = 64 << 20
 
 def masked_rows(rows: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return prompts' tokens ``(L, D)`` of different lengths as one padded tensor and its mask."""
-    length = max(map(len, rows))
     masks = [torch.ones(len(row), device=row.device) for row in rows]
-    return {
-        name: torch.stack([lengthened(value, length, dim=0) for value in values])
-        for name, values in (("tokens", rows), (MASK, masks))
-    }
+    return {"tokens": pad_sequence(list(rows), batch_first=True), MASK: pad_sequence(masks, batch_first=True)}
 
 
 def _without_padding(row: Row) -> Row:
@@ -69,8 +66,8 @@ class PromptEncoder:
         size = int(policy.embedding_cache_gb * 1e9)
         return EmbeddingCache(resolve_path(policy.embedding_cache), size, encoder_fingerprint(policy))
 
-    def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> Conditioning:
-        """Return one row per prompt; equal prompts are encoded once. See :meth:`lit_vgrpo.policies.Policy.encode`."""
+    def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> tuple[Conditioning, Tensor]:
+        """Return a row per distinct prompt and the row of each. See :meth:`lit_vgrpo.policies.Policy.encode_each`."""
         policy = self.policy
         if policy.edits != (references is not None):
             has = "needs an image" if policy.edits else "takes no image"
@@ -89,10 +86,8 @@ class PromptEncoder:
         embeddings = Conditioning(self._looked_up(work))
         if not (self._tells_prompts_apart or policy.device.type == "meta"):
             self._refuse_equal(list(dict.fromkeys(prompts)), embeddings)
-        if len(work) == len(texts):
-            return embeddings
         row_of = {text: row for row, text in enumerate(work)}
-        return embeddings.select(torch.tensor([row_of[text] for text in texts], device=policy.device))
+        return embeddings, torch.tensor([row_of[text] for text in texts], device=policy.device)
 
     def _encode_edit(self, prompt: str, picture: Tensor) -> Mapping[str, Tensor]:
         policy = self.policy

@@ -14,12 +14,11 @@ from torch import Tensor
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import MASK, Conditioning, lengthened
-from lit_vgrpo.policies.flow import PATCH
-from lit_vgrpo.policies.flux import REFERENCE_LATENTS, packed, unpacked
+from lit_vgrpo.policies.flow import PATCH, REFERENCE_LATENTS
+from lit_vgrpo.policies.flux import packed, unpacked
 from lit_vgrpo.policies.language_model import LanguageModelPolicy
 from lit_vgrpo.policies.prompt_encoder import masked_rows
 
-Shape = tuple[int, int, int]
 NEGATIVE, NEGATIVE_MASK = "reference_negative", "reference_negative_mask"
 PICTURE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 READ = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
@@ -28,10 +27,6 @@ READ = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
 
 class QwenVAEPolicy(LanguageModelPolicy, ABC):
     """A policy in the latent space of Qwen-Image's VAE, a video VAE that is used here with one frame."""
-
-    def _latent_affine(self) -> tuple[Tensor, Tensor]:
-        scale, shift = channel_statistics(self.pipeline.vae, self.device)
-        return scale[:, :, 0], shift[:, :, 0]
 
     def vae_decode(self, latents: Tensor) -> Tensor:
         return super().vae_decode(latents.unsqueeze(2))[:, :, 0]  # a video of one frame
@@ -64,9 +59,10 @@ class QwenImagePolicy(QwenVAEPolicy):
         return self.pipeline.prompt_template_encode_start_idx
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
-        sequence, shapes = self.sequence(z, cond)
+        images = self.images(z, cond)
+        shapes = [(1, *(side // PATCH for side in image.shape[-2:])) for image in images]  # frames, rows, columns
         prediction = self.network(
-            hidden_states=sequence,
+            hidden_states=packed(*images),
             timestep=t,  # the network multiplies it by 1000
             encoder_hidden_states=cond.tensors["tokens"],
             encoder_hidden_states_mask=cond.tensors[MASK].bool(),
@@ -74,10 +70,6 @@ class QwenImagePolicy(QwenVAEPolicy):
             return_dict=False,
         )[0]
         return unpacked(prediction, z)
-
-    def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, list[Shape]]:
-        """Return the network's image tokens ``(B, N, C)``, those of ``z`` first, and the shape of each image."""
-        return packed(z), [token_shape(z)]
 
     def guided(self, with_prompt: Tensor, without: Tensor, guidance: Any) -> Tensor:
         combined = super().guided(with_prompt, without, guidance)
@@ -161,28 +153,6 @@ class QwenImageEditPolicy(QwenImagePolicy):
     def negative_of(self, cond: Conditioning) -> Conditioning:
         negative = {"tokens": cond.tensors[NEGATIVE], MASK: cond.tensors[NEGATIVE_MASK]}
         return Conditioning({**cond.tensors, **negative})
-
-    def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
-        return {"image": to_pil(pictures.flatten(0, -4))}
-
-    def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, list[Shape]]:
-        images = [z, *cond.tensors[REFERENCE_LATENTS].unbind(1)]
-        return torch.cat([packed(image) for image in images], dim=1), [token_shape(image) for image in images]
-
-
-def channel_statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return scale and shift of a video VAE's latents, ``(1, C, 1, 1, 1)`` each."""
-    mean, std = (
-        torch.tensor(values, device=device).reshape(1, -1, 1, 1, 1)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return 1 / std, mean
-
-
-def token_shape(latents: Tensor) -> Shape:
-    """Return the shape in tokens of latents ``(B, C, h, w)``: 1 frame, rows, columns."""
-    rows, columns = (side // PATCH for side in latents.shape[-2:])
-    return 1, rows, columns
 
 
 def _token_norms(latents: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lit_vgrpo.core.types import Conditioning
+from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.flow import FlowPolicy
 
 MASK = "prompt_mask"  # not core.types.MASK: all prompts have one length
@@ -26,6 +27,7 @@ class SanaPolicy(FlowPolicy):
     uses_latent_shift: ClassVar[bool] = False
     default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     pipeline_options: ClassVar[dict[str, Any]] = {"use_resolution_binning": False}
+    find_latent_shape = Policy.find_latent_shape
 
     def __init__(self, checkpoint: str, max_sequence_length: int = 300, **options: Any) -> None:
         super().__init__(checkpoint, max_sequence_length=max_sequence_length, **options)
@@ -34,10 +36,6 @@ class SanaPolicy(FlowPolicy):
         if scheduler.config.get("use_flow_sigmas") and scheduler.config.get("algorithm_type") == "dpmsolver++":
             return None
         return f"comes with {type(scheduler).__name__}, but Sana needs dpmsolver++ with use_flow_sigmas."
-
-    def find_latent_shape(self) -> tuple[int, ...]:
-        config = self.network.config
-        return config.in_channels, *self.latent_sides(config.sample_size, config.patch_size)
 
     def vae_encode(self, images: Tensor) -> Tensor:
         return self.pipeline.vae.encode(images).latent * self.pipeline.vae.config.scaling_factor
@@ -54,8 +52,7 @@ class SanaPolicy(FlowPolicy):
         return self._encoded([self.negative_prompt], None)
 
     def _encoded(self, prompts: list[str], instruction: list[str] | None) -> dict[str, Tensor]:
-        length = {"device": self.device, "max_sequence_length": self.max_sequence_length}
-        tokens, mask, *_ = self.pipeline.encode_prompt(prompts, False, complex_human_instruction=instruction, **length)
+        tokens, mask, *_ = self.pipeline_embeddings(prompts, complex_human_instruction=instruction)
         return {"tokens": tokens, MASK: mask}
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:

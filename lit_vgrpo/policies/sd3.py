@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
@@ -36,10 +35,7 @@ class SD3Policy(FlowPolicy):
     ) -> None:
         super().__init__(checkpoint, max_sequence_length=max_sequence_length, **options)
         self.use_t5 = use_t5
-
-    def null_components(self, folder: Path) -> dict[str, None]:
-        nulls = super().null_components(folder)
-        return nulls if self.use_t5 else {**nulls, "text_encoder_3": None, "tokenizer_3": None}
+        self.left_out = () if use_t5 else ("text_encoder_3", "tokenizer_3")
 
     def find_latent_shape(self) -> tuple[int, ...]:
         shape = super().find_latent_shape()
@@ -49,14 +45,7 @@ class SD3Policy(FlowPolicy):
         return shape
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        tokens, _, pooled, _ = self.pipeline.encode_prompt(
-            prompt=prompts,
-            prompt_2=prompts,
-            prompt_3=prompts,
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-        )
+        tokens, _, pooled, _ = self.pipeline_embeddings(prompts)
         return {"tokens": tokens, "pooled": pooled}
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:

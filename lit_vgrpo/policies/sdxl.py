@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,22 +19,15 @@ class SDXLPolicy(UNetPolicy):
     """
 
     pipeline_class: ClassVar[str] = "StableDiffusionXLPipeline"
-    left_out: ClassVar[tuple[str, ...]] = ()  # there is no safety checker
+    left_out: tuple[str, ...] = ()  # there is no safety checker
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        tokens, _, pooled, _ = self.pipeline.encode_prompt(
-            prompts, device=self.device, num_images_per_prompt=1, do_classifier_free_guidance=False
-        )
+        tokens, _, pooled, _ = self.pipeline_embeddings(prompts)
         return {"tokens": tokens, "pooled": pooled}
 
     def encode_negative(self) -> dict[str, Tensor]:
-        _, tokens, _, pooled = self.pipeline.encode_prompt(
-            [""],
-            device=self.device,
-            num_images_per_prompt=1,
-            do_classifier_free_guidance=True,
-            negative_prompt=self.negative_prompt or None,
-        )
+        negative = {"do_classifier_free_guidance": True, "negative_prompt": self.negative_prompt or None}
+        _, tokens, _, pooled = self.pipeline_embeddings([""], **negative)
         return {"tokens": tokens, "pooled": pooled}
 
     def added_conditions(self, z: Tensor, cond: Conditioning) -> dict[str, Tensor]:
@@ -43,11 +36,3 @@ class SDXLPolicy(UNetPolicy):
         # original size, top left corner of the crop, target size
         sizes = torch.tensor([[height, width, 0, 0, height, width]], dtype=torch.float32, device=z.device)
         return {"text_embeds": cond.tensors["pooled"], "time_ids": sizes.expand(len(z), -1)}
-
-    def _latent_affine(self) -> tuple[Any, Any]:
-        config = self.pipeline.vae.config
-        mean, std = config.get("latents_mean"), config.get("latents_std")
-        if mean is None or std is None:
-            return super()._latent_affine()
-        mean, std = (torch.tensor(values, device=self.device).reshape(1, -1, 1, 1) for values in (mean, std))
-        return config.scaling_factor / std, mean

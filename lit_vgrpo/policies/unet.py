@@ -37,7 +37,8 @@ class UNetPolicy(Policy):
     path_kind: ClassVar[Literal["flow", "vp"]] = "vp"
     default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     uses_latent_shift: ClassVar[bool] = False
-    left_out: ClassVar[tuple[str, ...]] = ("safety_checker", "feature_extractor")
+    path: VariancePreserving
+    left_out: tuple[str, ...] = ("safety_checker", "feature_extractor")
 
     def __init__(self, checkpoint: str, channels_last: bool = False, **options: Any) -> None:
         super().__init__(checkpoint, **options)
@@ -67,13 +68,9 @@ class UNetPolicy(Policy):
         return VariancePreserving(vp_scheduler("ddim", base).alphas_cumprod, PREDICTIONS[base.config.prediction_type])
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        tokens, _ = self.pipeline.encode_prompt(
-            prompts, device=self.device, num_images_per_prompt=1, do_classifier_free_guidance=False
-        )
-        return {"tokens": tokens}
+        return {"tokens": self.pipeline_embeddings(prompts)[0]}
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
-        assert isinstance(self.path, VariancePreserving)
         if self.channels_last:
             z = z.contiguous(memory_format=torch.channels_last)
         return self.network(
@@ -94,7 +91,6 @@ class UNetPolicy(Policy):
         return scheduler
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
-        assert isinstance(self.path, VariancePreserving)
         return self.path.time(scheduler.timesteps)
 
 
@@ -107,16 +103,9 @@ def vp_scheduler(solver: str, base: Any) -> Any:
     from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 
     config = base.config
-    shared = {
-        "num_train_timesteps": config.num_train_timesteps,
-        "beta_start": config.beta_start,
-        "beta_end": config.beta_end,
-        "beta_schedule": config.beta_schedule,
-        "trained_betas": config.get("trained_betas"),
-        "prediction_type": config.prediction_type,
-        "rescale_betas_zero_snr": config.get("rescale_betas_zero_snr", False),
-        "timestep_spacing": "trailing",
-    }
+    kept = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type")
+    shared = {name: config[name] for name in (*kept, "rescale_betas_zero_snr") if name in config}
+    shared["timestep_spacing"] = "trailing"
     if solver == "ddim":
         return DDIMScheduler(**shared, clip_sample=False, set_alpha_to_one=True)
     if solver == "dpm++":

@@ -15,7 +15,6 @@ from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.errors import counted
 from lit_vgrpo.policies.flow import FlowPolicy
 from lit_vgrpo.policies.loading import INDEX, config_value
-from lit_vgrpo.policies.qwen_image import channel_statistics
 from lit_vgrpo.system.hub import LoadError
 
 
@@ -134,9 +133,6 @@ class WanPolicy(FlowPolicy):
         config = self.network.config
         return config.in_channels, 1 + frames // factor, *self.latent_sides(0, config.patch_size[1])
 
-    def _latent_affine(self) -> tuple[Tensor, Tensor]:
-        return channel_statistics(self.pipeline.vae, self.device)
-
     def vae_decode(self, latents: Tensor) -> Tensor:
         """Return the videos ``(B, F, 3, H, W)`` in [-1, 1] of the VAE's latents ``(B, C, f, h, w)``."""
         return super().vae_decode(latents).transpose(1, 2)
@@ -149,8 +145,7 @@ class WanPolicy(FlowPolicy):
         return self.pipeline.tokenizer, self.max_sequence_length, type(self.pipeline.text_encoder).__name__
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        length = {"device": self.device, "max_sequence_length": self.max_sequence_length}
-        return {"tokens": self.pipeline.encode_prompt(prompts, None, False, **length)[0]}
+        return {"tokens": self.pipeline_embeddings(prompts)[0]}
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         timestep = t * self.pipeline.scheduler.config.num_train_timesteps
@@ -169,13 +164,11 @@ class TwoNetworks(nn.Module):
         boundary: The boundary, in timesteps.
     """
 
-    _repeated_blocks: ClassVar[tuple[str, ...]] = ("WanTransformerBlock",)
-    _no_split_modules: ClassVar[tuple[str, ...]] = _repeated_blocks
-
     def __init__(self, transformer: Any, transformer_2: Any, boundary: float) -> None:
         super().__init__()
         self.transformer, self.transformer_2, self.boundary = transformer, transformer_2, boundary
         self.config, self._cp_plan = transformer.config, transformer._cp_plan
+        self._no_split_modules = transformer._no_split_modules
 
     def forward(self, z: Tensor, timestep: Tensor, tokens: Tensor, rows_share_time: bool = False) -> tuple[Tensor]:
         """Return the predictions ``(B, C, f, h, w)``, in a tuple as diffusers' networks do.

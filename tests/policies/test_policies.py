@@ -93,7 +93,7 @@ def test_gradient_reaches_exactly_the_trained_weights(family, trained):
     }
 
     assert not any(module.training for module in policy.modules())
-    for helper in policy.helpers():
+    for helper in (*policy.encoders(), policy.pipeline.vae):
         assert not any(module.training for module in helper.modules())
         assert not any(parameter.requires_grad or parameter.grad is not None for parameter in helper.parameters())
     assert {name.split(".")[0] for name in policy.state_dict()} == {"network"}
@@ -282,7 +282,8 @@ def test_helpers_follow_the_network_to_its_device(family):
     for guidance in (1.0, 3.0):
         prediction = policy(noise, t, cond, guidance)
         assert (prediction.device.type, prediction.shape) == ("meta", noise.shape)
-    assert {p.device.type for helper in policy.helpers() for p in helper.parameters()} == {"meta"}
+    frozen = (*policy.encoders(), policy.pipeline.vae)
+    assert {p.device.type for helper in frozen for p in helper.parameters()} == {"meta"}
 
 
 @of_each_network

@@ -155,7 +155,7 @@ def test_offloaded_encoders_are_with_the_network_only_while_they_encode(families
         policy.pipeline.text_encoder.register_forward_pre_hook(
             lambda module, args: seen.append(next(module.parameters()).device)
         )
-        assert policy.prompt_encoder.encode([A, B]).tensors["tokens"].device == META
+        assert policy.encode([A, B]).tensors["tokens"].device == META
         devices = {p.device for encoder in policy.encoders() for p in encoder.parameters()}
         assert devices == ({CPU} if offload else {META})
     assert seen == [META] * 4  # one prompt at a time
