@@ -33,7 +33,7 @@ def save_adapter(
     for (key, network), options in zip(networks.items(), lora_options(networks), strict=True):
         config = network.peft_config["default"].to_dict()
         config |= {"lora_alpha": config["r"], "base_model_name_or_path": base}
-        layers = _layers_of_adapter(network, _own_weights(networks, key, weights), dtype)
+        layers = _layers_of_adapter(network, weights and _own_weights(networks, key, weights), dtype)
         given = {f"{name}_layers": layers, f"{name}_adapter_metadata": config}
         pipeline.save_lora_weights(folder, weight_name=options.get("weight_name"), **given)
 
@@ -56,12 +56,10 @@ def save_pipeline(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a pipeline folder, with the given weights in its networks, see :meth:`lit_vgrpo.policies.Policy.save`."""
-    whole = dict(networks)
-    for name, network in networks.items() if weights is not None else ():
-        whole[name] = _whole(network, _own_weights(networks, name, weights) or {})
     try:
-        for name, network in whole.items():
-            setattr(pipeline, name, network)
+        for name, network in networks.items():
+            own = None if weights is None else _own_weights(networks, name, weights)
+            setattr(pipeline, name, network if own is None else _whole(network, own))
         modules = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
         with quiet_libraries(), written_in(modules, dtype):
             pipeline.save_pretrained(folder)
@@ -108,9 +106,24 @@ def save_comfyui(
     For a module that fuses several of diffusers', ``B`` is block-diagonal and the rank is the sum of their ranks. The
     file of a second network has ``_2`` at the end of its name.
     """
+    from safetensors.torch import save_file
+
     for number, network in enumerate(networks, start=1):
-        place = file if number == 1 else file.with_stem(f"{file.stem}_{number}")
-        _save_comfyui(network, comfyui_names, place, dtype)
+        layers, modules = _layers_of_adapter(network, None, dtype), dict(network.named_modules())
+        trained = {name.removesuffix(".lora_A.weight") for name in layers if ".lora_A." in name}
+        parts = fused_modules(modules, comfyui_names)
+        kept = trained.difference(*parts.values())
+        tensors = {}
+        for target, names in [*parts.items(), *((name, [name]) for name in kept)]:
+            if trained.isdisjoint(names):
+                continue
+            for name in set(names) - trained:  # part of a fused module, but without an adapter
+                layers[f"{name}.lora_A.weight"] = torch.zeros(0, modules[name].in_features, dtype=dtype)
+                layers[f"{name}.lora_B.weight"] = torch.zeros(modules[name].out_features, 0, dtype=dtype)
+            down, up = ([layers[f"{name}.lora_{side}.weight"] for name in names] for side in "AB")
+            tensors[f"diffusion_model.{target}.lora_A.weight"] = torch.cat(down)
+            tensors[f"diffusion_model.{target}.lora_B.weight"] = torch.block_diag(*up)
+        save_file(tensors, file if number == 1 else file.with_stem(f"{file.stem}_{number}"))
 
 
 def fused_modules(modules: Iterable[str], comfyui_names: Mapping[str, str]) -> dict[str, list[str]]:
@@ -123,37 +136,13 @@ def fused_modules(modules: Iterable[str], comfyui_names: Mapping[str, str]) -> d
     return parts
 
 
-def _save_comfyui(network: Any, comfyui_names: Mapping[str, str], file: Path, dtype: torch.dtype) -> None:
-    from safetensors.torch import save_file
-
-    layers, modules = _layers_of_adapter(network, None, dtype), dict(network.named_modules())
-    trained = {name.removesuffix(".lora_A.weight") for name in layers if ".lora_A." in name}
-    parts = fused_modules(modules, comfyui_names)
-    kept = trained.difference(*parts.values())
-    tensors = {}
-    for target, names in [*parts.items(), *((name, [name]) for name in kept)]:
-        if trained.isdisjoint(names):
-            continue
-        for name in set(names) - trained:  # part of a fused module, but without an adapter
-            layers[f"{name}.lora_A.weight"] = torch.zeros(0, modules[name].in_features, dtype=dtype)
-            layers[f"{name}.lora_B.weight"] = torch.zeros(modules[name].out_features, 0, dtype=dtype)
-        down, up = ([layers[f"{name}.lora_{side}.weight"] for name in names] for side in "AB")
-        tensors[f"diffusion_model.{target}.lora_A.weight"] = torch.cat(down)
-        tensors[f"diffusion_model.{target}.lora_B.weight"] = torch.block_diag(*up)
-    save_file(tensors, file)
-
-
-def _own_weights(
-    networks: Mapping[str, Any], name: str, weights: Mapping[str, Tensor] | None
-) -> dict[str, Tensor] | None:
+def _own_weights(networks: Mapping[str, Any], name: str, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return the weights of one of several networks, by their names in that network."""
-    if weights is None or len(networks) == 1:
-        return None if weights is None else dict(weights)
-    prefix = f"{name}."
+    prefix = "" if len(networks) == 1 else f"{name}."
     return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
 
 
-def _layers_of_adapter(network: Any, weights: dict[str, Tensor] | None, dtype: torch.dtype) -> dict[str, Tensor]:
+def _layers_of_adapter(network: Any, weights: Mapping[str, Tensor] | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the adapter's tensors by peft's names, with the scale alpha / rank multiplied into the B matrices.
 
     Few programs read alpha from a file's header; without it they assume a scale of 1, which is then correct.
