@@ -98,34 +98,19 @@ def test_a_batch_above_the_bound_is_not_kept_and_drives_nothing_out(tmp_path):
     assert_holds(made, texts(1, 2), missing=texts(2))
 
 
-def test_a_damaged_file_is_removed_and_its_row_is_missing(tmp_path):
+def test_a_damaged_file_or_one_under_the_name_of_another_is_removed_and_its_row_is_missing(tmp_path):
     filled(tmp_path, 1)
     (name,) = files(tmp_path)
     content = (tmp_path / name).read_bytes()
     made = filled(tmp_path, 2)
+    (other,) = set(files(tmp_path)) - {name}
     flipped = bytes([*content[:-1], content[-1] ^ 1])
-    for damaged in (b"", content[:5], content[:-1], flipped):
+    for damaged in (b"", content[:5], content[:-1], flipped, (tmp_path / other).read_bytes()):
         (tmp_path / name).write_bytes(damaged)
         assert_holds(made, texts(1, 2), missing=texts(1))
         assert name not in files(tmp_path)
     made.write(texts(1), rows(texts(1)))
     assert_holds(made, texts(1, 2))
-
-
-def test_a_file_under_the_name_of_another_is_not_taken_for_it(tmp_path):
-    filled(tmp_path, 1)
-    (first,) = files(tmp_path)
-    made = filled(tmp_path, 2)
-    (second,) = set(files(tmp_path)) - {first}
-    (tmp_path / first).replace(tmp_path / second)
-    assert_holds(made, texts(2), missing=texts(2))
-
-
-def test_files_of_others_are_left_alone(tmp_path):
-    (tmp_path / "embeddings.txt").write_text("mine")
-    (tmp_path / "weights.safetensors").write_text("mine")
-    filled(tmp_path, *range(30), max_bytes=3000)
-    assert {"embeddings.txt", "weights.safetensors"} <= set(files(tmp_path))
 
 
 def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
@@ -169,9 +154,10 @@ def test_several_at_once_read_nothing_wrong_and_lose_nothing_but_what_was_driven
 
 
 def test_only_files_of_the_cache_are_driven_out(tmp_path):
-    mine = tmp_path / "embeddings-mine.row"
-    mine.write_bytes(bytes(5000))
-    os.utime(mine, (1, 1))
+    mine = [tmp_path / name for name in ("embeddings-mine.row", "embeddings.txt", "weights.safetensors")]
+    for path in mine:
+        path.write_bytes(bytes(5000))
+        os.utime(path, (1, 1))
     filled(tmp_path, *range(20), max_bytes=3000)
-    assert mine.stat().st_size == 5000
-    assert 1 < len(files(tmp_path)) < 20
+    assert {path.stat().st_size for path in mine} == {5000}
+    assert 3 < len(files(tmp_path)) < 20

@@ -4,19 +4,21 @@ import inspect
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import diffusers
 import pytest
 import torch
 from commands import check
 from helpers import Brightness, make_data, make_trainer, repeating
-from policies.contract import inputs
+from policies.contract import same_image_as_the_pipeline
 from policies.families import FAMILIES
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, CLIPTokenizer, T5Config, T5ForConditionalGeneration
 
 from lit_vgrpo import VGRPO, RolloutSpec, VGRPOModule
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
+from lit_vgrpo.policies.checks import inputs
 from lit_vgrpo.policies.meta import NotEstimated, drawing_errors, policy_on_meta
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.saved_weights import policy_errors
@@ -147,7 +149,7 @@ FAULTS = {
     "a link to nowhere": ("sd3", linked(VAE_FILE), r" has no weights in vae/\. Download or save"),
     "no config": ("sd3", removed("text_encoder/config.json"), r"/text_encoder: it has no config\.json\."),
     "no folder": ("sd3", removed("vae"), " lacks vae, which its model_index.json names"),
-    "half a file": ("sd3", lambda folder: (folder / VAE_FILE).write_bytes(b"half"), "^Cannot load .*/vae: "),
+    "half a file": ("sd3", lambda folder: (folder / VAE_FILE).write_bytes(b"half"), "^Cannot load .*/vae: .* again"),
     "unknown class": ("sd3", indexed(vae=["diffusers", "AutoencoderX"]), "vae is diffusers.AutoencoderX, not a class"),
     "no class": ("sd3", indexed(vae=["diffusers", "utils"]), "vae is diffusers.utils, not a class"),
     "odd entry": ("sd3", indexed(vae=[]), "has no vae, but SD3Policy needs it"),
@@ -167,6 +169,10 @@ FAULTS = {
     "EDM": ("sdxl", with_scheduler("EDMEulerScheduler"), "EDMEulerScheduler: it was trained on another kind"),
     "thresholds": ("unet_v", edited(SCHEDULER, thresholding=True), "a scheduler with thresholding"),
     "clips": ("sdxl", with_scheduler("DDIMScheduler"), "has a scheduler with clip_sample, which is not"),
+    "pure noise": ("sdxl", edited(SCHEDULER, rescale_betas_zero_snr=True), "ends in pure noise"),
+    "sample": ("sdxl", edited(SCHEDULER, prediction_type="sample"), "predicts 'sample', not epsilon or v_prediction"),
+    "noisy": ("flux", edited(SCHEDULER, stochastic_sampling=True), "without stochastic_sampling"),
+    "inverted": ("flux", edited(SCHEDULER, invert_sigmas=True), "FlowMatchEulerDiscreteScheduler and invert_sigmas: "),
     "other timesteps": (
         "flux",
         edited(SCHEDULER, num_train_timesteps=500),
@@ -330,6 +336,7 @@ CHECKER = {
     "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
     "feature_extractor": ["transformers", "CLIPFeatureExtractor"],
     "image_encoder": [None, None],
+    "requires_safety_checker": True,
 }
 PUBLISHED = {
     "old names of attention": ("unet_eps", with_old_names),
@@ -351,6 +358,31 @@ def test_folders_as_published_are_not_refused(families, tmp_path, shape):
     assert policy_errors(family.policy_class(str(folder), **family.all_options({}))) == []
     read, plain = family.load(folder), family.load()
     assert torch.equal(read(*inputs(read)), plain(*inputs(plain)))
+
+
+SD2_UNET = {"attention_head_dim": [2, 4], "use_linear_projection": True, "upcast_attention": True}
+FLOW = with_scheduler("FlowMatchEulerDiscreteScheduler", shift=3.0)
+V = {"prediction_type": "v_prediction"}
+LEADING = {**V, "timestep_spacing": "leading"}
+ZERO_SNR = {**V, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+FLAGS = {
+    "SD 1.5": ("unet_eps", "unet", {}, with_scheduler("PNDMScheduler", skip_prk_steps=True)),
+    "SD 2.1": ("unet_v", "unet", SD2_UNET, with_scheduler("DDIMScheduler", clip_sample=False, **LEADING)),
+    "NoobAI v": ("sdxl", "unet", {"upcast_attention": None}, with_scheduler("EulerDiscreteScheduler", **ZERO_SNR)),
+    "SD 3": ("sd3", "transformer", {"qk_norm": None}, FLOW),
+    "SD 3.5 M": ("sd3", "transformer", {"dual_attention_layers": [0], "pos_embed_max_size": 12}, FLOW),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FLAGS)
+def test_published_flags_draw_the_pipelines_picture(families, tmp_path, model):
+    name, network, flags, change = FLAGS[model]
+    folder = shutil.copytree(families(name).folder, tmp_path / "published")
+    rebuilt(network, **flags)(folder)
+    change(folder)
+    family = replace(families(name), folder=folder)
+    same_image_as_the_pipeline(family, family.policy_class.solvers[0], 3.0)
 
 
 def test_encoders_without_values_are_refused_at_the_first_prompts(families, tmp_path):

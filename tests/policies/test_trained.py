@@ -5,22 +5,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.policies.checks import inputs
 from lit_vgrpo.system.hub import LoadError
-
-PROMPTS = ["a red circle on the left", "a blue square on the right"]
 
 
 def sd3(folder, **options):
     return SD3Policy(str(folder), max_sequence_length=4, **options)
-
-
-def predict(policy):
-    """A prediction ``(2, C, h, w)`` for fixed noise, times and prompts."""
-    noise = policy.prior(image_generators(1, 0, 0, [0, 1]))
-    return policy(noise, torch.tensor([0.3, 0.7]), policy.encode(PROMPTS))
 
 
 def trained_layers(policy):
@@ -74,6 +66,8 @@ def test_every_target_that_matches_nothing_is_named(tiny_sd3, target):
         ({"lora_targets": ["to_q"]}, "lora_targets=['to_q'] has no effect with lora_rank=None."),
         ({"lora_rank": 2, "train_only": ["*"]}, "train_only and lora_rank are both set"),
         ({"start_weights": "ema"}, "start_weights='ema' has no effect with start_from=None."),
+        ({"fold_lora": True}, "fold_lora=true needs lora_rank and dtype=float32."),
+        ({"fold_lora": True, "lora_rank": 2, "dtype": "bfloat16"}, "fold_lora=true needs lora_rank and dtype=float32."),
         ({"quantisation": "nf4"}, "quantisation=nf4 needs lora_rank, without compile and without fold_lora."),
         ({"quantisation": "nf4", "lora_rank": 2, "compile": True}, "quantisation=nf4 needs lora_rank, without compile"),
     ],
@@ -97,7 +91,7 @@ def test_what_is_trained_is_float32_and_what_is_frozen_takes_half(tiny_sd3):
     policy = sd3(tiny_sd3, dtype="bfloat16", train_only=["*.attn.*"]).adopt(pipeline)
     types = {(p.requires_grad, p.dtype) for p in policy.network.parameters()}
     assert types == {(True, torch.float32), (False, torch.bfloat16)}
-    prediction = predict(policy)
+    prediction = policy(*inputs(policy))
     assert prediction.dtype == torch.float32
     prediction.square().mean().backward()
     assert any(p.grad is not None and p.grad.any() for p in trainable_parameters(policy).values())
