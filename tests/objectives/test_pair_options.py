@@ -124,7 +124,7 @@ def test_on_policy_its_gradient_is_that_of_another_method(policy, name):
     experience.kept = {key: value for key, value in experience.kept.items() if key == "reference"}
     experience.advantages = ADVANTAGES / 5 if name == "RVM" else ADVANTAGES
     _, expected = loss_and_gradient(policy, other, [experience])
-    assert_same_gradient(factor * gradient, expected, rtol=1e-4)
+    assert_same_gradient(factor * gradient, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
