@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule
@@ -18,7 +18,7 @@ from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.evaluation import TrainingModule
 from lit_vgrpo.training.saved_weights import policy_errors
-from lit_vgrpo.training.strategies import clipping_error, launcher_error, strategy_errors
+from lit_vgrpo.training.strategies import launcher_error, strategy_errors
 from lit_vgrpo.training.teachers import teacher_errors
 from lit_vgrpo.training.trainer_internals import callbacks_of, count_iterations, forget_datamodule
 
@@ -50,8 +50,7 @@ def set_up(module: TrainingModule) -> None:
         ValueError: Two settings are incompatible.
     """
     trainer, sizes = module.trainer, sizes_of(module.trainer)
-    has_heldout = trainer.datamodule.has_heldout
-    for error in errors_under(module, trainer, sizes, has_heldout):
+    for error in errors_under(module, trainer, sizes, trainer.datamodule.has_heldout):
         raise ValueError(error)
     if trainer.fast_dev_run:  # it counts batches
         iterations = int(trainer.fast_dev_run)
@@ -62,66 +61,71 @@ def set_up(module: TrainingModule) -> None:
         rank_zero_warn(distilled)
 
 
-def module_errors(module: TrainingModule, sizes: Sizes) -> list[str]:
-    """Return one line for each error in a module's settings that does not depend on the trainer."""
-    spec = module.objective.rollout_spec(0)
-    errors, draft = policy_errors(module.policy, [spec, module.evaluator.spec]), module.policy.draft
-    return [
-        *errors,
-        *dict.fromkeys((*module.reward.check(), *module.evaluator.observed.check())),
-        *module.optimization.check(trainable_parameters(draft).values() if isinstance(draft, Policy) else ()),
-        *module.objective.policy_errors(type(module.policy)),
-        *module.objective.check(sizes),
-        *_evaluation_errors(module),
-        *_guidance_errors(module),
-        *_gradient_errors(module),
-        *_video_errors(module),
-    ]
-
-
 def errors_under(module: TrainingModule, trainer: Any, sizes: Sizes, has_heldout: bool) -> list[str]:
     """Return the module's errors and those that depend on the trainer or on held-out prompts."""
-    ranks = image_ranks(trainer)[1]
-    fits = not sizes.errors(ranks)  # their errors are the data module's
-    return [
-        *filter(None, [launcher_error(trainer.world_size)]),
-        *strategy_errors(trainer.strategy, module.policy, module.optimization.optimizer, sizes),
-        *filter(None, [clipping_error(trainer.strategy, module.gradient_clip_algorithm)]),
+    ranks, optimization = image_ranks(trainer)[1], module.optimization
+    launcher, algorithm = launcher_error(trainer.world_size), module.gradient_clip_algorithm
+    errors = [
+        *([] if launcher is None else [launcher]),
+        *strategy_errors(trainer.strategy, module.policy, optimization.optimizer, sizes, algorithm),
         *module_errors(module, sizes),
-        *_comparison_errors(module, sizes, ranks, has_heldout),
-        *teacher_errors(module.objective, module.policy),
-        *filter(None, [limit_error(module, trainer, sizes, has_heldout)] if fits else []),
     ]
-
-
-def _comparison_errors(module: TrainingModule, sizes: Sizes, ranks: int, has_heldout: bool) -> list[str]:
-    if not module.reward.compares:
-        return []
-    errors = []
-    if has_heldout and module.evaluator.observed.compares:
+    if module.reward.compares and has_heldout and module.evaluator.observed.compares:
         errors.append(
             "model.reward compares images of a group and scores no held-out images. Set model.heldout_reward to a "
             "reward that does, such as PickScore, or data.heldout=null to train without evaluations."
         )
-    if not sizes.errors(ranks) and sizes.plan(ranks).ranks_per_group > 1:
+    fits = not sizes.errors(ranks)  # their errors are the data module's
+    if module.reward.compares and fits and sizes.plan(ranks).ranks_per_group > 1:
         errors.append(
             f"model.reward compares whole groups, but {ranks} ranks split each group. "
             f"Use at most {sizes.prompts_per_iteration} ranks."
         )
-    return errors
+    limit = limit_error(module, trainer, sizes, has_heldout) if fits else None
+    return [*errors, *teacher_errors(module.objective, module.policy), *([] if limit is None else [limit])]
 
 
-def _evaluation_errors(module: TrainingModule) -> list[str]:
-    spec, policy = module.evaluation, module.policy
-    if spec is None:
-        return []
-    if spec.solver in policy.solvers:
-        unused = "model.evaluation.shared_noise has no effect: held-out images form no groups. Leave it out."
-        return [*([unused] if spec.shared_noise else []), *_size_errors(policy, module.evaluator.sides)]
+def module_errors(module: TrainingModule, sizes: Sizes) -> list[str]:
+    """Return one line for each error in a module's settings that does not depend on the trainer."""
+    policy, objective, evaluator = module.policy, module.objective, module.evaluator
+    draft = policy.draft
     return [
-        f"model.evaluation.solver={spec.solver} is not an ODE solver of {type(policy).__name__}. "
-        f"Use {' or '.join(policy.solvers)}."
+        *policy_errors(policy, [objective.rollout_spec(0), evaluator.spec]),
+        *dict.fromkeys((*module.reward.check(), *evaluator.observed.check())),
+        *module.optimization.check(trainable_parameters(draft).values() if isinstance(draft, Policy) else ()),
+        *objective.policy_errors(type(policy)),
+        *objective.check(sizes),
+        *_misfits(module),
     ]
+
+
+def _misfits(module: TrainingModule) -> Iterator[str]:
+    """Yield one line for each part that does not fit another: policy, objective, rewards, evaluation."""
+    policy, objective, spec, name = module.policy, module.objective, module.evaluation, type(module.policy).__name__
+    if spec is not None and spec.solver not in policy.solvers:
+        solvers = " or ".join(policy.solvers)
+        yield f"model.evaluation.solver={spec.solver} is not an ODE solver of {name}. Use {solvers}."
+    elif spec is not None:
+        if spec.shared_noise:
+            yield "model.evaluation.shared_noise has no effect: held-out images form no groups. Leave it out."
+        yield from _size_errors(policy, module.evaluator.sides)
+    scales = {
+        "model.objective.rollout.guidance": objective.rollout_spec(0).guidance,
+        "model.objective.training_guidance": objective.guidance_in("training", None),
+        "model.objective.reference_guidance": objective.guidance_in("reference", None),
+        "model.evaluation.guidance": 1.0 if spec is None else spec.guidance,
+    }
+    if (error := policy.guidance_error()) is not None:
+        yield from [f"{key}={scale:g}: {error}" for key, scale in scales.items() if scale != 1.0][:1]
+    if objective.takes_reward_gradient and not module.reward.differentiable:
+        method, names = type(objective).__name__, ", ".join(module.reward.part_names)
+        yield (
+            f"model.objective={method} trains on the reward's gradient, but model.reward ({names}) has none. Use one "
+            "such as PickScore, HPSv2, ImageReward or SmoothShapesReward, or a function with differentiable: true."
+        )
+    videos = [part.name for part in module.evaluator.observed.parts if part.reward.takes_videos]
+    if videos and policy.num_frames is None:
+        yield f"The reward {videos[0]} scores videos, but {name} makes images. Use another reward, such as PickScore."
 
 
 def _size_errors(policy: Policy, sides: tuple[int | None, int | None]) -> list[str]:
@@ -139,24 +143,6 @@ def _size_errors(policy: Policy, sides: tuple[int | None, int | None]) -> list[s
         return [str(error)]
 
 
-def _gradient_errors(module: TrainingModule) -> list[str]:
-    if not module.objective.takes_reward_gradient or module.reward.differentiable:
-        return []
-    method, names = type(module.objective).__name__, ", ".join(module.reward.part_names)
-    return [
-        f"model.objective={method} trains on the reward's gradient, but model.reward ({names}) has none. Use one "
-        "such as PickScore, HPSv2, ImageReward or SmoothShapesReward, or a function with differentiable: true."
-    ]
-
-
-def _video_errors(module: TrainingModule) -> list[str]:
-    if module.policy.num_frames is not None:
-        return []
-    names = [part.name for part in module.evaluator.observed.parts if part.reward.takes_videos]
-    made = f"but {type(module.policy).__name__} makes images. Use another reward, such as PickScore."
-    return [f"The reward {name} scores videos, {made}" for name in names][:1]
-
-
 def gradient_note(module: TrainingModule) -> list[str]:
     """Return a line that names the rewards without gradient, if the method trains on the others' gradients."""
     trained = [part.name for part in module.reward.differentiable_parts]
@@ -164,20 +150,6 @@ def gradient_note(module: TrainingModule) -> list[str]:
     if not (module.objective.takes_reward_gradient and trained and logged):
         return []
     return [f"Trained on the gradient of {', '.join(trained)}; {', '.join(logged)} has none and is only logged."]
-
-
-def _guidance_errors(module: TrainingModule) -> list[str]:
-    error = module.policy.guidance_error()
-    if error is None:
-        return []
-    objective = module.objective
-    scales = {
-        "model.objective.rollout.guidance": objective.rollout_spec(0).guidance,
-        "model.objective.training_guidance": objective.guidance_in("training", None),
-        "model.objective.reference_guidance": objective.guidance_in("reference", None),
-        "model.evaluation.guidance": 1.0 if module.evaluation is None else module.evaluation.guidance,
-    }
-    return [f"{key}={scale:g}: {error}" for key, scale in scales.items() if scale != 1.0][:1]
 
 
 def hide_expected_warnings() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
@@ -44,24 +45,76 @@ class AbsentGPU(CPUAccelerator, CUDAAccelerator):  # type: ignore[misc]
 
 
 def strategy_errors(
-    strategy: Strategy, policy: Policy, optimizer: OptimizerConfig | CustomOptimizer, sizes: Sizes
-) -> list[str]:
-    """Return one line for each part of a run that does not work under a strategy."""
-    errors = (
-        strategy_error(strategy),
-        optimizer_error(strategy, optimizer),
-        whole_weights_error(strategy, policy),
-        quantisation_error(strategy, policy),
-        scaling_error(strategy, policy),
-        micro_batch_error(strategy, sizes),
-        attention_error(policy.attention_backend or "native", isinstance(strategy.accelerator, AbsentGPU)),
-    )
-    mesh_errors = (
-        [*strategy.mesh_errors(), *context_errors(policy, strategy.context_parallel)]
-        if isinstance(strategy, FSDP2)
-        else []
-    )
-    return [*(error for error in errors if error is not None), *mesh_errors]
+    strategy: Strategy,
+    policy: Policy,
+    optimizer: OptimizerConfig | CustomOptimizer,
+    sizes: Sizes,
+    clip_algorithm: Literal["norm", "value"] = "norm",
+) -> Iterator[str]:
+    """Yield one line for each part of a run that does not work under a strategy."""
+    is_portable, name = isinstance(strategy, PortableCheckpoints), type(strategy).__name__
+    if isinstance(strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy) and not is_portable:
+        ours = "zero2" if isinstance(strategy, DeepSpeedStrategy) else "fsdp2"
+        yield f"trainer.strategy={name} writes checkpoints that only it can read. Use trainer.strategy={ours}."
+    elif isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+        yield "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on disk. Leave it out."
+    elif (precision := strategy.precision_plugin.precision) not in (PRECISIONS[:1] if is_portable else PRECISIONS):
+        yield (
+            f"trainer.precision={precision} would cast the trained weights. Leave it out and set model.policy.dtype, "
+            "such as bfloat16."
+        )
+    if is_portable:
+        yield from _optimizer_errors(strategy, optimizer)
+        if policy.quantisation is not None:
+            # FSDP2 and ZeRO-3 shard weights of one floating-point type; under ZeRO-1 and ZeRO-2 it is untested.
+            yield (
+                f"model.policy.quantisation={policy.quantisation} works on one device and under DDP, not under {name}. "
+                "Leave it out, or use trainer.strategy=ddp."
+            )
+    if isinstance(strategy, FSDP2) or (isinstance(strategy, ZeRO) and strategy.stage == 3):
+        # Compiled blocks are untested with the hooks by which FSDP2 and ZeRO-3 gather weights.
+        for option, value in (("compile", policy.compile_network), ("fold_lora", policy.fold_lora)):
+            if value:
+                yield (
+                    f"model.policy.{option}=true needs whole weights on every rank, and {name} shards them. "
+                    "Leave it out, or use trainer.strategy=zero2."
+                )
+    if policy.dtype == torch.float16 and getattr(strategy.precision_plugin, "scaler", None) is None:
+        # The loss is a mean over about 1e5 latent values, and float16's smallest number is 6e-8.
+        yield (
+            "model.policy.dtype=float16: gradients underflow, because nothing scales the loss. Use "
+            "model.policy.dtype=bfloat16, or, on a GPU without it, trainer.precision=16-mixed, which scales it."
+        )
+    if isinstance(strategy, ZeRO) and sizes.micro_batch_size == "auto":
+        yield (
+            "data.micro_batch_size=auto does not work under ZeRO: a trial does not measure its buffers. Set a number, "
+            "or use trainer.strategy=ddp or fsdp2."
+        )
+    if isinstance(strategy, ZeRO) and clip_algorithm != "norm":
+        yield (
+            f"model.gradient_clip_algorithm={clip_algorithm} does not work under ZeRO. Leave it out, or use ddp or "
+            "fsdp2."
+        )
+    error = attention_error(policy.attention_backend or "native", isinstance(strategy.accelerator, AbsentGPU))
+    yield from [] if error is None else [error]
+    if isinstance(strategy, FSDP2):
+        yield from [*strategy.mesh_errors(), *context_errors(policy, strategy.context_parallel)]
+
+
+def _optimizer_errors(strategy: Strategy, optimizer: OptimizerConfig | CustomOptimizer) -> Iterator[str]:
+    """Yield why an optimizer's state cannot be put into a checkpoint under a strategy that shards it."""
+    fits, name = ELEMENTWISE if isinstance(strategy, FSDP2) else ("AdamW",), optimizer.kind
+    if isinstance(optimizer, CustomOptimizer):
+        cls = getattr(optimizer.make, "func", optimizer.make)  # a class with its options bound
+        name = cls.__name__
+        is_fit = name in fits and cls.__module__.startswith("torch.optim")
+    else:
+        is_fit = name == "adamw"
+    if not is_fit:
+        yield (
+            f"model.optimizer={name} keeps state that {type(strategy).__name__} cannot put into a checkpoint. "
+            f"Use torch's {', '.join(fits)}, or trainer.strategy=ddp."
+        )
 
 
 def launcher_error(ranks: int) -> str | None:
@@ -73,100 +126,6 @@ def launcher_error(ranks: int) -> str | None:
     return (
         f"The launcher starts {started} processes, but trainer.devices times trainer.num_nodes is {ranks}: each would "
         "train a run by itself. Set trainer.devices to the number of processes on a node."
-    )
-
-
-def strategy_error(strategy: Strategy) -> str | None:
-    """Return why a run cannot use a strategy or the trainer's precision, or ``None``."""
-    is_portable = isinstance(strategy, PortableCheckpoints)
-    if isinstance(strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy) and not is_portable:
-        return (
-            f"trainer.strategy={type(strategy).__name__} writes checkpoints that only it can read. "
-            f"Use trainer.strategy={'zero2' if isinstance(strategy, DeepSpeedStrategy) else 'fsdp2'}."
-        )
-    if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
-        return "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on disk. Leave it out."
-    precision = strategy.precision_plugin.precision
-    if precision in (PRECISIONS[:1] if is_portable else PRECISIONS):
-        return None
-    return (
-        f"trainer.precision={precision} would cast the trained weights. Leave it out and set model.policy.dtype, "
-        "such as bfloat16."
-    )
-
-
-def clipping_error(strategy: Strategy, algorithm: str) -> str | None:
-    """Return why gradients cannot be clipped by an algorithm under a strategy, or ``None``."""
-    if algorithm == "norm" or not isinstance(strategy, ZeRO):
-        return None
-    return f"model.gradient_clip_algorithm={algorithm} does not work under ZeRO. Leave it out, or use ddp or fsdp2."
-
-
-def optimizer_error(strategy: Strategy, optimizer: OptimizerConfig | CustomOptimizer) -> str | None:
-    """Return why an optimizer does not work under a strategy, or ``None``."""
-    if optimizer.kind == "adamw" or not isinstance(strategy, PortableCheckpoints):
-        return None
-    fits = ELEMENTWISE if isinstance(strategy, FSDP2) else ("AdamW",)
-    name = optimizer.kind
-    if isinstance(optimizer, CustomOptimizer):
-        cls = getattr(optimizer.make, "func", optimizer.make)  # a class with its options bound
-        name = cls.__name__
-        if name in fits and cls.__module__.startswith("torch.optim"):
-            return None
-    return (
-        f"model.optimizer={name} keeps state that {type(strategy).__name__} cannot put into a checkpoint. "
-        f"Use torch's {', '.join(fits)}, or trainer.strategy=ddp."
-    )
-
-
-def whole_weights_error(strategy: Strategy, policy: Policy) -> str | None:
-    """Return which speed option of a policy needs whole weights that a strategy shards, or ``None``.
-
-    Compiled blocks are untested with the hooks by which FSDP2 and ZeRO-3 gather weights.
-    """
-    used = [name for name, value in (("compile", policy.compile_network), ("fold_lora", policy.fold_lora)) if value]
-    if not used or not (isinstance(strategy, FSDP2) or (isinstance(strategy, ZeRO) and strategy.stage == 3)):
-        return None
-    return (
-        f"model.policy.{used[0]}=true needs whole weights on every rank, and {type(strategy).__name__} shards them. "
-        "Leave it out, or use trainer.strategy=zero2."
-    )
-
-
-def quantisation_error(strategy: Strategy, policy: Policy) -> str | None:
-    """Return why a quantised network does not work under a strategy, or ``None``.
-
-    FSDP2 and ZeRO-3 shard weights of one floating-point type; under ZeRO-1 and ZeRO-2 it is untested.
-    """
-    if policy.quantisation is None or not isinstance(strategy, PortableCheckpoints):
-        return None
-    return (
-        f"model.policy.quantisation={policy.quantisation} works on one device and under DDP, not under "
-        f"{type(strategy).__name__}. Leave it out, or use trainer.strategy=ddp."
-    )
-
-
-def scaling_error(strategy: Strategy, policy: Policy) -> str | None:
-    """Return why a policy cannot be trained in float16, or ``None``.
-
-    The loss is a mean over about 1e5 latent values, so most gradients underflow in float16 (smallest number: 6e-8)
-    unless the loss is scaled before the backward pass.
-    """
-    if policy.dtype != torch.float16 or getattr(strategy.precision_plugin, "scaler", None) is not None:
-        return None
-    return (
-        "model.policy.dtype=float16: gradients underflow, because nothing scales the loss. Use "
-        "model.policy.dtype=bfloat16, or, on a GPU without it, trainer.precision=16-mixed, which scales it."
-    )
-
-
-def micro_batch_error(strategy: Strategy, sizes: Sizes) -> str | None:
-    """Return why ``micro_batch_size="auto"`` does not work under a strategy, or ``None``."""
-    if sizes.micro_batch_size != "auto" or not isinstance(strategy, ZeRO):
-        return None
-    return (
-        "data.micro_batch_size=auto does not work under ZeRO: a trial does not measure its buffers. Set a number, or "
-        "use trainer.strategy=ddp or fsdp2."
     )
 
 

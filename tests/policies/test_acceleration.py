@@ -33,7 +33,7 @@ from lit_vgrpo.policies.acceleration import (
 )
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.optimizer import OptimizerConfig
-from lit_vgrpo.training.strategies import FSDP2, AbsentGPU, ZeRO, strategy_errors, whole_weights_error
+from lit_vgrpo.training.strategies import FSDP2, AbsentGPU, ZeRO, strategy_errors
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 CONVOLUTIONS = ["to_q", "to_out.0", "conv1", "conv_shortcut", "downsamplers.0.conv", "proj_in"]
@@ -135,9 +135,10 @@ def test_what_cannot_be_merged(sd3):
 def test_a_strategy_that_shards_the_weights_is_refused_and_others_are_not(option):
     policy = SD3Policy("any", lora_rank=2, **{option: True})
     for strategy in (FSDP2(), ZeRO(stage=3)):
-        assert f"model.policy.{option}=true needs whole weights" in whole_weights_error(strategy, policy)
-        assert whole_weights_error(strategy, SD3Policy("any", lora_rank=2)) is None
-    assert whole_weights_error(ZeRO(stage=2), policy) is None
+        (error,) = strategy_errors(strategy, policy, OptimizerConfig(), Sizes(1, 2))
+        assert f"model.policy.{option}=true needs whole weights" in error
+        assert [*strategy_errors(strategy, SD3Policy("any", lora_rank=2), OptimizerConfig(), Sizes(1, 2))] == []
+    assert [*strategy_errors(ZeRO(stage=2), policy, OptimizerConfig(), Sizes(1, 2))] == []
 
 
 # --- compilation ----------------------------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ def test_backends_that_cannot_be_used_are_found_before_loading(name, tiny_sd3):
         set_attention_backend(torch.nn.Linear(1, 1), name)
     for strategy in (SingleDeviceStrategy("cpu"), SingleDeviceStrategy("cpu", accelerator=AbsentGPU())):
         policy = SD3Policy(str(tiny_sd3), attention_backend=name)
-        found = strategy_errors(strategy, policy, OptimizerConfig(), Sizes(1, 2))
+        found = [*strategy_errors(strategy, policy, OptimizerConfig(), Sizes(1, 2))]
         is_elsewhere = isinstance(strategy.accelerator, AbsentGPU) and name == "_native_npu"
         assert found == ([] if is_elsewhere else [str(caught.value)])
 

@@ -6,14 +6,15 @@ from commands import export, run, sample_images
 from helpers import make_data, make_module, make_trainer
 from policies.contract import inputs
 
-from lit_vgrpo import VGRPO
+from lit_vgrpo import VGRPO, OptimizerConfig
 from lit_vgrpo.apps.memory.shares import bytes_of, saved_by_quantisation, tensors_of
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.policies.trained import QuantisedLinear, block_linears
-from lit_vgrpo.training.strategies import FSDP2, ZeRO, quantisation_error
+from lit_vgrpo.training.strategies import FSDP2, ZeRO, strategy_errors
 
 SHIPPED = "shipped:assets/tiny_sd3"
 MOST = {"nf4": 0.15, "int8": 0.03}
@@ -76,6 +77,5 @@ def test_the_ratio_is_one_before_an_update(tmp_path):
 
 def test_what_cannot_be_quantised_is_one_line_before_weights_load():
     for strategy in (FSDP2(), ZeRO(stage=3), ZeRO(stage=2)):
-        assert "quantisation=nf4 works on one device and under DDP, not under" in quantisation_error(
-            strategy, policy(quantisation="nf4")
-        )
+        (error,) = strategy_errors(strategy, policy(quantisation="nf4"), OptimizerConfig(), Sizes(1, 2))
+        assert "quantisation=nf4 works on one device and under DDP, not under" in error

@@ -5,10 +5,11 @@ import pytest
 from helpers import make_data, make_module, make_trainer, weights
 from lightning.pytorch import callbacks
 
+from lit_vgrpo import OptimizerConfig, SD3Policy
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.training.settings import limit_error
 from lit_vgrpo.training.sharded import FSDP2, ZeRO
-from lit_vgrpo.training.strategies import clipping_error
+from lit_vgrpo.training.strategies import strategy_errors
 from lit_vgrpo.training.trainer_internals import check_steps
 
 
@@ -122,6 +123,7 @@ def test_a_checkpoint_whose_training_steps_were_micro_batches_is_refused():
 
 
 def test_zero_clips_by_norm_alone():
-    assert clipping_error(ZeRO(2), "norm") is None
-    assert "model.gradient_clip_algorithm=value does not work under ZeRO" in clipping_error(ZeRO(2), "value")
-    assert clipping_error(FSDP2(), "value") is None
+    policy, rest = SD3Policy("any"), (OptimizerConfig(), Sizes(1, 2))
+    (error,) = strategy_errors(ZeRO(2), policy, *rest, "value")
+    assert "model.gradient_clip_algorithm=value does not work under ZeRO" in error
+    assert [*strategy_errors(ZeRO(2), policy, *rest, "norm"), *strategy_errors(FSDP2(), policy, *rest, "value")] == []

@@ -7,12 +7,13 @@ from helpers import SaveAt, make_data, make_module, make_trainer, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lit_vgrpo import OptimizerConfig, SD3Policy
 from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.core.sizes import Sizes, divisors
 from lit_vgrpo.rewards import CLIPScore
 from lit_vgrpo.training.micro_batch import TOO_MUCH, Trial, largest_that_fits, shown
 from lit_vgrpo.training.sharded import ZeRO
-from lit_vgrpo.training.strategies import micro_batch_error
+from lit_vgrpo.training.strategies import strategy_errors
 
 
 def fit(folder, tmp_path, make, micro_batch_size, iterations=1, ckpt=None, callbacks=(), **options):
@@ -107,6 +108,6 @@ def test_it_is_the_largest_divisor_that_fits(share, lines, room):
 
 
 def test_zero_is_refused():
-    assert micro_batch_error(ZeRO(2), Sizes(2, 4, 1, 4)) is None
-    error = micro_batch_error(ZeRO(2), Sizes(2, 4, 1, "auto"))
+    assert [*strategy_errors(ZeRO(2), SD3Policy("any"), OptimizerConfig(), Sizes(2, 4, 1, 4))] == []
+    (error,) = strategy_errors(ZeRO(2), SD3Policy("any"), OptimizerConfig(), Sizes(2, 4, 1, "auto"))
     assert error.endswith("Set a number, or use trainer.strategy=ddp or fsdp2.")

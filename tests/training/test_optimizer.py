@@ -7,9 +7,10 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from lit_vgrpo import OptimizerConfig
+from lit_vgrpo import OptimizerConfig, SD3Policy
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.training.optimizer import Optimization
-from lit_vgrpo.training.strategies import FSDP2, ZeRO, optimizer_error
+from lit_vgrpo.training.strategies import FSDP2, ZeRO, strategy_errors
 
 KINDS = ["adamw", "adamw8bit"]
 EIGHT_BIT_FROM = 4096  # elements; smaller parameters keep their moments in float32
@@ -108,11 +109,12 @@ def test_adamw8bit_leaves_a_weight_without_gradient_as_it_is():
 
 
 def test_8_bits_are_refused_where_weights_or_moments_are_sharded():
+    narrow, rest = OptimizerConfig(kind="adamw8bit"), Sizes(1, 2)
     for strategy in (ZeRO(), FSDP2()):
-        error = optimizer_error(strategy, OptimizerConfig(kind="adamw8bit"))
+        (error,) = strategy_errors(strategy, SD3Policy("any"), narrow, rest)
         assert f"adamw8bit keeps state that {type(strategy).__name__} cannot put into a checkpoint." in error
-        assert optimizer_error(strategy, OptimizerConfig()) is None
-    assert optimizer_error(DDPStrategy(), OptimizerConfig(kind="adamw8bit")) is None
+        assert [*strategy_errors(strategy, SD3Policy("any"), OptimizerConfig(), rest)] == []
+    assert [*strategy_errors(DDPStrategy(), SD3Policy("any"), narrow, rest)] == []
 
 
 def test_a_missing_package_is_one_line_with_its_command(monkeypatch):
