@@ -121,11 +121,7 @@ def refuse_overrides(words: Sequence[str], refused: Mapping[str, str]) -> None:
 
 
 def find_recipe(text: str) -> Path:
-    """Return the file of a recipe: a path, a shipped name with or without ``recipes/`` and ``.yaml``, or a run folder.
-
-    Raises:
-        UserError: No recipe has that name.
-    """
+    """Return the file of a recipe: a path, a shipped name, also with ``recipes/`` and ``.yaml``, or a run folder."""
     shipped, of_run = shipped_recipes(), Path(text).expanduser() / CONFIG_NAME
     if of_run.is_file() and text not in shipped:
         return of_run
@@ -133,11 +129,7 @@ def find_recipe(text: str) -> Path:
 
 
 def find_overlay(text: str) -> Path:
-    """Return the file of an overlay: a path, or a shipped name such as ``strategy/zero2``.
-
-    Raises:
-        UserError: No overlay has that name.
-    """
+    """Return the file of an overlay: a path, or a shipped name such as ``strategy/zero2``."""
     if text.partition(".")[0] in SECTIONS and Path(text).suffix not in SUFFIXES:
         key = text.partition(":")[0]
         raise UserError(f"{text} is not an overlay. An override is a single argument: {key}=VALUE.")
@@ -157,6 +149,7 @@ def shipped_overlays() -> dict[str, Path]:
 
 
 def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
+    """Return a file by its path or shipped name; raise UserError if there is none."""
     path = Path(text).expanduser()
     if path.is_file():
         if path.suffix in SUFFIXES:
@@ -199,7 +192,7 @@ def read_recipe(command: Command) -> Recipe:
         for key, text in sorted(command.overrides, key=lambda override: override[0] not in OBJECTIVE_KEYS):
             if "" in key.split("."):
                 raise UserError(unknown_option(key, "a recipe", [typed_key(place) for place, _ in leaves(plain)]))
-            old = _objective(plain)
+            old = model.get("objective") if isinstance(model := plain.get("model"), dict) else None
             apply_override(plain, key, text)
             if key in OBJECTIVE_KEYS and class_name(old) not in ("", class_name(text)) and not text.startswith("{"):
                 rollout = (old.get("init_args") or {}).get("rollout") if isinstance(old, dict) else None
@@ -231,25 +224,15 @@ def with_found_paths(plain: Mapping[Any, Any], places: Sequence[Path]) -> dict[A
     return dict(replaced(plain, found))
 
 
-def _objective(plain: Mapping[Any, Any]) -> Any:
-    model = plain.get("model")
-    return model.get("objective") if isinstance(model, dict) else None
-
-
 def resolved(plain: dict[Any, Any], path: Path) -> dict[str, Any]:
     """Return the plain values of a file with interpolations applied; raise UserError if one names a missing key."""
     with _readable(path):
-        found = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
-    assert isinstance(found, dict)
+        found: Any = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     return {str(key): value for key, value in found.items()}
 
 
 def loaded(path: Path) -> dict[Any, Any]:
-    """Return the plain values of a file, not resolved.
-
-    Raises:
-        UserError: The file cannot be read, is not YAML, or is not a mapping.
-    """
+    """Return the plain values of a file, not resolved; raise UserError if it is not a readable mapping in YAML."""
     with _readable(path):
         content = OmegaConf.load(path)
         if not OmegaConf.is_dict(content):

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, built_part, part_of_words, recipe_error
-from lit_vgrpo.config.recipe import Command, Recipe, read_recipe, shipped_recipes
+from lit_vgrpo.config.recipe import SUFFIXES, Command, Recipe, read_recipe, shipped_recipes
 from lit_vgrpo.config.tree import REWARD_KEYS
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, error_in_user_code, say
@@ -29,10 +29,8 @@ from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.system.process import is_first_process, report_on_first
 
 ROOTS = {"model": VGRPOModule, "data": PromptDataModule, "trainer": Trainer}
-PARTS = {
-    **{"model.policy": Policy, "model.objective": Objective, "model.reward": Reward, "model.heldout_reward": Reward},
-    **{"data": PromptDataModule, "trainer": Trainer},
-}
+REWARDS = {f"model.{key}": Reward for key in REWARD_KEYS}
+PARTS = {"model.policy": Policy, "model.objective": Objective, **REWARDS, "data": PromptDataModule, "trainer": Trainer}
 NO_REWARD = "No reward given. Name a class such as PickScore, python:my_module:my_function, or a recipe."
 
 
@@ -70,11 +68,7 @@ def build_recipe(recipe: Recipe, make_folder: bool = True, elsewhere: bool = Fal
 
 
 def part_errors(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Build a recipe's parts one by one; return the first error of each, and those parts that have none.
-
-    Args:
-        values: The recipe as plain values.
-    """
+    """Build the parts of a recipe's plain values one by one; return the errors, and the parts that have none."""
     errors, parts = setting_errors(values), {}
     for key, hint in PARTS.items():
         try:
@@ -85,21 +79,14 @@ def part_errors(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
 
 
 def train_recipe(command: Command, context: Callable[[RecipeCLI], AbstractContextManager[object]] = nullcontext) -> int:
-    """Build and train a recipe.
+    """Build and train a recipe, and return the exit status; raise UserError with all errors of the recipe.
 
     Args:
         context: Returns a context manager for the built recipe, which is entered during training.
-
-    Returns:
-        Exit status.
-
-    Raises:
-        UserError: The recipe has errors; the message lists them.
     """
     cli = build_recipe(read_recipe(command))
     try:
-        errors = cli.errors()
-        if errors:
+        if errors := cli.errors():
             raise UserError(*errors)
         surrounding = context(cli)
         if cli.resumption is not None and cli.resumption.is_over(cli.trainer):
@@ -117,28 +104,21 @@ def train_recipe(command: Command, context: Callable[[RecipeCLI], AbstractContex
 
 
 def build_reward(words: Sequence[str]) -> Weighted:
-    """Build a reward without loading it.
+    """Build a reward without loading it; raise UserError with the first error.
 
     Args:
         words: ``PickScore checkpoint=/a/folder``, ``package.MyReward``, ``python:my_module:my_function``, or a recipe
             with overlays and overrides. A recipe's held-out reward becomes a part of weight 0.
-
-    Raises:
-        UserError: The words have an error; the message is the first one.
     """
     if not words:
         raise UserError(NO_REWARD)
     import_from_here()
     first = words[0]
-    if first.endswith((".yaml", ".yml")) or first in shipped_recipes() or Path(first).expanduser().exists():
-        return reward_of_recipe(read_recipe(Command.parse(words)).values)
-    return as_weighted(part_of_words(words, "reward", Reward), "")
-
-
-def reward_of_recipe(recipe: dict[str, Any]) -> Weighted:
-    """Build the rewards of a recipe, given as plain values; raise UserError with the first error in them."""
-    model = recipe.get("model")
-    if not isinstance(model, dict) or model.get("reward") is None:
+    if not (first.endswith(SUFFIXES) or first in shipped_recipes() or Path(first).expanduser().exists()):
+        return as_weighted(part_of_words(words, "reward", Reward), "")
+    recipe = read_recipe(Command.parse(words)).values
+    model = recipe.get("model") or {}
+    if model.get("reward") is None:
         raise UserError("The recipe has no model.reward. Add one, for example model.reward=PickScore.")
     found = [as_weighted(built_part(recipe, f"model.{key}", Reward)) for key in REWARD_KEYS if model.get(key)]
     try:

@@ -45,13 +45,6 @@ from lit_vgrpo.training.settings import errors_under, gradient_note
 from lit_vgrpo.training.strategies import AbsentGPU
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
-TOP_LEVEL: dict[str, tuple[Any, Any]] = {
-    "name": (str | None, None),
-    "run_dir": (str | None, None),
-    "ckpt_path": (str | None, None),
-    "allow_changes": (bool, False),
-}
-"""Keys of a recipe in addition to Lightning's, with their types and defaults."""
 # For the default of Lightning's Timer, an Enum, in config.yaml.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
@@ -66,13 +59,10 @@ class RecipeCLI(LightningCLI):
     """
 
     def __init__(self, recipe: Recipe, make_folder: bool = True, elsewhere: bool = False) -> None:
-        self.recipe, self.elsewhere = recipe, elsewhere
-        self.make_folder = make_folder
-        self.folder = Path()
-        self.lock = FolderLock()
-        self.checkpoints = RunCheckpoint()
+        self.recipe, self.make_folder, self.elsewhere = recipe, make_folder, elsewhere
+        self.folder, self.lock = Path(), FolderLock()
+        self.checkpoints, self.guard = RunCheckpoint(), ResumeGuard()
         self.resumption: Resumption | None = None
-        self.guard = ResumeGuard()
         self.allowed_changes: list[str] = []
         self.unscorable: list[UnscorablePrompts] = []
         # Only save_hyperparameters() reads it, which neither class calls; making it takes a tenth of the building time.
@@ -91,8 +81,9 @@ class RecipeCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, (hint, default) in TOP_LEVEL.items():
-            parser.add_argument(f"--{name}", type=hint, default=default)
+        for name in ("name", "run_dir", "ckpt_path"):
+            parser.add_argument(f"--{name}", type=str | None)
+        parser.add_argument("--allow_changes", type=bool, default=False)
         for target, source in LINKED.items():
             parser.link_arguments(source, target, compute_fn=int)  # 0 for false
 
@@ -139,23 +130,25 @@ class RecipeCLI(LightningCLI):
         if isinstance(self.model.optimization.optimizer, OptimizerConfig):
             optimizer = vars(self.model.optimization.optimizer).items()
             recipe["model"]["optimizer"] = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer}
-        recipe["model"] |= {
-            "advantage_std": self.model.advantage_std,
-            "advantage_aggregate": self.model.advantage_aggregate,
-        }
+        recipe["model"] |= {name: getattr(self.model, name) for name in ("advantage_std", "advantage_aggregate")}
         recipe["trainer"] |= {"precision": self.trainer.precision}
         return recipe
 
     def _check_checkpoint(self) -> None:
-        path = self.ckpt_path
+        path, trainer = self.ckpt_path, self.trainer
         if path is None:
             return
         what = f"ckpt_path={path}" if self.resumption is None else f"{path}"
         checkpoint = read_checkpoint(path, what)
         inputs, allowed = inputs_of(self.model, self.datamodule), self.config.allow_changes
         self.allowed_changes = refuse_changes(checkpoint, self.plain_recipe(), inputs, allowed, what, self.recipe.texts)
-        if self.resumption is None:
-            refuse_finished(checkpoint, self.trainer, what)
+        progress = Progress.of(checkpoint)
+        if self.resumption is None and progress.is_finished(trainer.max_epochs, trainer.max_steps):
+            limit = "max_epochs" if progress.is_finished(trainer.max_epochs, max_steps=-1) else "max_steps"
+            raise UserError(
+                f"{what} is already at {progress}. trainer.{limit}={getattr(trainer, limit)} leaves nothing to do. "
+                "Set it higher."
+            )
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -179,7 +172,7 @@ class RecipeCLI(LightningCLI):
             return super().instantiate_trainer(
                 **kwargs,
                 default_root_dir=str(self.folder),
-                logger=run_loggers(settings.logger, self.folder, self.resumption),
+                logger=run_loggers(settings.logger, self.folder, getattr(self.resumption, "progress", None)),
                 callbacks=self._callbacks(as_list(settings.callbacks, Callback)),
             )
         except (MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
@@ -187,21 +180,23 @@ class RecipeCLI(LightningCLI):
             raise UserError(recipe_error(error, {"trainer": self.recipe.values.get("trainer")})) from error
 
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
-        wanted: list[tuple[type[Callback], type[Callback]]] = [
-            (our_callbacks.RunSummary,) * 2,
-            (our_callbacks.Report,) * 2,
-        ]
-        if self.config.trainer.enable_progress_bar is not False:
-            wanted.insert(1, (ProgressBar, our_callbacks.ProgressBar))
-        added = [cls() for kind, cls in wanted if not any(isinstance(callback, kind) for callback in chosen)]
+        def lacks(kind: type[Callback]) -> bool:
+            return not any(isinstance(callback, kind) for callback in chosen)
+
         self.keeper = RunFolder(None if self.ckpt_path is None else f"{self.ckpt_path}")
-        callbacks: list[Callback] = [self.keeper, self.guard, *chosen, *added]
+        callbacks: list[Callback] = [self.keeper, self.guard, *chosen]
+        if lacks(our_callbacks.RunSummary):
+            callbacks.append(our_callbacks.RunSummary())
+        if self.config.trainer.enable_progress_bar is not False and lacks(ProgressBar):
+            callbacks.append(our_callbacks.ProgressBar())
+        if lacks(our_callbacks.Report):
+            callbacks.append(our_callbacks.Report())
         callbacks.sort(key=lambda callback: isinstance(callback, our_callbacks.Report))  # it shows the others' results
         own = [callback for callback in chosen if isinstance(callback, RunCheckpoint)]
         if own:
             self.checkpoints = own[0]
         elif self.config.trainer.enable_checkpointing is not False:
-            if any(isinstance(callback, ModelCheckpoint) for callback in chosen):
+            if not lacks(ModelCheckpoint):
                 self.checkpoints = RunCheckpoint(every_n_iterations=0)
             callbacks.append(self.checkpoints)
         return callbacks
@@ -257,12 +252,10 @@ class RecipeCLI(LightningCLI):
 
     def opening(self) -> list[str]:
         """Return the lines to print before training."""
-        swapped = self.recipe.swapped
-        kept = f"{swapped} uses its default options; only rollout is kept from the recipe's objective."
-        lines = [] if swapped is None else [kept]
+        lines, device, asked = [], self.trainer.strategy.root_device, self._asked_folder
+        if (swapped := self.recipe.swapped) is not None:
+            lines.append(f"{swapped} uses its default options; only rollout is kept from the recipe's objective.")
         lines += [f"Changed: {change}" for change in self.allowed_changes]
-        device = self.trainer.strategy.root_device
-        asked = self._asked_folder
         taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} belongs to an earlier run)"
         lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}"]
         lines.append(f"Run folder: {self.folder}{taken}")
@@ -305,15 +298,7 @@ class RecipeCLI(LightningCLI):
 
 
 def read_checkpoint(path: Path, what: str) -> dict[str, Any]:
-    """Read the checkpoint to continue from.
-
-    Args:
-        path: The checkpoint.
-        what: Name of the checkpoint in messages.
-
-    Raises:
-        UserError: The checkpoint is not a file, or is damaged.
-    """
+    """Read the checkpoint to continue from, called ``what``; raise UserError if it is damaged or not a file."""
     if not path.is_file():
         newest = newest_checkpoint(path) if path.is_dir() else None
         advice = f"Set ckpt_path={newest}, or continue it with --resume." if newest else "Give a checkpoint file."
@@ -324,31 +309,19 @@ def read_checkpoint(path: Path, what: str) -> dict[str, Any]:
         raise UserError(f"{what} {damage.reason}. Give another checkpoint of the same run.") from damage
 
 
-def refuse_finished(checkpoint: dict[str, Any], trainer: Trainer, what: str) -> None:
-    """Check that the trainer's limits leave iterations to train after a checkpoint; raise UserError if they do not."""
-    progress = Progress.of(checkpoint)
-    if progress.is_finished(trainer.max_epochs, trainer.max_steps):
-        limit = "max_epochs" if progress.is_finished(trainer.max_epochs, max_steps=-1) else "max_steps"
-        raise UserError(
-            f"{what} is already at {progress}. trainer.{limit}={getattr(trainer, limit)} leaves nothing to do. "
-            "Set it higher."
-        )
-
-
-def run_loggers(setting: Any, folder: Path, resumption: Resumption | None) -> list[Logger]:
+def run_loggers(setting: Any, folder: Path, progress: Progress | None) -> list[Logger]:
     """Return the recipe's loggers, with ``metrics.csv`` and, unless it is false or has one, TensorBoard.
 
     Args:
         setting: The recipe's ``trainer.logger``.
         folder: The run folder.
-        resumption: Point at which to continue the tables; ``None`` starts them.
+        progress: Point at which to continue the tables; ``None`` starts them.
     """
-    progress = resumption.progress if resumption is not None else None
     loggers = as_list(setting, Logger)
     if not any(isinstance(logger, CSVLogger) for logger in loggers):
-        loggers.insert(0, MetricsTable(folder, rows_up_to(progress) if resumption is not None else None))
+        loggers.insert(0, MetricsTable(folder, None if progress is None else rows_up_to(progress)))
     if setting is not False and not any(isinstance(logger, TensorBoardLogger) for logger in loggers):
-        purge: Any = {"purge_step": progress.optimizer_steps} if progress is not None else {}
+        purge: Any = {} if progress is None else {"purge_step": progress.optimizer_steps}
         loggers.append(TensorBoard(folder, name="", version="tensorboard", **purge))
     return loggers
 

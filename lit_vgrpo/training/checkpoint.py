@@ -45,12 +45,8 @@ class BestEvaluation:
     Args:
         metric: Key of the metric; ``auto`` takes the untrained reward if there is one, else the trained one.
         name: The metric of ``value``; ``None`` before the first evaluation.
-        value: The best value.
         iteration: Iterations done at that evaluation.
         fingerprint: That of the evaluation, if it was read from ``best.ckpt``; 0 if unknown.
-
-    Raises:
-        ValueError: The metric is better when lower.
     """
 
     metric: str = AUTO
@@ -88,8 +84,8 @@ class RunCheckpoint(Checkpoint):
     checkpoints unchanged, and training continues. ``best.ckpt`` holds the start until an evaluation is better.
 
     Args:
-        every_n_iterations: Iterations between saves of ``last.ckpt``; 0 leaves them to another callback.
-        keep_previous: Keep the one before it as ``previous.ckpt``, in case ``last.ckpt`` gets damaged.
+        every_n_iterations: Iterations between saves of ``last.ckpt``, of which the one before becomes
+            ``previous.ckpt``; 0 leaves them to another callback.
         best: Held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` is the untrained reward if
             the recipe has one, else the trained one, or none if another callback saves. null keeps none.
 
@@ -104,16 +100,11 @@ class RunCheckpoint(Checkpoint):
         ValueError: ``every_n_iterations`` is negative, or ``best`` is better when lower.
     """
 
-    def __init__(
-        self, every_n_iterations: NonNegativeInt = 10, keep_previous: bool = True, best: str | None = AUTO
-    ) -> None:
+    def __init__(self, every_n_iterations: NonNegativeInt = 10, best: str | None = AUTO) -> None:
         super().__init__()
         self.every_n_iterations = every_n_iterations
-        self.keep_previous = keep_previous
         self.best = None if best is None else BestEvaluation(best)
-        self.interrupted = False
-        self.terminated = False
-        self.training = False
+        self.interrupted = self.terminated = self.training = False
         self.saved: Path | None = None
         self.unsaved: str | None = None
         self.status: int | None = None
@@ -127,11 +118,7 @@ class RunCheckpoint(Checkpoint):
 
     @contextmanager
     def listening(self, watch: Watch | None = None) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP inside the block, and restore the handlers after it.
-
-        Args:
-            watch: The watchdog, which ends this process if the main thread cannot.
-        """
+        """Handle SIGINT, SIGTERM and SIGHUP inside the block; ``watch`` ends the process if the main thread cannot."""
         requests = _Requests(self, watch or Watch())
         with requests.listening():
             self._requests = requests
@@ -162,11 +149,7 @@ class RunCheckpoint(Checkpoint):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.training = True
-        self._leave()
-
-    def _leave(self) -> None:
-        # Not where the checkpoint is written: later hooks must run first.
-        if self._leaving:
+        if self._leaving:  # not where the checkpoint is written: later hooks must run first
             raise SIGTERMException
 
     @override
@@ -330,7 +313,7 @@ class RunCheckpoint(Checkpoint):
         try:
             trainer.strategy.save_checkpoint(checkpoint, draft)
             if trainer.is_global_zero:
-                aside = {LAST: PREVIOUS if self.keep_previous else None, BEST: self._aside}.get(path.name)
+                aside = {LAST: PREVIOUS, BEST: self._aside}.get(path.name)
                 put_in_place(draft, path, None if aside is None else path.with_name(aside))
         except OSError as error:
             draft.unlink(missing_ok=True)

@@ -28,11 +28,7 @@ NEEDED_KEYS = ("state_dict", "loops", "global_step", "optimizer_states", "lit_vg
 
 
 class CheckpointDamage(UserError):
-    """A file that is not a checkpoint of a run, or is damaged.
-
-    Attributes:
-        reason: A predicate such as "is truncated".
-    """
+    """A file that is not a checkpoint of a run, or is damaged; ``reason`` is a predicate such as "is truncated"."""
 
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(f"{path} {reason}. Give another checkpoint of the same run.")
@@ -40,10 +36,7 @@ class CheckpointDamage(UserError):
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint I/O, with atomic writes and verified reads.
-
-    A checkpoint is written next to its file and renamed, without a copy in memory or in a temporary folder.
-    """
+    """Lightning's checkpoint I/O, with atomic writes, without a copy in memory or elsewhere, and verified reads."""
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -106,11 +99,7 @@ class PortableCheckpoints(Strategy):
 
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint atomically and flush it to disk.
-
-    Raises:
-        OSError: The file cannot be written; an earlier one is unchanged.
-    """
+    """Write a checkpoint atomically and flush it to disk; raise OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with new_file(path) as file:
@@ -125,11 +114,7 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def put_in_place(draft: Path, path: Path, previous: Path | None = None) -> None:
-    """Rename a draft to its final name, after renaming the file that had it to ``previous``.
-
-    Raises:
-        OSError: A rename failed; no file is lost.
-    """
+    """Rename a draft to its final name, after renaming the file that had it to ``previous``."""
     if previous is not None and path.is_file() and zipfile.is_zipfile(path):  # a torn file must not replace a good one
         os.replace(path, previous)
     os.replace(draft, path)
@@ -156,11 +141,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_sound(path: Path) -> dict[str, Any]:
-    """Read a checkpoint as :func:`read` does, and verify its bytes and that every weight is finite.
-
-    Raises:
-        CheckpointDamage: The file is truncated, unreadable, incomplete or damaged, or has a weight that is not finite.
-    """
+    """Read a checkpoint, and raise CheckpointDamage also for damaged bytes and weights that are not finite."""
     content = read(path)
     _verify(path, content)
     return content

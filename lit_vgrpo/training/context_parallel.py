@@ -19,14 +19,10 @@ OPTION = "trainer.strategy.context_parallel"
 
 
 def context_errors(policy: Policy, degree: int, sides: tuple[int | None, int | None] = (None, None)) -> list[str]:
-    """Return at most one line on why ``degree`` processes cannot share a policy's tokens.
+    """Return at most one line on why ``degree`` processes cannot share an image's tokens.
 
     Before the policy is loaded, its configuration is read if it is on this machine; image tokens are not checked.
-
-    Args:
-        policy: The policy.
-        degree: Processes that share an image's tokens.
-        sides: Height and width of held-out images; ``None`` for the policy's.
+    ``sides`` are height and width of held-out images, ``None`` for the policy's.
     """
     network: Any = None if degree == 1 else policy.network if policy.loaded else bare_network(policy)
     if network is None:
@@ -36,16 +32,14 @@ def context_errors(policy: Policy, degree: int, sides: tuple[int | None, int | N
         name = type(network).__name__
         known = "FLUX, FLUX.2, Qwen-Image and Wan"
         return [f"{option}: diffusers cannot split the tokens of {name}, only those of {known}."]
-    divided = [(network.config.num_attention_heads, f"attention heads of {policy.checkpoint}. Use a divisor of it.")]
-    length: int = policy.max_sequence_length
-    divided.append(
-        (length, f"tokens of a prompt. Set model.policy.max_sequence_length={-(-length // degree) * degree}.")
-    )
+    heads, length = network.config.num_attention_heads, policy.max_sequence_length
+    larger = f"Set model.policy.max_sequence_length={-(-length // degree) * degree}."
+    divided = [(heads, f"attention heads of {policy.checkpoint}. Use a divisor of it.")]
+    divided.append((length, f"tokens of a prompt. {larger}"))
     for size in (nullcontext(), policy.sized(*sides)) if policy.loaded else ():
         with size:
-            divided.append(
-                (policy.image_tokens(), f"tokens of an image. Set another {policy.size_in}.height or width.")
-            )
+            advice = f"Set another {policy.size_in}.height or width."
+            divided.append((policy.image_tokens(), f"tokens of an image. {advice}"))
     return [f"{option} does not divide the {number} {what}" for number, what in divided if number % degree][:1]
 
 

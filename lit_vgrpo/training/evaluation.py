@@ -131,8 +131,6 @@ class Evaluator:
     Call :meth:`add` for every batch, then :meth:`means`, or :meth:`finish` with a trainer.
 
     Args:
-        policy: The policy, with loaded weights.
-        reward: The trained reward.
         untrained: A reward that is only measured, not trained on.
         spec: Sampling of the images; an ODE.
         batch_size: Images per forward pass, the last batch padded; ``None`` uses one batch.
@@ -214,18 +212,14 @@ class Evaluator:
     @torch.no_grad()
     @in_own_precision
     def generate(
-        self,
-        prompts: Sequence[str],
-        image_ids: list[int],
-        images: int = 0,
-        references: Sequence[Tensor] | None = None,
+        self, prompts: Sequence[str], image_ids: list[int], images: int = 0, references: Sequence[Tensor] | None = None
     ) -> Tensor:
         """Sample images ``(B, 3, H, W)`` in [0, 1], or videos ``(B, F, 3, H, W)``.
 
         Args:
             image_ids: Numbers of the images, which with the seed determine their noise.
             images: Number of images over all ranks; 0 if unknown.
-            references: The pictures that the prompts edit, ``(3, H, W)``, uint8, for a policy that edits.
+            references: The pictures that the prompts edit, ``(3, H, W)``, uint8.
         """
         with self.policy.sized(*self.sides):
             conditioning, rows = self.policy.encode_each(prompts, references)
@@ -248,11 +242,7 @@ class Evaluator:
 
     @in_own_precision
     def add(self, batch: PromptBatch) -> None:
-        """Sample a held-out batch's images, show them to the observers and queue them for scoring.
-
-        Raises:
-            TypeError: The batch is not a PromptBatch.
-        """
+        """Sample a batch's images, show them to the observers and queue them; raise TypeError for another batch."""
         if not isinstance(batch, PromptBatch):
             what = f"a batch of type {type(batch).__name__}, not a PromptBatch"
             raise TypeError(f"The evaluation got {what}. Pass datamodule=PromptDataModule(...) instead of a loader.")
@@ -279,10 +269,7 @@ class Evaluator:
         return objects_of_all_ranks({name: hashed(part) for name, part in contents.items()} | self._rewards)[0]
 
     def per_image(self, name: str) -> Tensor | None:
-        """Return a metric of the last evaluation per image over all ranks, ``(N,)``, ordered by image number.
-
-        NaN if an image has none; ``None`` for a metric that is not defined per image.
-        """
+        """Return a metric of the last evaluation per image, ``(N,)`` by number, NaN if it has none, or ``None``."""
         return self._of_images.get(name)
 
     def means(self, module: TrainingModule | None = None, is_first: bool = False) -> dict[str, float]:
@@ -332,7 +319,6 @@ class Evaluator:
         """Evaluate on the trainer's held-out batches, and return the metrics; {} if there are none.
 
         Args:
-            module: The module that trains the policy.
             logs: Also log them, at step 0.
         """
         self.start_over()
@@ -346,11 +332,7 @@ class Evaluator:
         return self.latest
 
     def finish(self, module: TrainingModule) -> dict[str, float]:
-        """Return the means of the added batches; those of ``fit`` enter the history, with the cost of training so far.
-
-        Args:
-            module: The module that trains the policy.
-        """
+        """Return the means of the added batches; those of ``fit`` enter the history, with the cost of training."""
         trainer = module.trainer
         contents = self._read_contents(trainer)
         fingerprint = int(hashed(sorted(contents.items()))[:6], 16)  # 24 bits: a float32 holds them
@@ -369,19 +351,19 @@ class Evaluator:
             rank_zero_warn(f"What is evaluated changed since iteration {self.history[-1].iteration} ({what}): {rule}.")
         self._starts[fingerprint] = start
         self.latest, self.step, self.contents = means, trainer.global_step, contents
-        scores = self._of_images["heldout/reward"]
+        scores, ledger = self._of_images["heldout/reward"], self.ledger
         metrics = means | mark | {"heldout/reward_std": float((scores - scores.nanmean()).square().nanmean().sqrt())}
         self.history.append(
             Evaluation(
                 # The trainer's own count lags by one during validation.
                 iteration=trainer.current_epoch if module.record is None else module.record.iteration + 1,
                 reward=means["heldout/reward"],
-                images=self.ledger.images,
-                passes=self.ledger.training_passes(),
-                train_seconds=self.ledger.stopwatch.wall_s,
-                cpu_seconds=self.ledger.stopwatch.cpu_s,
-                forward_equivalents=self.ledger.training_equivalents(),
-                phases={name: dict(count) for name, count in self.ledger.training_counts().items()},
+                images=ledger.images,
+                passes=ledger.training_passes(),
+                train_seconds=ledger.stopwatch.wall_s,
+                cpu_seconds=ledger.stopwatch.cpu_s,
+                forward_equivalents=ledger.training_equivalents(),
+                phases={name: dict(count) for name, count in ledger.training_counts().items()},
                 fingerprint=fingerprint,
                 metrics={n.removeprefix("heldout/"): float(x) for n, x in metrics.items() if math.isfinite(x)},
             )

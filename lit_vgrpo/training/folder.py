@@ -38,24 +38,17 @@ def candidates(base: Path) -> Iterator[Path]:
 def reserve(base: Path, is_resumed: bool = False) -> Path:
     """Create the first free folder of :func:`candidates`; safe when several runs start at once.
 
-    Args:
-        is_resumed: Take the folder itself, even if it exists.
-
-    Raises:
-        UserError: The folder cannot be created.
+    A resumed run takes ``base`` itself. Raises UserError if the folder cannot be created.
     """
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
         for folder in candidates(base):
-            try:
+            with suppress(FileExistsError):
                 folder.mkdir(exist_ok=is_resumed)
-            except FileExistsError:
-                continue
-            return folder
+                return folder
     except OSError as error:
-        raise UserError(
-            f"Cannot create the run folder {base}: {error.strerror}. Set run_dir=/another/folder."
-        ) from error
+        what = f"Cannot create the run folder {base}: {error.strerror}."
+        raise UserError(f"{what} Set run_dir=/another/folder.") from error
     raise AssertionError("unreachable: the candidates never end")
 
 
@@ -104,10 +97,7 @@ class RunFolder(Callback):
     On rank 0 it keeps ``config.yaml``, without which the run cannot be resumed.
 
     Args:
-        ckpt_path: Checkpoint that this rank resumes from.
-
-    Raises:
-        RuntimeError: The ranks found different checkpoints.
+        ckpt_path: Checkpoint that this rank resumes from; ``setup`` raises RuntimeError if the ranks' differ.
     """
 
     def __init__(self, ckpt_path: str | None = None) -> None:
@@ -155,20 +145,16 @@ def find_run(text: str) -> tuple[Path, Path | None]:
     """Return the run folder that a path belongs to, and the checkpoint if the path is one.
 
     Args:
-        text: A run folder, its config.yaml, or one of its checkpoints.
-
-    Raises:
-        UserError: The path is none of these.
+        text: A run folder, its config.yaml, or one of its checkpoints; UserError is raised for anything else.
     """
     path = typed_path(text)
     if (path / CONFIG_NAME).is_file():
         return path, None
     if path.is_file() and path.name == CONFIG_NAME:
         return path.parent, None
-    if path.is_file() and path.suffix == ".ckpt":
-        for folder in path.parents:
-            if (folder / CONFIG_NAME).is_file():
-                return folder, path
+    for folder in path.parents if path.is_file() and path.suffix == ".ckpt" else ():
+        if (folder / CONFIG_NAME).is_file():
+            return folder, path
     places = (path.parent, typed_path("runs"))
     known = [f"{file.parent}" for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
     advice = suggestion(f"{path}", known) if known else "Train one first: lightning run tiny_shapes"
@@ -177,11 +163,7 @@ def find_run(text: str) -> tuple[Path, Path | None]:
 
 
 def find_checkpoint(text: str, run: Path) -> Path:
-    """Return a checkpoint by its path, or by its name in a run's checkpoint folder.
-
-    Raises:
-        UserError: There is none.
-    """
+    """Return a checkpoint by its path, or its name in a run's checkpoint folder; raise UserError if there is none."""
     named = Path(text).expanduser()
     for path in (typed_path(text), run / named, run / CHECKPOINTS / named):
         if path.is_file():

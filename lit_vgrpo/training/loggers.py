@@ -183,11 +183,7 @@ def log_picture(loggers: Iterable[Logger], key: str, image: Image.Image, step: i
 
 
 def log_recipe(loggers: Iterable[Logger], recipe: dict[str, Any]) -> None:
-    """Log the recipe to every logger, which opens a tracker's run; call it on rank 0.
-
-    Raises:
-        UserError: A tracker cannot be opened, such as W&B without a login.
-    """
+    """Log the recipe to every logger on rank 0; raise UserError if a tracker cannot be opened, as without a login."""
     for logger in loggers:
         try:
             logger.log_hyperparams(recipe)
@@ -198,11 +194,7 @@ def log_recipe(loggers: Iterable[Logger], recipe: dict[str, Any]) -> None:
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return a table's columns and rows, without lines that were cut off when a run was killed.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return a table's columns and rows, without lines that were cut off when a run was killed."""
     text = read_regular(path).decode("utf-8-sig", "replace").replace("\0", "")
     lines = text.splitlines(keepends=True)
     if len(lines) > 1 and not lines[-1].endswith("\n"):
@@ -223,8 +215,8 @@ def _is_whole(row: dict[Any, Any]) -> bool:
         return False
 
 
-def rows_up_to(progress: Progress | None) -> Callable[[Mapping[str, Any]], bool]:
-    """Keep the rows logged before a checkpoint; a resumed run logs the rest again.
+def rows_up_to(progress: Progress) -> Callable[[Mapping[str, Any]], bool]:
+    """Return a predicate for the rows logged before a checkpoint; a resumed run logs the rest again.
 
     >>> keep = rows_up_to(Progress(iterations=3, optimizer_steps=6, images=0, logged=3))
     >>> [keep({"step": step, "epoch": epoch}) for step, epoch in [("0", ""), ("5", "2"), ("7", "3"), ("8", "")]]
@@ -232,8 +224,6 @@ def rows_up_to(progress: Progress | None) -> Callable[[Mapping[str, Any]], bool]
     """
 
     def keep(row: Mapping[str, Any]) -> bool:
-        if progress is None:
-            return False
         if row.get("epoch"):
             return float(row["epoch"]) < progress.logged
         return float(row.get("step") or 0) <= progress.optimizer_steps

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
-from math import gcd
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,13 @@ from lit_vgrpo.policies.base import Policy
 
 LATENT = (5, 7, 11)
 """Latent shape that no other tensor of a method is likely to have."""
-LATENT_BYTES = 4 * 5 * 7 * 11
+LATENT_BYTES = 4 * math.prod(LATENT)
 
 
 class LiveMemory(TorchDispatchMode):
-    """Mode that counts the storages of live tensors on any device, including the meta device and backward passes.
+    """Mode that counts the bytes of live storages on any device, including the meta device and backward passes.
 
-    An operation's temporary workspace is not counted.
-
-    Attributes:
-        live: Bytes alive now.
-        peak: Largest number of bytes alive at once.
+    ``peak`` is the largest number alive at once. An operation's temporary workspace is not counted.
     """
 
     def __init__(self) -> None:
@@ -73,11 +69,8 @@ def _held(values: Any) -> Iterator[Tensor]:
     """
     if isinstance(values, Tensor):
         yield values._local_tensor if isinstance(values, DTensor) else values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _held(value)
-    elif isinstance(values, dict):
-        for value in values.values():
+    elif isinstance(values, list | tuple | dict):
+        for value in values.values() if isinstance(values, dict) else values:
             yield from _held(value)
 
 
@@ -87,7 +80,7 @@ def _place(value: Tensor) -> int:
 
 def prepared(
     objective: Objective,
-    policy: Any,
+    policy: Policy,
     conditioning: Conditioning,
     latent_shape: tuple[int, ...],
     images: int,
@@ -95,9 +88,7 @@ def prepared(
     micro_batch_size: int,
     later: Tensor | None = None,
 ) -> tuple[Rollout, Experience]:
-    """Return a dummy rollout with real shapes and random latents, and what the method prepares from it.
-
-    Global random generators are not used.
+    """Return a dummy rollout with random latents, not from global generators, and what the method prepares from it.
 
     Args:
         conditioning: A single row, on the device of the rollout.
@@ -125,7 +116,7 @@ def _dummy_rollout(
     images: int,
     group_size: int,
 ) -> Rollout:
-    spec, size = objective.rollout_spec(0), gcd(images, group_size)
+    spec, size = objective.rollout_spec(0), math.gcd(images, group_size)
     rows, image_ids = group_layout(range(images // size), size)
     device = next(iter(conditioning.tensors.values())).device
     generator = torch.Generator().manual_seed(0)
@@ -208,15 +199,11 @@ class _StandIn(nn.Module):
 
 
 def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
-    """Return a method's needs, by preparing an iteration and one micro-batch with a copy of it.
-
-    Args:
-        policy: A loaded policy, on any device; only its path is used.
-    """
+    """Return a method's needs, by preparing an iteration and one micro-batch with a copy of it and a dummy network."""
     method, network = copy.copy(objective), _StandIn(policy)
     method.copies, method.all_ranks = {}, lambda values: values
     method.connect(rollout_device=None)
-    stand_in: Any = network
+    stand_in = cast(Policy, network)
     method.setup(stand_in)
     first = plan.micro_batches_per_update * plan.micro_batch_size
     later = torch.arange(first, plan.images_per_rank) if first < plan.images_per_rank else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ def choose_micro_batch_size(module: TrainingModule) -> None:
     Raises:
         RuntimeError: Not even one image fits into memory.
     """
-    trainer: Any = module.trainer
+    trainer = module.trainer
     sizes: Sizes = trainer.datamodule.sizes
     if sizes.micro_batch_size != "auto":
         return
@@ -50,8 +49,7 @@ def choose_micro_batch_size(module: TrainingModule) -> None:
         size, taken = largest_that_fits(divisors(share), room, lambda images: trial.most_of_ranks(trial.taken(images)))
     trainer.datamodule.set_micro_batch_size(size)
     if trainer.is_global_zero:
-        fit = f"{size} of {share} images per update fit"
-        say(f"micro_batch_size: {fit}: {shown(taken)} of {shown(room)} free")
+        say(f"micro_batch_size: {size} of {share} images per update fit: {shown(taken)} of {shown(room)} free")
     for logger in module.loggers:
         logger.log_metrics({"train/micro_batch_size": float(size)}, step=trainer.global_step)
 
@@ -64,10 +62,7 @@ def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) 
 
     Args:
         sizes: Candidate sizes, ascending.
-        taken: Bytes of a trial; ``TOO_MUCH`` if it failed.
-
-    Raises:
-        RuntimeError: Not even the first size fits.
+        taken: Returns the bytes of a trial; ``TOO_MUCH`` if it failed.
 
     >>> largest_that_fits([1, 2, 3, 4, 6, 12], 70, lambda size: 10 * size + 5)
     (6, 65)
@@ -127,11 +122,8 @@ class Trial:
         latent = 4 * torch.Size(self.module.policy.latent_shape).numel()
         kept = demand(self.module.objective, self.module.policy, self.plan).kept * latent
         optimizer_bytes = moments([local(weight) for weight in self.weights], self.optimizer)
-        return (
-            int(SAFE_SHARE * free)
-            - optimizer_bytes
-            - (round(kept) if self.storage_device.type == self.device.type else 0)
-        )
+        stored_bytes = round(kept) if self.storage_device.type == self.device.type else 0
+        return int(SAFE_SHARE * free) - optimizer_bytes - stored_bytes
 
     def most_of_ranks(self, value: int) -> int:
         """Return the largest value of any rank; all ranks must call it."""

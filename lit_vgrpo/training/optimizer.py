@@ -52,11 +52,7 @@ class OptimizerConfig:
     kind: Literal["adamw", "adamw8bit"] = "adamw"
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer; a checkpoint restores its moments, not its settings.
-
-        Raises:
-            ModuleNotFoundError: The package bitsandbytes is not installed.
-        """
+        """Return the optimizer; a checkpoint restores its moments, not its settings."""
         settings: dict[str, Any] = {key: getattr(self, key) for key in ("lr", "betas", "weight_decay", "eps")}
         if self.kind == "adamw8bit":
             return _adamw8bit(list(parameters), settings)
@@ -66,7 +62,7 @@ class OptimizerConfig:
 
 
 def _adamw8bit(weights: list[nn.Parameter], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Return bitsandbytes' AdamW with 8-bit moments (arXiv 2110.02861)."""
+    """Return bitsandbytes' AdamW with 8-bit moments (arXiv 2110.02861); raise ModuleNotFoundError without it."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ModuleNotFoundError as error:
@@ -82,11 +78,7 @@ def _adamw8bit(weights: list[nn.Parameter], settings: Mapping[str, Any]) -> torc
 
 
 class CustomOptimizer:
-    """Any optimizer, from a ``class_path`` or a function of the trainable weights.
-
-    Args:
-        make: Factory, such as a class with its options bound.
-    """
+    """Any optimizer, from a function of the trainable weights, such as a class with its options bound."""
 
     kind = "custom"
     warmup_steps = 0
@@ -116,11 +108,7 @@ class CustomOptimizer:
         return []
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer; a checkpoint restores its state, not its settings.
-
-        Raises:
-            ValueError: The optimizer cannot be built.
-        """
+        """Return the optimizer; a checkpoint restores its state, not its settings. Raises ValueError if it fails."""
         try:
             optimizer = self.make(list(parameters))
         except Exception as error:  # the constructor may raise anything
@@ -214,11 +202,7 @@ class Optimization:
         return None
 
     def check(self, weights: Iterable[nn.Parameter] = ()) -> list[str]:
-        """Return why the optimizer cannot train, or is incompatible with the schedule: at most one line.
-
-        Args:
-            weights: Those to train, on the meta device.
-        """
+        """Return why ``weights``, on the meta device, cannot be trained with these settings: at most one line."""
         try:
             if weights:
                 self.build(weights)
@@ -260,11 +244,7 @@ class Optimization:
 
     @staticmethod
     def end_epoch(scheduler: Any, metrics: Mapping[str, Any]) -> None:
-        """Step a schedule that waits for a plateau after an iteration, with the metric that it monitors.
-
-        Raises:
-            RuntimeError: The metric was not logged.
-        """
+        """Step a schedule that waits for a plateau after an iteration, with the metric that it monitors."""
         if not isinstance(scheduler, ReduceLROnPlateau):
             return
         metric: str = scheduler.monitor  # type: ignore[attr-defined]
@@ -274,11 +254,7 @@ class Optimization:
         scheduler.step(metrics[metric])
 
     def resume(self, scheduler: Any) -> None:
-        """Continue a checkpoint's schedule with the recipe's learning rate; warn of settings that keep the old values.
-
-        Args:
-            scheduler: The schedule in use, with its state loaded; ``None`` if there is none.
-        """
+        """Continue a loaded schedule with the recipe's learning rate; warn of settings that keep the old values."""
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
         for name, asked in self._asked.items():

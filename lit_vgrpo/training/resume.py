@@ -93,9 +93,8 @@ class Resumption:
     @property
     def opening(self) -> str:
         """The line to print when the run continues."""
-        if self.checkpoint is None:
-            return "No checkpoint yet: starting from the beginning."
-        return f"Continuing from {self.checkpoint} ({self.progress})."
+        continues = f"Continuing from {self.checkpoint} ({self.progress})."
+        return continues if self.checkpoint is not None else "No checkpoint yet: starting from the beginning."
 
     def check(self, typed: str | None) -> None:
         """Refuse a ``ckpt_path`` in addition to --resume, and starting over in the folder of an ended run."""
@@ -149,11 +148,7 @@ def read_summary(folder: Path, say: Callable[[str], None] = lambda line: None) -
 
 
 def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
-    """Return the run folder that ``--resume`` continues: ``run_dir`` if given, else the recipe's.
-
-    Raises:
-        UserError: The recipe is not in a run folder, and none was given.
-    """
+    """Return the run folder that ``--resume`` continues: ``run_dir`` if given, else the recipe's."""
     if run_dir is not None:
         return Path(run_dir).expanduser()
     if recipe.name == CONFIG_NAME:
@@ -170,7 +165,6 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
     A sound checkpoint agrees with its checksums and has no weight that is NaN or infinite.
 
     Args:
-        folder: The run folder.
         say: Called with a line for every skipped file.
 
     Raises:
@@ -228,11 +222,7 @@ def last_words(folder: Path) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the checkpoints, including those that Lightning writes before SLURM requeues a job.
-
-    Raises:
-        UserError: The folder cannot be read.
-    """
+    """Return the checkpoints, including those that Lightning writes before SLURM requeues a job."""
     files: list[Path] = []
     for place, prefix in ((folder / CHECKPOINTS, ""), (folder, "hpc_ckpt_")):
         try:

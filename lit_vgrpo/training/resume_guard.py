@@ -13,10 +13,10 @@ from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -67,15 +67,10 @@ class ResumeGuard(Callback):
     """Puts the recipe and the hashes of input files into checkpoints, and refuses damaged checkpoints.
 
     The command compares them before it resumes; with any other Trainer, changed input files are a warning.
-
-    Attributes:
-        recipe: Plain values, defaults filled in, with hashes instead of values from the environment; empty
-            outside the command.
-        inputs: Hashes of the input files.
     """
 
     def __init__(self) -> None:
-        self.recipe: dict[str, Any] = {}
+        self.recipe: dict[str, Any] = {}  # with hashes of what is from the environment; empty outside the command
         self.inputs: Inputs = {}
 
     def carry(self, recipe: dict[str, Any], texts: Mapping[Place, str]) -> None:
@@ -93,17 +88,13 @@ class ResumeGuard(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING or self.recipe:  # the command has compared them
             return
-        for line in changed_inputs(checkpoint.get(INPUTS_KEY, {}), self._read(trainer, pl_module)):
+        now = inputs_of(cast(InputModule, pl_module), trainer.datamodule)  # type: ignore[attr-defined]
+        for line in changed_inputs(checkpoint.get(INPUTS_KEY, {}), now):
             rank_zero_warn(f"{line}. Training continues with the current version.")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.inputs = self._read(trainer, pl_module)
-
-    @staticmethod
-    def _read(trainer: Trainer, module: Any) -> Inputs:
-        data = getattr(trainer, "datamodule", None)
-        return inputs_of(module, data if isinstance(data, PromptDataModule) else None)
+        self.inputs = inputs_of(cast(InputModule, pl_module), trainer.datamodule)  # type: ignore[attr-defined]
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -123,25 +114,18 @@ def refuse_changes(
     """Compare a checkpoint's recipe and input files with the current ones, and return the allowed changes.
 
     Args:
-        checkpoint: Content of the checkpoint.
         now: The current recipe, see :func:`changes`; ``texts`` likewise.
         inputs: The current hashes, see :func:`inputs_of`.
-        allowed: Value of ``allow_changes``.
+        allowed: Value of ``allow_changes``; without it, UserError lists the differences.
         what: The checkpoint's name in messages.
-
-    Raises:
-        UserError: There are differences that are not allowed; the message lists all.
     """
     saved = checkpoint.get(INPUTS_KEY, {})
     changed_settings = changes(checkpoint[RECIPE_KEY], now, texts) if RECIPE_KEY in checkpoint else []
     changed = [*changed_settings, *changed_inputs(saved, inputs)]
     if changed and not allowed:
         why = "it is a checkpoint of another recipe" if changed_settings else "it was trained with other files"
-        raise UserError(
-            f"Cannot continue from {what}: {why}.",
-            *changed,
-            "Restore these, or add allow_changes=true to continue with the new ones.",
-        )
+        advice = "Restore these, or add allow_changes=true to continue with the new ones."
+        raise UserError(f"Cannot continue from {what}: {why}.", *changed, advice)
     return changed
 
 
@@ -195,19 +179,16 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def inputs_of(module: InputModule, data: PromptDataModule | None) -> Inputs:
+def inputs_of(module: InputModule, data: LightningDataModule | None) -> Inputs:
     """Return hashes of the files on this machine that the trained weights depend on.
 
     These are the training prompts, the file that defines each custom reward, the configuration files of the
     pipeline, the weights that the policy starts from, and its teachers' LoRAs. Files that cannot be read are left out:
-    they are reported where they are used.
-
-    Args:
-        module: The module; its weights need not be loaded.
-        data: The data module with the training prompts.
+    they are reported where they are used. The module's weights need not be loaded.
     """
+    prompts = data if isinstance(data, PromptDataModule) else None
     readers: dict[str, Callable[[], dict[str, str]]] = {
-        "data.train": lambda: {} if data is None else {"prompts": data.fingerprint()},
+        "data.train": lambda: {} if prompts is None else {"prompts": prompts.fingerprint()},
         "model.policy.checkpoint": lambda: _configs_of(module.policy),
         "model.policy.start_from": lambda: start_hashes(module.policy),
         "model.objective.teachers": lambda: teacher_hashes(module.objective, module.policy),

@@ -41,8 +41,6 @@ class SavedWeights:
     """The trained weights of a policy in a checkpoint.
 
     Args:
-        path: The checkpoint.
-        progress: Progress of training.
         tensors: Trained weights and, if the run had an EMA callback, their average, by variant and by their names in
             the policy.
         policy_options: The policy's options in the checkpoint's recipe.
@@ -57,11 +55,7 @@ class SavedWeights:
 
     @classmethod
     def read(cls, path: Path) -> SavedWeights:
-        """Read and verify a checkpoint; its tensors are memory-mapped.
-
-        Raises:
-            CheckpointDamage: The file is damaged, holds non-finite weights, or is not a checkpoint of a run.
-        """
+        """Read and verify a checkpoint as :func:`~lit_vgrpo.training.checkpoint_file.read_sound` does."""
         saved = read_sound(path)
         tensors = {TRAINED: _of_policy(saved["state_dict"])}
         for average in averages(saved):
@@ -90,11 +84,7 @@ class SavedWeights:
         return f"{counted(len(odd), 'trained tensor')} would not fit, such as {odd[0]}." if odd else None
 
     def put_into(self, policy: Policy, variant: str) -> None:
-        """Replace the policy's trained tensors, which must be whole, by those of a variant.
-
-        Raises:
-            UserError: The policy trains other tensors.
-        """
+        """Replace the policy's trained tensors, which must be whole; raise UserError if it trains other tensors."""
         self.refuse_misfit(variant, policy)
         write(trainable_parameters(policy), self.tensors[variant])
 
@@ -230,11 +220,7 @@ def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:
 
 
 def start_hashes(policy: Policy) -> dict[str, str]:
-    """Return hashes of the files that a policy starts from, whose weights are the reference in a resumed run too.
-
-    Raises:
-        LoadError: The file cannot be read.
-    """
+    """Return hashes of the files that a policy starts from, whose weights are the reference in a resumed run too."""
     if policy.start_from is None:
         return {}
     lora = find_lora(policy)

@@ -44,11 +44,7 @@ UNFIT_CALLBACKS = {
 
 
 def set_up(module: TrainingModule) -> None:
-    """Check the settings of a :class:`~lit_vgrpo.module.VGRPOModule` and make its trainer run whole iterations.
-
-    Raises:
-        ValueError: Two settings are incompatible.
-    """
+    """Check a module's settings, and raise ValueError for the first error; make its trainer run whole iterations."""
     trainer, sizes = module.trainer, sizes_of(module.trainer)
     for error in errors_under(module, trainer, sizes, trainer.datamodule.has_heldout):
         raise ValueError(error)
@@ -88,9 +84,10 @@ def errors_under(module: TrainingModule, trainer: Any, sizes: Sizes, has_heldout
 def module_errors(module: TrainingModule, sizes: Sizes) -> list[str]:
     """Return one line for each error in a module's settings that does not depend on the trainer."""
     policy, objective, evaluator = module.policy, module.objective, module.evaluator
+    errors = policy_errors(policy, [objective.rollout_spec(0), evaluator.spec])  # makes the draft
     draft = policy.draft
     return [
-        *policy_errors(policy, [objective.rollout_spec(0), evaluator.spec]),
+        *errors,
         *dict.fromkeys((*module.reward.check(), *evaluator.observed.check())),
         *module.optimization.check(trainable_parameters(draft).values() if isinstance(draft, Policy) else ()),
         *objective.policy_errors(type(policy)),
@@ -159,11 +156,7 @@ def hide_expected_warnings() -> None:
 
 
 def sizes_of(trainer: Any) -> Sizes:
-    """Return the sizes of an iteration from the trainer's data module.
-
-    Raises:
-        RuntimeError: There is no PromptDataModule.
-    """
+    """Return the sizes of an iteration from the trainer's data module; raise RuntimeError without one."""
     sizes: Sizes | None = getattr(getattr(trainer, "datamodule", None), "sizes", None)
     if sizes is None:
         raise RuntimeError(

@@ -53,11 +53,7 @@ def load_teachers(objective: Objective, policy: Policy) -> None:
 
 
 def teacher_hashes(objective: Objective, policy: Policy) -> dict[str, str]:
-    """Return hashes of the teachers' files.
-
-    Raises:
-        LoadError: A file cannot be read.
-    """
+    """Return hashes of the teachers' files; raise LoadError if one cannot be read."""
     hashes = ((name, start_hashes(view)) for name, view in _views(objective, policy))
     return {f"{name} {part}": value for name, parts in hashes for part, value in parts.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, chdir, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,11 +77,7 @@ def skip_step(trainer: Trainer) -> bool:
 
 
 def set_logged_step(trainer: Trainer, remaining: int) -> None:
-    """Let loggers use the number of an iteration's last optimizer step, from 0; Lightning counts training steps.
-
-    Args:
-        remaining: Optimizer steps until the iteration ends.
-    """
+    """Let loggers use the number, from 0, of an iteration's last step, which is ``remaining`` optimizer steps away."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + remaining - 1
 
 
@@ -168,19 +164,15 @@ def hand_over_children(strategy: Strategy, take: Callable[[list[Child]], None], 
     """
     launcher = script_launcher(strategy)
     assert launcher is not None
-    strategy._launcher = _HandingOver(launcher, take, environment)
+    ours = _HandingOver(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+    ours.take, ours.environment = take, environment
+    strategy._launcher = ours
 
 
 class _HandingOver(_SubprocessScriptLauncher):
-    def __init__(
-        self,
-        launcher: _SubprocessScriptLauncher,
-        take: Callable[[list[Child]], None],
-        environment: Mapping[str, str],
-    ) -> None:
-        super().__init__(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
-        self.take, self.environment = take, environment
-        self.children: list[Child] = []
+    take: Callable[[list[Child]], None]
+    environment: Mapping[str, str]
+    children: Sequence[Child] = ()
 
     @override
     def _call_children_scripts(self) -> None:

@@ -35,9 +35,8 @@ class UpdateGuard:
 
     def __init__(self, action: NonFinite = "stop") -> None:
         self.action = action
-        self.skipped = 0
+        self.skipped = self._in_a_row = 0
         self.norm: Tensor | None = None
-        self._in_a_row = 0
         self._losses: list[Tensor] = []
         self._is_refused = False
         self._scale: float | None = None
@@ -47,15 +46,12 @@ class UpdateGuard:
         self._losses.append(loss.detach())
 
     def refuses(self, gradients: Iterable[Tensor], when: str, norm: Tensor | None = None) -> bool:
-        """Return whether to skip this update; called once per update, on every rank.
+        """Return whether to skip this update, or raise FloatingPointError; called once per update, on every rank.
 
         Args:
             gradients: This rank's gradients, or its shards of them.
             when: The position in the run, for the message.
             norm: Norm of the gradients; they are checked only if it is not finite, since squares may overflow.
-
-        Raises:
-            FloatingPointError: On every rank, if the action is to stop.
         """
         losses, self._losses = self._losses, []
         loss_is_bad, norm_is_bad = _are_bad(losses, norm)
@@ -79,14 +75,7 @@ class UpdateGuard:
         )
 
     def check(self, trainer: Any, policy: nn.Module, when: str) -> None:
-        """Check an update's losses and gradients before its step, and drop the gradients to skip it.
-
-        Args:
-            when: The current update, for the message.
-
-        Raises:
-            FloatingPointError: On every rank, if the action is to stop.
-        """
+        """Check an update before its step, see :meth:`refuses`, and drop its gradients to skip it."""
         self._scale = _loss_scale(trainer)
         weights = list(trainable_parameters(policy).values())
         gradients = [weight.grad for weight in weights if weight.grad is not None]
@@ -94,11 +83,10 @@ class UpdateGuard:
         self.norm = total.full_tensor() if isinstance(total, DTensor) else total
         if self._scale is not None:
             self._is_refused = self.refuses([], when)
-        elif self.norm is not None:
-            self._is_refused = self.refuses(local_gradients(weights), when, norm=self.norm)
         else:
             own = list(local_gradients(weights))
-            self._is_refused = self.refuses(own, when, norm=torch.nn.utils.get_total_norm(own))
+            norm = torch.nn.utils.get_total_norm(own) if self.norm is None else self.norm
+            self._is_refused = self.refuses(own, when, norm)
         if self._is_refused:
             for weight in weights:
                 weight.grad = None  # an optimizer ignores a weight without gradient, and its moments

@@ -40,7 +40,7 @@ class Watch:
         folder: Returns the run folder.
         first_rank: This process's rank; the children's follow.
         parent: Process id and name of the process that started this rank; ``None`` watches none.
-        speaks: True to report deaths.
+        speaks: Report deaths.
     """
 
     def __init__(
