@@ -1,7 +1,7 @@
 """Building of a recipe's parts by jsonargparse, with its errors in one line.
 
-jsonargparse 4.53 has no structured errors: an ArgumentError is a text, and of a union only the first type's error is
-its cause. So the key, the value and the reason are read from the text.
+Names that do not exist are found from the type hints. jsonargparse 4.53 has no structured errors, so the key, the value
+and the reason of other errors are read from its text, in which of a union only the first type's error is the cause.
 """
 
 from __future__ import annotations
@@ -9,49 +9,42 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import sys
 import typing
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
-from pydoc import locate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import reduce
+from importlib import import_module
 from typing import Any
 
 from jsonargparse import ArgumentParser
 from pydantic import ValidationError
 
 from lit_vgrpo.config.tree import CLASS_KEYS, Place, apply_override, expanded, leaves, typed_key
-from lit_vgrpo.errors import UserError, causes, error_in_user_code, nearest, one_line, unknown_option
+from lit_vgrpo.errors import UserError, causes, error_in_user_code, one_line, suggestion, unknown_option
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
 KEY = re.compile(r"""Parser key ["']([\w.+]+)["']""")
-CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
-UNKNOWN = re.compile(r"(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?")
-UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (.+)")
-OTHER_CLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subclass of (\w+)")
 OF_CONSTRUCTOR = re.compile(r"- (\w+=.*)")
-EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value|$)", re.MULTILINE)
+EXPECTED = re.compile(r"Expected an? (<class '.+?'>|typing\.Literal\[.+?\])")
 GIVEN = re.compile(r"(?:Given value|Got value): (.*)")
 REQUIRED = re.compile(r"the following arguments are required: (.+)")
-NO_CLASS = re.compile(r"is abstract|class_path 'lightning.Callback'")
-PATH = re.compile(r"\s*- Expected a path but .*\n")
+NAMED_IN = ("lit_vgrpo.", "lightning.", "torch.")
+"""Packages of the classes that a recipe names."""
 TYPES = {"NoneType": "null", "bool": "true or false", "float": "a number", "str": "text", "dict": "a mapping"}
 
 
 def built_part(tree: Mapping[str, Any], key: str, hint: Any, parse_only: bool = False) -> Any:
-    """Build the part under a dotted key; return ``None`` if the recipe has none.
+    """Build the part under a dotted key, or return ``None`` without one; raise UserError with the first error in it.
 
     Args:
         tree: Recipe as plain values, with overrides and interpolations applied.
         hint: Type hint of the part, usually its base class.
         parse_only: Find the errors that need no instance, and return ``None``.
-
-    Raises:
-        UserError: The part has an error; the message is the first one.
     """
-    node: Any = tree
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    if node is None:
+    if (node := _node(tree, key)) is None:
         return None
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument(f"--{key}", type=hint)
@@ -59,7 +52,7 @@ def built_part(tree: Mapping[str, Any], key: str, hint: Any, parse_only: bool = 
         config = parser.parse_object({key: copy.deepcopy(node)})
         return None if parse_only else parser.instantiate_classes(config)[key]
     except (ArgumentError, *CONSTRUCTOR_ERRORS) as error:
-        raise UserError(recipe_error(error, tree, hint)) from error
+        raise UserError(recipe_error(error, tree, {key: hint})) from error
 
 
 def part_of_words(words: Sequence[str], key: str, hint: Any) -> Any:
@@ -74,82 +67,113 @@ def part_of_words(words: Sequence[str], key: str, hint: Any) -> Any:
     return built_part(tree, key, hint)
 
 
-def recipe_error(error: BaseException, tree: Mapping[str, Any], root: Any = None) -> str:
+def recipe_error(error: BaseException, tree: Mapping[str, Any], hints: Mapping[str, Any]) -> str:
     """Return an error of jsonargparse or of a constructor in one line, starting with the key if it is known.
 
     Args:
         tree: The recipe as plain values.
-        root: Class of the part that was parsed, to suggest its options.
+        hints: Type hints of the parts that were parsed, by dotted key.
     """
     if isinstance(error, ArgumentError) or "Union subtypes" in str(error):
-        return _parser_error(error, tree, root)
+        found = (_misnamed(_node(tree, key), hint, tuple(key.split("."))) for key, hint in hints.items())
+        return next(filter(None, found), None) or _parser_error(error, tree)
     plain = one_line(error) or type(error).__name__
     quoted = [place for place, value in leaves(tree) if isinstance(value, str) and repr(value) in plain]
     message = with_full_key(plain, tree)
     return error_in_user_code(error) or (f"{typed_key(quoted[0])}: {plain}" if quoted and message == plain else message)
 
 
-def _parser_error(error: BaseException, tree: Mapping[str, Any], root: Any) -> str:
-    text, reason = PATH.sub("", str(error)), [*causes(error)][-1]
-    keys = KEY.findall(text)
-    key = ".".join(dict.fromkeys(keys)).replace(".init_args", "")
-    if misplaced := _misplaced_option(tree, key):
-        return misplaced
-    if NO_CLASS.search(text):
-        return f"{key} names no class. Write {{class_path: NAME, init_args: {{OPTION: VALUE}}}}."
+def _node(tree: Any, key: str) -> Any:
+    return reduce(lambda node, step: node.get(step) if isinstance(node, Mapping) else None, key.split("."), tree)
+
+
+def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
+    """Return the error of the first class or option in a value that does not exist, or ``None``."""
+    if isinstance(node, list):
+        errors = (_misnamed(item, hint, (*place, number)) for number, item in enumerate(node))
+        return next(filter(None, errors), None)
+    key, kinds = typed_key(place), _kinds(hint)
+    classes = [kind for kind in kinds if kind.__module__.startswith(NAMED_IN) and not issubclass(kind, Enum)]
+    name, options = (node.get("class_path"), node) if isinstance(node, Mapping) else (node, {})
+    if not classes or (name is None and dict in kinds) or (name is node and {str, dict} & {*kinds}):
+        return None  # another value than a class
+    owner: Any = None
+    if isinstance(name, str):
+        if not isinstance(owner := _class_named(name, classes), type):
+            return owner and f"{key}{owner}"
+    elif name is None and options:
+        owner = next((kind for kind in classes if len(place) == 1 or is_dataclass(kind)), None)
+        if owner is None:
+            return f"{key} names no class. Write {{class_path: NAME, init_args: {{OPTION: VALUE}}}}."
+    if "class_path" in options:
+        if misplaced := [option for option in options if option not in CLASS_KEYS]:
+            form = f"{{class_path: {name}, init_args: {{{misplaced[0]}: VALUE}}}}"
+            return f"{key}: {misplaced[0]} is an option of the class. Write {form}."
+        options = options.get("init_args") or {}
+    if owner is None or not isinstance(options, Mapping):
+        return None
+    known = options_of_class(owner)
+    hints: dict[str, Any] = {}
+    for base in reversed(owner.__mro__):
+        with suppress(NameError):  # a hint that exists for type checkers only
+            hints |= typing.get_type_hints(base.__init__)
+    for option, value in options.items():
+        if option not in known:
+            return unknown_option(f"{key}.{option}", owner.__name__, known)
+        if error := _misnamed(value, hints.get(option), (*place, option)):
+            return error
+    return None
+
+
+def _kinds(hint: Any) -> list[type]:
+    """Return the classes that a hint accepts, also in a list or made by a callable; ``dict`` for other values."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if not arguments or origin in (dict, typing.Literal):
+        return [hint] if inspect.isclass(hint) else [dict] if arguments else []
+    return [kind for inner in (arguments[-1:] if origin is Callable else arguments) for kind in _kinds(inner)]
+
+
+def _class_named(name: str, kinds: Sequence[type]) -> type | str | None:
+    """Return a class by its path, or its name among the subclasses of some classes; an error, or ``None`` if unsure."""
+    module, _, short = name.rpartition(".")
+    if not module:
+        known = {kind.__name__: kind for kind in _with_subclasses(kinds)}
+        return known.get(name, f"={name} is not a known class. {suggestion(name, known)}")
+    try:
+        found = getattr(import_module(module), short)
+        if issubclass(found, tuple(kinds)):
+            return found
+    except (ImportError, AttributeError) as error:
+        return f": {one_line(error)}"
+    except TypeError:  # a function that makes one, or a protocol
+        return None
+    return f"={name} is not a {kinds[0].__name__}. Name one of its classes."
+
+
+def _with_subclasses(kinds: Iterable[type]) -> Iterator[type]:
+    for kind in kinds:
+        yield from (kind, *_with_subclasses(kind.__subclasses__()))
+
+
+def _parser_error(error: BaseException, tree: Mapping[str, Any]) -> str:
+    text, reason = str(error), [*causes(error)][-1]
+    key = ".".join(dict.fromkeys(KEY.findall(text))).replace(".init_args", "")
     if missing := REQUIRED.search(text):
         names = [f"{key}.{name}".removeprefix(".") for name in missing[1].split(", ")]
         return f"The recipe lacks {', '.join(names)}. For a complete one: lightning init my_run"
-    if (unknown := UNKNOWN.search(text)) and unknown[2] in keys:  # of another class that the option accepts
-        text, unknown = text[: unknown.start()], None
-    if unknown:
-        classes = CLASS.findall(text[: unknown.start()]) or CLASS.findall(text)[:1]
-        return _unknown(unknown, key, locate(classes[-1]) if classes else root, tree)
     if message := OF_CONSTRUCTOR.search(text):
         return with_full_key(message[1], tree)
     if isinstance(reason, ValidationError):
         limit = reason.errors()[0]
         return f"{key}={limit['input']!r}: {limit['msg']}"
-    named = key or next(iter(CLASS.findall(text)), "").rpartition(".")[2]
-    if isinstance(reason, ImportError | AttributeError):
-        return f"{named}: {one_line(reason)}"
-    value, expected = GIVEN.search(text), [_type_name(kind) for kind in EXPECTED.findall(text)]
+    value = GIVEN.search(text)  # of a union the errors of its types, then the value
+    expected = [_type_name(kind) for kind in EXPECTED.findall(text[: value.start()] if value else "")]
     if literals := [kind for kind in expected if kind.startswith("one of")]:
-        expected = [*literals, "a mapping"] if UNKNOWN_CLASS.search(text) else expected
-    elif name := UNKNOWN_CLASS.search(text):
-        modules = [module for path, module in sys.modules.items() if path.startswith("lit_vgrpo.")]
-        guess = nearest(name[1], [name for module in modules for name in getattr(module, "__all__", ())])
-        hint = f"Did you mean {guess}?" if guess else "Write it as package.module.Class."
-        return f"{key}={name[1]} is not a known class. {hint}"
-    if wrong := OTHER_CLASS.search(text):
-        return f"{key}={wrong[1]} is not a {wrong[2]}. Name one of its classes."
+        expected = [*literals, "a mapping"] if "a dot import path" in text else expected
     if value is not None and expected and key:
         return f"{key}={value[1]}: expected {' or '.join(dict.fromkeys(expected))}."
-    return f"{named}: {one_line(reason)}".removeprefix(": ")
-
-
-def _unknown(unknown: re.Match[str], key: str, owner: Any, tree: Mapping[str, Any]) -> str:
-    """Return the error of an option that a class, or a group of options in it, does not have."""
-    groups = unknown[1].split(".") if unknown[1] else []
-    for group in groups:
-        hint = owner.get(group) if isinstance(owner, Mapping) else typing.get_type_hints(owner.__init__).get(group)
-        owner = next((kind for kind in typing.get_args(hint) or (hint,) if inspect.isclass(kind)), None)
-    full = ".".join(filter(None, (key, *groups, unknown[2].partition(".")[0]))).replace(".init_args", "")
-    if inspect.isclass(owner):
-        return unknown_option(full, owner.__name__, options_of_class(owner))
-    known = [*(owner or ()), *(typed_key(place) for place, _ in leaves(tree) if place[0] in (owner or ()))]
-    return unknown_option(full, "a recipe", known)
-
-
-def _misplaced_option(tree: Mapping[str, Any], key: str) -> str | None:
-    """Return the error for an option next to a ``class_path``, at or below a dotted key, or ``None``."""
-    classes = {place[:-1]: value for place, value in leaves(tree) if place[-1:] == ("class_path",)}
-    for place, _ in leaves(tree):
-        for part, option in ((place[:end], step) for end, step in enumerate(place)):
-            if part in classes and option not in CLASS_KEYS and typed_key(part).startswith(key):
-                form = f"{{class_path: {classes[part]}, init_args: {{{option}: VALUE}}}}"
-                return f"{typed_key(part)}: {option} is an option of the class. Write {form}."
-    return None
+    named = (typed_key(place) for place, value in leaves(tree) if isinstance(value, str) and f".{value}'" in text)
+    return f"{key or next(named, '')}: {one_line(reason)}".removeprefix(": ")
 
 
 def _type_name(kind: str) -> str:

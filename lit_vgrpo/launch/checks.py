@@ -10,8 +10,9 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lit_vgrpo.callbacks import FID
+from lit_vgrpo.config.tree import leaves, typed_key
 from lit_vgrpo.core.pictures import PICTURE, named_pictures, picture_files, picture_size
-from lit_vgrpo.errors import counted, suggestion
+from lit_vgrpo.errors import counted, suggestion, unknown_option
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.prompt_encoder import size_error
 from lit_vgrpo.rewards import Weighted
@@ -25,6 +26,7 @@ LOGGED = (
 )
 """Prefixes of all metrics that a run logs."""
 
+KEYS = ("model", "data", "trainer", "seed_everything", "name", "run_dir", "ckpt_path", "allow_changes")
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
 LARGEST_SEED = 2**32 - 1
 LEAST_OF_TRAINER = {
@@ -38,7 +40,8 @@ FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a 
 
 def setting_errors(recipe: Mapping[str, Any]) -> list[str]:
     """Return the errors of settings that the parser accepts, in a recipe as plain values."""
-    errors = []
+    known = [*KEYS, *(typed_key(place) for place, _ in leaves(recipe) if place[0] in KEYS)]
+    errors = [unknown_option(key, "a recipe", known) for key in recipe if key not in KEYS]
     for target, source in LINKED.items():
         section, _, name = target.partition(".")
         if isinstance(recipe.get(section), dict) and name in recipe[section]:
@@ -105,9 +108,8 @@ def picture_errors(
         if policy.edits and not files:
             return [f"{name} edits pictures, but {where}, has none. {fix}, or use a policy that draws from prompts."]
         if files and not policy.edits:
-            return [
-                f"{name} cannot edit pictures, but {where}, has the field {PICTURE}. Use KontextPolicy, or rename it."
-            ]
+            advice = f"has the field {PICTURE}. Use KontextPolicy, or rename it."
+            return [f"{name} cannot edit pictures, but {where}, {advice}"]
         if policy.edits and len(files) != policy.references:
             found = f"{name} edits {counted(policy.references, 'picture')} per prompt, but {where}, has {len(files)}"
             option = "model.policy.references of QwenImageEditPolicy or Flux2EditPolicy"
@@ -120,19 +122,12 @@ def picture_errors(
 
 @dataclass
 class UnscorablePrompts:
-    """Prompts of a run that its rewards cannot score.
+    """Prompts of a run that its rewards cannot score."""
 
-    Attributes:
-        what: Kind of prompts, for messages.
-        prompts: Number of prompts that were checked.
-        unknown: Errors of rows that name an unknown reward.
-        of_reward: Errors of prompts, by the reward's name.
-    """
-
-    what: str = "prompts"
-    prompts: int = 0
-    unknown: list[str] = field(default_factory=list)
-    of_reward: dict[str, list[str]] = field(default_factory=dict)
+    what: str = "prompts"  # in messages
+    prompts: int = 0  # number that was checked
+    unknown: list[str] = field(default_factory=list)  # errors of rows that name an unknown reward
+    of_reward: dict[str, list[str]] = field(default_factory=dict)  # errors of prompts, by the reward's name
 
     @classmethod
     def of(cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts") -> UnscorablePrompts:
@@ -160,11 +155,7 @@ class UnscorablePrompts:
         ]
 
     def refused(self, any_failure: bool) -> list[str]:
-        """Return the errors that stop a run from starting.
-
-        Args:
-            any_failure: True if one prompt that cannot be scored is an error; otherwise only if none can be.
-        """
+        """Return the errors that stop a run: with ``any_failure`` one prompt is enough, otherwise all have to fail."""
         if any_failure:
             return [*self.unknown, *self.lines()]
         counts = map(len, self.of_reward.values())

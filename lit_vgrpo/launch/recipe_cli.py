@@ -177,7 +177,7 @@ class RecipeCLI(LightningCLI):
             )
         except (MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
             self.give_back()
-            raise UserError(recipe_error(error, {"trainer": self.recipe.values.get("trainer")})) from error
+            raise UserError(recipe_error(error, {"trainer": self.recipe.values.get("trainer")}, {})) from error
 
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
         def lacks(kind: type[Callback]) -> bool:

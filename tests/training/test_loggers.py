@@ -46,15 +46,6 @@ def test_a_new_run_starts_a_new_table(tmp_path):
     assert read_table(tmp_path / "metrics.csv") == (["b", "step"], [{"b": "2.0", "step": "0"}])
 
 
-def test_a_line_that_was_being_written_is_left_out(tmp_path):
-    log(MetricsTable(tmp_path), {"a": 1.25, "epoch": 0}, {"a": 2.25, "epoch": 1})
-    path = tmp_path / "metrics.csv"
-    whole = path.read_text()
-    for cut in (1, 4, 7):
-        path.write_text(whole[:-cut])
-        assert [row["a"] for row in read_table(path)[1]] == ["1.25"]
-
-
 def test_nothing_is_lost_while_the_header_changes(tmp_path, monkeypatch):
     logger = MetricsTable(tmp_path)
     log(logger, {"a": 1.0})
@@ -72,21 +63,22 @@ def test_nothing_is_lost_while_the_header_changes(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "torn",
+    ("damage", "left"),
     [
-        b"5.0,4\r\n",  # a row of another length, as a full disk leaves it in the middle
-        b"\0\0\0\0\0\0\0\0\r\n",  # what a power cut leaves of a row
-        b"5.0,\xff\xfe,8\r\n",
+        *((lambda last, cut=cut: last[:-cut], ["0"]) for cut in (1, 4, 7)),  # it was being written
+        (lambda last: b"5.0,4\r\n" + last, ["0", "1"]),  # as a full disk leaves it in the middle
+        (lambda last: b"\0\0\0\0\0\0\0\0\r\n" + last, ["0", "1"]),  # what a power cut leaves of a row
+        (lambda last: b"5.0,\xff\xfe,8\r\n" + last, ["0", "1"]),
+        (lambda last: last.replace(b"2.25", b"x" * 131_073), ["0", "1"]),  # more than csv's limit of a cell
     ],
 )
-def test_a_damaged_row_costs_no_other(tmp_path, torn):
-    log(MetricsTable(tmp_path), {"a": 1.0, "epoch": 0}, {"a": 2.0, "epoch": 1})
+def test_a_damaged_row_costs_no_other(tmp_path, damage, left):
+    log(MetricsTable(tmp_path), {"a": 1.25, "epoch": 0}, {"a": 2.25, "epoch": 1})
     path = tmp_path / "metrics.csv"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:-1], torn, *lines[-1:]]))
-    again = MetricsTable(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, logged=2)))
-    log(again, {"a": 3.0, "epoch": 2})
-    assert [row["a"] for row in read_table(path)[1]] == ["1.0", "2.0", "3.0"]
+    *lines, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, damage(last)]))
+    log(MetricsTable(tmp_path, rows_up_to(Progress(2, 4, images=8, logged=2))), {"a": 3.0, "epoch": 2})
+    assert [row["epoch"] for row in read_table(path)[1]] == [*left, "2"]
 
 
 def test_an_empty_table_is_begun_anew(tmp_path):
@@ -126,7 +118,7 @@ def test_a_tracker_that_cannot_start_is_one_line():
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_missing_tracker_is_one_line_with_the_command(tiny_recipe, capsys):
     assert run([str(tiny_recipe), "trainer.logger=WandbLogger"]) == 2
-    assert capsys.readouterr().err.startswith("WandbLogger: Requirement 'wandb>=")
+    assert capsys.readouterr().err.startswith("trainer.logger: Requirement 'wandb>=")
 
 
 @pytest.mark.slow
@@ -145,13 +137,6 @@ def test_litlogger_needs_a_login_and_gets_metrics_recipe_and_grids(tiny_recipe, 
     assert "SD3Policy" in dict(call.args for call in experiment.__setitem__.call_args_list)["model"]
     assert {"samples", "reward/mean"} <= {call.args[0] for call in experiment.__getitem__.call_args_list}
     assert isinstance(tracker.Image.call_args.args[0], Image.Image)
-
-
-def test_a_damaged_cell_costs_no_row(tmp_path):
-    log(MetricsTable(tmp_path), {"a": 1.0, "epoch": 0}, {"a": 2.0, "epoch": 1})
-    path = tmp_path / "metrics.csv"
-    path.write_text(path.read_text().replace("1.0", "x" * 131_073))
-    assert [row["epoch"] for row in read_table(path)[1]] == ["0", "1"]
 
 
 @pytest.mark.parametrize("damage", ["deleted", "full"])
