@@ -21,12 +21,8 @@ MARK, COMMAND = "#", "#   "
 class Header:
     """Header of a recipe; missing parts are empty.
 
-    Attributes:
-        title: First line of the header.
-        commands: Example commands.
-        evidence: Origin of the settings and whether they were measured, one of ``LEVELS``.
-        needs: Weights, extras and memory.
-        expect: Expected result of a run.
+    ``evidence`` is the origin of the settings and whether they were measured, one of ``LEVELS``; ``needs`` are weights,
+    extras and memory; ``expect`` is the expected result of a run.
     """
 
     title: str = ""

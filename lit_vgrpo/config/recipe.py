@@ -85,7 +85,6 @@ class Recipe:
     """A recipe with its overlays and overrides.
 
     Attributes:
-        command: The arguments that name it.
         values: Plain values, interpolations applied.
         texts: By place, each value that depends on the environment, as written: it may be a secret.
         swapped: Training method that an override names instead of the file's; ``None`` if it is the file's.
@@ -110,11 +109,7 @@ def is_override(word: str) -> bool:
 
 
 def refuse_overrides(words: Sequence[str], refused: Mapping[str, str]) -> None:
-    """Raise UserError for overrides of keys, or their options, that a subcommand sets itself or does not use.
-
-    Args:
-        refused: By key, the rest of the message.
-    """
+    """Raise UserError for overrides of keys that a subcommand sets or does not use; their values end the message."""
     keys = [word.partition("=")[0] for word in words if is_override(word)]
     if errors := [f"{key} {why}" for key in keys for name, why in refused.items() if f"{key}.".startswith(f"{name}.")]:
         raise UserError(*errors)

@@ -36,7 +36,6 @@ def leaves(tree: Any, place: Place = (), open_lists: bool = True) -> Iterator[tu
     """Yield every value of a tree with its place; an empty mapping or list counts as a value.
 
     Args:
-        place: Place of the tree itself.
         open_lists: Yield the entries of lists; otherwise a list is a value.
 
     >>> dict(leaves({"a": {"b": 1}, "c": [2, {}]}))
@@ -56,12 +55,7 @@ def leaves(tree: Any, place: Place = (), open_lists: bool = True) -> Iterator[tu
 def replaced(
     node: Any, texts: Mapping[Place, str], replace: Callable[[str, Any], Any] = lambda text, _: text, place: Place = ()
 ) -> Any:
-    """Return a tree with the values at some places replaced.
-
-    Args:
-        texts: New texts by place.
-        replace: Returns the new value from the text and the old value; by default the text.
-    """
+    """Return a tree with the value at each of some places replaced by ``replace(text, value)``, by default the text."""
     if place in texts:
         return replace(texts[place], node)
     if isinstance(node, Mapping):
@@ -153,11 +147,7 @@ def judge_names() -> list[str]:
 
 
 def judge_preset(name: str) -> dict[str, Any]:
-    """Return a judge's preset: ``setup``, shell commands that install and start it, and ``reward``, as in a recipe.
-
-    Raises:
-        UserError: There is no such judge.
-    """
+    """Return a judge's preset: ``setup``, shell commands that install and start it, and ``reward``, as in a recipe."""
     if name not in (known := judge_names()):
         raise UserError(f"{name} is not a judge with a preset. {suggestion(name, known)}")
     return dict(yaml.safe_load((shipped_root() / "judges" / f"{name}.yaml").read_text(encoding="utf-8")))

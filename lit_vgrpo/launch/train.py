@@ -17,7 +17,7 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.folder import WRITTEN
 from lit_vgrpo.training.resume import how_to_resume, last_words
-from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end, rehearse_setup
+from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end, declared, rehearse_setup
 from lit_vgrpo.training.watchdog import GRACE_S, Watch, watched
 
 if TYPE_CHECKING:
@@ -27,13 +27,10 @@ FINISHED, FAILED, MISTAKE = 0, 1, 2
 
 
 def train(cli: RecipeCLI) -> int:
-    """Fit, and report how training ended.
+    """Fit, report how training ended, and return the exit status.
 
-    Returns:
-        0; 1 if training failed or its end could not be saved; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
-
-    Raises:
-        UserError: Lightning refused the checkpoint or the recipe before training began.
+    It is 0, 1 if training failed or its end could not be saved, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
+    Raises UserError if Lightning refused the checkpoint or the recipe before training began.
     """
     checkpoints = cli.checkpoints
     with watched(cli.trainer) as watch:
@@ -91,7 +88,7 @@ def leave_together() -> None:
 
 def _finish(cli: RecipeCLI, completed: bool) -> None:
     """Call ``finish(trainer, module, completed)`` of every callback that has it; on rank 0 only."""
-    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in declared(cli.trainer).callbacks:
         if (finish := getattr(callback, "finish", None)) is not None:
             finish(cli.trainer, cli.model, completed)
 
@@ -130,7 +127,7 @@ def _report_outcome(cli: RecipeCLI) -> int:
     checkpoints = cli.checkpoints
     stopped = checkpoints.interrupted or checkpoints.terminated
     status = checkpoints.status or 128 + (signal.SIGTERM if checkpoints.terminated else signal.SIGINT)
-    found = (getattr(callback, "unwritten", None) for callback in cli.trainer.callbacks)  # type: ignore[attr-defined]
+    found = (getattr(callback, "unwritten", None) for callback in declared(cli.trainer).callbacks)
     unwritten = [line for line in found if line is not None]
     is_lost = _is_lost(cli)
     if is_first_process():
@@ -146,7 +143,7 @@ def _report_outcome(cli: RecipeCLI) -> int:
         if stopped:
             word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"
             path = checkpoints.saved
-            what = f"{path} is saved." if path is not None else "nothing new was saved."
+            what = "nothing new was saved." if path is None else f"{path} is saved."
             say(f"{word}: {what} {how_to_resume(cli.folder)}", error=True)
     if checkpoints.unsaved is not None or unwritten or is_lost or (not stopped and _nothing_was_scored(cli)):
         return FAILED

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.gather import of_all_ranks
+from lit_vgrpo.core.gather import of_all_ranks, rows_of_all_ranks
 from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
 from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
@@ -33,9 +33,7 @@ class Iteration:
     Attributes:
         experience: This rank's images, in the order of the updates.
         image_ids: Global index of each image, ``(B,)``, in that order.
-        record: The metrics that callbacks read.
         micros: The experience in micro-batches.
-        num_updates: Optimizer steps of the iteration.
         splits_updates: Every update trains on a different share of the micro-batches, instead of all of them.
         updates_done: Updates taken or skipped so far.
     """
@@ -69,7 +67,6 @@ class Iteration:
 
         Args:
             advantages: Advantages of this rank's images, ``(B,)``, in rollout order.
-            replay: The previous iteration's images, for an objective that trains on them as well.
             reward: The reward, for a method without advantages.
         """
         replayed = replay.exchange(rollout, advantages, batch) if objective.replay else None
@@ -138,13 +135,11 @@ class Iteration:
             wanted = torch.cat([wanted, wanted + batch.images])
         order = training_order(batch, is_replayed)
         wanted = wanted if order is None else wanted[order]
-        experience = None
-        if state["record"]["iteration"] == batch.iteration:
-            experience = scattered(state, wanted, batch.group_size, device)
-        if experience is None:
+        experience, then = scattered(state, wanted, batch.group_size, device), state["record"]["iteration"]
+        if experience is None or then != batch.iteration:
             raise RuntimeError(
-                f"The checkpoint was saved during iteration {state['record']['iteration'] + 1}, with different prompts "
-                f"or sizes from those of iteration {batch.iteration + 1} now. Resume with its recipe (RUN/config.yaml)."
+                f"The checkpoint was saved during iteration {then + 1}, with different prompts or sizes from those of "
+                f"iteration {batch.iteration + 1} now. Resume with its recipe (RUN/config.yaml)."
             )
         record = IterationRecord(**state["record"], local_group_ids=wanted // batch.group_size, is_whole=False)
         size = 2 * batch.micro_batch_size if is_replayed else batch.micro_batch_size
@@ -163,11 +158,7 @@ class Replay:
         self._saved: dict[str, Any] | None = None
 
     def exchange(self, rollout: Rollout, advantages: Tensor, batch: PromptBatch) -> tuple[Rollout, Tensor] | None:
-        """Return the previous iteration's images with their advantages ``(B,)``, if any, and keep the new ones.
-
-        Raises:
-            RuntimeError: A checkpoint's images do not match the sizes.
-        """
+        """Return the previous iteration's images with their advantages ``(B,)``, if any, and keep the new ones."""
         kept = self._kept
         if self._saved is not None:
             experience = scattered(self._saved, rollout.image_ids, rollout.group_size, rollout.latents.device)
@@ -216,11 +207,7 @@ def training_order(batch: PromptBatch, is_replayed: bool) -> Tensor | None:
 
 
 def gathered(own: Experience, image_ids: Tensor) -> dict[str, Any]:
-    """Return all ranks' images as CPU tensors; all ranks must call it.
-
-    Args:
-        image_ids: Global index of each image, ``(B,)``.
-    """
+    """Return all ranks' images as CPU tensors, with their global indices ``(B,)``; all ranks must call it."""
     state: dict[str, Any] = {
         "image_ids": of_all_ranks(image_ids),
         "latents": of_all_ranks(own.latents),
@@ -268,15 +255,9 @@ def scattered(state: dict[str, Any], wanted: Tensor, group_size: int, device: to
 
 def _table(rows: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return all ranks' rows and the values they index, as one table."""
-    length = torch.tensor([len(next(iter(values.values())))])
-    longest = int(of_all_ranks(length).max())
-    padded = {
-        name: torch.cat([value, value.new_zeros(longest - len(value), *value.shape[1:])])
-        for name, value in sorted(values.items())
-    }
-    joined = of_all_ranks(rows)
-    first = torch.arange(len(joined) // len(rows)).repeat_interleave(len(rows)) * longest
-    return joined + first, {name: of_all_ranks(value) for name, value in padded.items()}
+    lengths = of_all_ranks(torch.tensor([len(next(iter(values.values())))]))
+    first = (lengths.cumsum(0) - lengths).repeat_interleave(len(rows))
+    return of_all_ranks(rows) + first, {name: rows_of_all_ranks(value) for name, value in sorted(values.items())}
 
 
 def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

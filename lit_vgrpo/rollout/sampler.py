@@ -18,7 +18,6 @@ class Sampler:
 
     Args:
         ledger: Counts the forward passes, under ``rollout``.
-        seed: The run's seed.
         batch_size: Images per forward pass; ``None`` samples all at once.
 
     Attributes:

@@ -38,14 +38,11 @@ class ScoreCollector:
     A reward that runs in a thread scores a batch while the next one is sampled.
 
     Args:
-        policy: The policy, which decodes the latents.
-        reward: Scores the images.
         needs_reward: False for a method without a reward, whose images are only counted.
         any_failure: Refuse a result in which any image failed, not only one in which all failed.
         memory: Measures the peaks of ``decode`` and ``reward``.
 
     Attributes:
-        queue: Queue of the images to score; ``None`` without a reward.
         seconds: Wall time of the iteration by phase: ``decode``, ``reward`` and ``reward_overlapped``, which is the
             time that threads scored during other phases.
     """
@@ -93,8 +90,7 @@ class ScoreCollector:
     def result(self) -> tuple[Rollout, Scores]:
         """Return this rank's images and, after waiting for them, the scores of all ranks' images, in rank order.
 
-        Raises:
-            RewardError: Every image failed, or any with ``any_failure``; on every rank.
+        On every rank, RewardError is raised if every image failed, or any with ``any_failure``.
         """
         rollout, self._parts = Rollout.joined(self._parts), []
         if self.queue is None:
@@ -117,10 +113,7 @@ class ScoreCollector:
     ) -> tuple[Tensor, IterationRecord]:
         """Compare each image with its group: advantages of this rank's images, ``(B,)``, and the iteration's record.
 
-        Args:
-            rollout: This rank's images.
-            scores: Scores of all ranks' images.
-            sampler: The sampler of the images.
+        ``rollout`` has this rank's images, ``scores`` those of all ranks.
         """
         group_ids = of_all_ranks(rollout.group_ids)
         shaped = {name: self.reward.shaped(name, scores.parts) for name in scores.parts}
@@ -173,11 +166,7 @@ def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]
 
 
 def scores_by_source(scores: Scores, sources: Sequence[str]) -> Scores:
-    """Return the total as one part per source, which applies to the source's images.
-
-    Args:
-        sources: Source of each image's prompt; empty if there is only one.
-    """
+    """Return the total as one part per source; ``sources`` are those of the images, empty if there is only one."""
     applies = {name: torch.tensor([one == name for one in sources]) for name in sorted(set(sources))}
     return Scores(scores.total, dict.fromkeys(applies, scores.total), scores.ok, applies=applies)
 
@@ -204,13 +193,10 @@ class CopyGuard:
             self._copies.append((largest_change(each, references) < COPY).unflatten(0, (len(small), -1)).any(1))
 
     def scores(self, group_size: int) -> dict[str, Tensor]:
-        """Return values of each image, ``(B,)``; {} without pictures.
+        """Return values of each image, ``(B,)``, in consecutive groups; {} without pictures.
 
         ``similarity_to_reference``, to the most similar of several pictures; ``similarity_in_group``, the mean over the
         other images of the group on this rank, NaN without any; ``copies``, 1 for a copy of a picture and 0 for others.
-
-        Args:
-            group_size: Consecutive images that belong to one group.
         """
         if not self._images:
             return {}
@@ -249,9 +235,6 @@ def largest_change(images: Tensor, others: Tensor) -> Tensor:
 def copying_warning(copies: Tensor, iteration: int) -> str | None:
     """Return a warning if more than half of an iteration's images are copies, in one line, or ``None``."""
     share = float(copies.mean())
-    if share <= 0.5:
-        return None
-    return (
-        f"{share:.0%} of the images of iteration {iteration} are copies of the picture to edit. "
-        "Give the edit reward more weight than the similarity reward, or raise guidance."
-    )
+    what = f"{share:.0%} of the images of iteration {iteration} are copies of the picture to edit."
+    advice = "Give the edit reward more weight than the similarity reward, or raise guidance."
+    return f"{what} {advice}" if share > 0.5 else None

@@ -127,11 +127,6 @@ class RunCheckpoint(Checkpoint):
             finally:
                 self._requests = None
 
-    def ask_to_stop(self, status: int, waits: bool) -> None:
-        """Make the run save and stop after its iteration if it ``waits``, else after its micro-batch."""
-        self.interrupted, self.terminated = self.interrupted or waits, self.terminated or not waits
-        self.status = status
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_requests": None}  # spawned ranks handle no signals
 
@@ -199,26 +194,18 @@ class RunCheckpoint(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not _any_rank(trainer, self.terminated):  # that leaves time for only one checkpoint
             self._keep_best(trainer, pl_module)
-        if self._is_final(trainer):
-            self._is_through = True
-            if self._is_due(trainer):
-                self._save(trainer, LAST)
-        elif self._is_asked_to_stop(trainer):
-            self._save(trainer, INTERRUPTED)
-            self._stop(trainer)
-        elif self._is_due(trainer):
-            self._save(trainer, LAST)
-            if self._is_asked_to_stop(trainer):  # while it was being written
-                self._stop(trainer)
+        self._is_through = is_final = self._is_final(trainer)
+        is_asked = not is_final and self._is_asked_to_stop(trainer)
+        if is_asked or self._is_due(trainer):
+            self._save(trainer, INTERRUPTED if is_asked else LAST)
+            if not is_final and self._is_asked_to_stop(trainer):  # perhaps while it was being written
+                self._leaving = self.terminated
+                trainer.should_stop = not self.terminated
 
     def _is_asked_to_stop(self, trainer: Trainer) -> bool:
         self.terminated = _any_rank(trainer, self.terminated)
         self.interrupted = _any_rank(trainer, self.interrupted)
         return self.terminated or self.interrupted
-
-    def _stop(self, trainer: Trainer) -> None:
-        self._leaving = self.terminated
-        trainer.should_stop = not self.terminated
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -263,11 +250,9 @@ class RunCheckpoint(Checkpoint):
         """Save ``best.ckpt`` if there is a new evaluation of the current weights and it is the best so far."""
         evaluator: Any = pl_module.evaluator
         newest = evaluator.newer_than(self._seen, trainer.global_step)
-        if self.best is None or newest is None:
+        if self.best is None or newest is None or (self.best.metric == AUTO and self.every_n_iterations == 0):
             return
         self._seen = newest
-        if self.best.metric == AUTO and self.every_n_iterations == 0:
-            return
         heldout = evaluator.latest
         if self.best.metric not in (AUTO, *heldout):
             advice = suggestion(self.best.metric, heldout)
@@ -347,7 +332,11 @@ class _Requests(StopRequests):
 
     @override
     def obey(self, signum: int) -> None:
-        self._checkpoints.ask_to_stop(128 + self.signals[0], waits=signum == signal.SIGINT and not self._has_30_s)
+        if signum == signal.SIGINT and not self._has_30_s:
+            self._checkpoints.interrupted = True  # stops after its iteration
+        else:
+            self._checkpoints.terminated = True  # after its micro-batch
+        self._checkpoints.status = 128 + self.signals[0]
         if self.is_urgent and not self._has_raised:
             self._has_raised = True
             raise KeyboardInterrupt if signum == signal.SIGINT else SIGTERMException

@@ -10,6 +10,7 @@ from itertools import groupby, islice
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED
 from lit_vgrpo.training.optimizer import Optimization
 from lit_vgrpo.training.resume_guard import hashed, row_hash
 from lit_vgrpo.training.saved_weights import evaluated_weights
+from lit_vgrpo.training.trainer_internals import declared
 
 
 @checked
@@ -70,7 +72,7 @@ class TrainingModule(Protocol):
     record: IterationRecord | None
 
     @property
-    def trainer(self) -> Any: ...
+    def trainer(self) -> Trainer: ...
 
     @property
     def loggers(self) -> Sequence[Any]: ...
@@ -139,9 +141,7 @@ class Evaluator:
         queue: Queue of the training images, whose threads are shared.
 
     Attributes:
-        sides: Height and width of the images; ``None`` for the policy's.
         observed: Both rewards together.
-        looks: Diversity, sharpness and saturation of the images.
         observers: Other metrics of the images.
         latest: Metrics of the last evaluation of ``fit``, ``heldout/...``.
         step: Optimizer steps at the last evaluation; -1 before the first.
@@ -188,11 +188,6 @@ class Evaluator:
         plan = f"{height} x {width} pixels, {self.spec.steps} steps, guidance {self.spec.guidance:g}"
         return [] if self.sides == (None, None) else [f"Held-out images: {plan}."]
 
-    @property
-    def is_pending(self) -> bool:
-        """``True`` if batches were added since the last :meth:`means`."""
-        return len(self._queue) > 0
-
     def newer_than(self, seen: Evaluation | None, step: int) -> Evaluation | None:
         """Return the newest evaluation if it is of the weights after ``step`` optimizer steps, and not ``seen``."""
         newest = self.history[-1] if self.step == step else None
@@ -234,7 +229,7 @@ class Evaluator:
 
     def start_over(self) -> None:
         """Discard the batches of an interrupted evaluation."""
-        if self.is_pending:
+        if len(self._queue):
             self._queue.close()
         self._sources, self._asked = [], {}
         for observer in self.observers:
@@ -256,7 +251,7 @@ class Evaluator:
                 observer.update(strips(images).clone(), batch)  # it may be a user's
             self._queue.put(images, batch.prompts, batch.rows)
 
-    def _read_contents(self, trainer: Any) -> dict[str, str]:
+    def _read_contents(self, trainer: Trainer) -> dict[str, str]:
         asked = {slot: row for own in objects_of_all_ranks(self._asked) for slot, row in own.items()}
         with self.policy.sized(*self.sides):
             size = dict(zip(("height", "width"), self.policy.image_size or (), strict=False))
@@ -322,10 +317,10 @@ class Evaluator:
             logs: Also log them, at step 0.
         """
         self.start_over()
-        batches, limit = module.trainer.datamodule.val_dataloader(), module.trainer.limit_val_batches
+        batches, limit = declared(module.trainer).datamodule.val_dataloader(), module.trainer.limit_val_batches
         for batch in islice(batches, limit if isinstance(limit, int) else int(limit * len(batches))):
             self.add(batch)
-        if self.is_pending:
+        if len(self._queue):
             metrics = self.finish(module)
             for logger in module.loggers if logs else ():
                 logger.log_metrics(metrics, step=0)

@@ -161,23 +161,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Demand:
-    """Needs of an iteration on one rank.
+    """Needs of an iteration on one rank."""
 
-    Attributes:
-        stored: Largest pass without gradient, excluding the rollout's; ``None`` if there is none.
-        trained: The pass of a micro-batch; the passes of a chain count as one of all their rows.
-        kept: Storage kept for the updates, in latents.
-        loss: Peak memory of the loss without the network, in latents.
-        copies: Names of the copies of the trained weights kept on the device.
-        samples_with_copy: True if a copy is swapped in for the rollout.
-    """
-
-    stored: Pass | None
-    trained: Pass
-    kept: float
-    loss: float
-    copies: tuple[str, ...]
-    samples_with_copy: bool
+    stored: Pass | None  # largest pass without gradient, excluding the rollout's
+    trained: Pass  # the pass of a micro-batch; the passes of a chain count as one of all their rows
+    kept: float  # storage kept for the updates, in latents
+    loss: float  # peak memory of the loss without the network, in latents
+    copies: tuple[str, ...]  # names of the copies of the trained weights kept on the device
+    samples_with_copy: bool  # a copy is swapped in for the rollout
 
 
 class _StandIn(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.gather import image_ranks, of_all_processes
 from lit_vgrpo.core.sharding import local
-from lit_vgrpo.core.sizes import Plan, Sizes, divisors
+from lit_vgrpo.core.sizes import Plan, divisors
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import say
 from lit_vgrpo.policies.placement import place
@@ -21,6 +21,7 @@ from lit_vgrpo.training.evaluation import TrainingModule
 from lit_vgrpo.training.memory_passes import LiveMemory, demand, prepared
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.training.sharded import FSDP2
+from lit_vgrpo.training.trainer_internals import declared
 
 SAFE_SHARE = 0.9
 """Share of the free memory to use; the rest is for temporary buffers of kernels."""
@@ -35,8 +36,8 @@ def choose_micro_batch_size(module: TrainingModule) -> None:
     Raises:
         RuntimeError: Not even one image fits into memory.
     """
-    trainer = module.trainer
-    sizes: Sizes = trainer.datamodule.sizes
+    trainer = declared(module.trainer)
+    sizes = trainer.datamodule.sizes
     if sizes.micro_batch_size != "auto":
         return
     ranks = image_ranks(trainer)[1]

@@ -171,11 +171,8 @@ def with_current_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any
 class Optimization:
     """Builds the optimizer and the schedule of a run.
 
-    The schedule is stepped with every update, or after every iteration if it waits for a plateau.
-
-    Args:
-        optimizer: AdamW's settings, or a function of the weights; ``None`` takes AdamW's defaults.
-        lr_scheduler: A function of the optimizer; ``None`` keeps the rate constant after the optimizer's warm-up.
+    The schedule is stepped with every update, or after every iteration if it waits for a plateau. Without one the rate
+    is constant after the optimizer's warm-up.
     """
 
     def __init__(

@@ -41,19 +41,12 @@ SUMMARY: Any = TypeAdapter(with_config(extra="allow")(TypedDict("Summary", OF_SU
 
 @dataclass(frozen=True, order=True)
 class Progress:
-    """Progress of a run at a checkpoint.
-
-    Attributes:
-        iterations: Finished iterations.
-        optimizer_steps: Finished updates.
-        images: Images sampled, over all ranks.
-        logged: Iterations with a row in the loggers: one more than finished ones if only the end is missing.
-    """
+    """Progress of a run at a checkpoint."""
 
     iterations: int
     optimizer_steps: int
-    images: int
-    logged: int
+    images: int  # over all ranks
+    logged: int  # iterations with a row in the loggers: one more than finished ones if only the end is missing
 
     @classmethod
     def of(cls, checkpoint: dict[str, Any]) -> Progress:
@@ -78,13 +71,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that continues in its folder.
-
-    Attributes:
-        folder: The run folder.
-        checkpoint: The file to continue from; ``None`` starts from the beginning.
-        progress: Progress at that checkpoint.
-    """
+    """A run that continues in its folder from a checkpoint, or starts from the beginning without one."""
 
     folder: Path
     checkpoint: Path | None = None
@@ -104,10 +91,8 @@ class Resumption:
         is_run = config.is_file() and f"\n{FOUND_IN}:" in config.read_text(errors="replace")
         taken = [name for name in (CONFIG_NAME, *WRITTEN) if (self.folder / name).exists()]
         if self.checkpoint is None and taken and not is_run:
-            raise UserError(
-                f"{self.folder} is not a run folder, and a run would replace its {', '.join(taken)}. "
-                "Set run_dir=/another/folder."
-            )
+            what = f"{self.folder} is not a run folder, and a run would replace its {', '.join(taken)}."
+            raise UserError(f"{what} Set run_dir=/another/folder.")
         outcome = (read_summary(self.folder) or {}).get("outcome")
         if self.checkpoint is None and outcome not in (None, "failed"):  # it may have failed before the first one
             raise UserError(
@@ -193,10 +178,9 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
 
 def last_good(run: Path, say: Callable[[str], None]) -> Path:
     """Return the checkpoint that :func:`last_good_checkpoint` finds; raise UserError if there is none."""
-    resumption = last_good_checkpoint(run, say)
-    if resumption.checkpoint is None:
+    if (checkpoint := last_good_checkpoint(run, say).checkpoint) is None:
         raise UserError(no_checkpoint(run))
-    return resumption.checkpoint
+    return checkpoint
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

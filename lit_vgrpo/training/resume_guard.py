@@ -37,6 +37,7 @@ from lit_vgrpo.system.paths import file_sha256, import_from_here, typed_path
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
 from lit_vgrpo.training.saved_weights import start_hashes
 from lit_vgrpo.training.teachers import teacher_hashes
+from lit_vgrpo.training.trainer_internals import declared
 
 FREE = ("data.heldout", "model.heldout", "model.evaluat", "model.non_finite", "model.failed_images")
 """Prefixes of settings that no weight depends on."""
@@ -88,13 +89,13 @@ class ResumeGuard(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING or self.recipe:  # the command has compared them
             return
-        now = inputs_of(cast(InputModule, pl_module), trainer.datamodule)  # type: ignore[attr-defined]
+        now = inputs_of(cast(InputModule, pl_module), declared(trainer).datamodule)
         for line in changed_inputs(checkpoint.get(INPUTS_KEY, {}), now):
             rank_zero_warn(f"{line}. Training continues with the current version.")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.inputs = inputs_of(cast(InputModule, pl_module), trainer.datamodule)  # type: ignore[attr-defined]
+        self.inputs = inputs_of(cast(InputModule, pl_module), declared(trainer).datamodule)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lit_vgrpo.core.sharding import shape_of, write
@@ -26,6 +27,7 @@ from lit_vgrpo.system.process import report_on_first
 from lit_vgrpo.training.checkpoint_file import RECIPE_KEY, averages, read_sound
 from lit_vgrpo.training.folder import find_run
 from lit_vgrpo.training.resume import Progress, last_good
+from lit_vgrpo.training.trainer_internals import declared
 
 TRAINED, AVERAGE, REFERENCE = "trained", "EMA", "reference"
 SUFFIX, DEFAULT_FILE = SUFFIXES[0], f"pytorch_lora_weights{SUFFIXES[0]}"
@@ -44,14 +46,13 @@ class SavedWeights:
         tensors: Trained weights and, if the run had an EMA callback, their average, by variant and by their names in
             the policy.
         policy_options: The policy's options in the checkpoint's recipe.
-        is_whole: False if it was saved in the middle of an iteration.
     """
 
     path: Path
     progress: Progress
     tensors: dict[str, dict[str, Tensor]]
     policy_options: dict[str, Any] = field(default_factory=dict)
-    is_whole: bool = True
+    is_whole: bool = True  # not saved in the middle of an iteration
 
     @classmethod
     def read(cls, path: Path) -> SavedWeights:
@@ -89,9 +90,9 @@ class SavedWeights:
         write(trainable_parameters(policy), self.tensors[variant])
 
 
-def evaluated_weights(trainer: Any) -> str:
+def evaluated_weights(trainer: Trainer) -> str:
     """Return the variant that evaluations and exports use: the average if a callback of the trainer keeps one."""
-    return AVERAGE if any(hasattr(callback, "average") for callback in trainer.callbacks) else TRAINED
+    return AVERAGE if any(hasattr(callback, "average") for callback in declared(trainer).callbacks) else TRAINED
 
 
 def _of_policy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_vgrpo.core.gather import image_ranks
@@ -20,7 +19,7 @@ from lit_vgrpo.training.evaluation import TrainingModule
 from lit_vgrpo.training.saved_weights import policy_errors
 from lit_vgrpo.training.strategies import launcher_error, strategy_errors
 from lit_vgrpo.training.teachers import teacher_errors
-from lit_vgrpo.training.trainer_internals import callbacks_of, count_iterations, forget_datamodule
+from lit_vgrpo.training.trainer_internals import callbacks_of, declared
 
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
@@ -45,19 +44,18 @@ UNFIT_CALLBACKS = {
 
 def set_up(module: TrainingModule) -> None:
     """Check a module's settings, and raise ValueError for the first error; make its trainer run whole iterations."""
-    trainer, sizes = module.trainer, sizes_of(module.trainer)
+    trainer, sizes = declared(module.trainer), sizes_of(module.trainer)
     for error in errors_under(module, trainer, sizes, trainer.datamodule.has_heldout):
         raise ValueError(error)
-    if trainer.fast_dev_run:  # it counts batches
-        iterations = int(trainer.fast_dev_run)
-        count_iterations(trainer, iterations)
+    if iterations := int(trainer.fast_dev_run):  # it counts batches and optimizer steps, not epochs
+        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = iterations, -1
         images = sizes.plan(image_ranks(trainer)[1]).images_per_iteration
         rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
     if (distilled := distillation_warning(module.policy)) is not None:
         rank_zero_warn(distilled)
 
 
-def errors_under(module: TrainingModule, trainer: Any, sizes: Sizes, has_heldout: bool) -> list[str]:
+def errors_under(module: TrainingModule, trainer: Trainer, sizes: Sizes, has_heldout: bool) -> list[str]:
     """Return the module's errors and those that depend on the trainer or on held-out prompts."""
     ranks, optimization = image_ranks(trainer)[1], module.optimization
     launcher, algorithm = launcher_error(trainer.world_size), module.gradient_clip_algorithm
@@ -155,7 +153,7 @@ def hide_expected_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def sizes_of(trainer: Any) -> Sizes:
+def sizes_of(trainer: Trainer) -> Sizes:
     """Return the sizes of an iteration from the trainer's data module; raise RuntimeError without one."""
     sizes: Sizes | None = getattr(getattr(trainer, "datamodule", None), "sizes", None)
     if sizes is None:
@@ -166,20 +164,20 @@ def sizes_of(trainer: Any) -> Sizes:
     return sizes
 
 
-def fitting_callbacks(trainer: Any, *needed: type[Callback]) -> list[Callback]:
+def fitting_callbacks(trainer: Trainer, *needed: type[Callback]) -> list[Callback]:
     """Return those of the needed callbacks that the trainer lacks.
 
     Raises:
         TypeError: ``datamodule`` is not a data module.
         ValueError: A callback or an option of the trainer does not fit an iteration.
     """
-    data = trainer.datamodule
+    data = declared(trainer).datamodule
     if data is not None and not isinstance(data, LightningDataModule):
-        forget_datamodule(trainer)
+        trainer.datamodule = None  # else fit calls its hooks after the error
         kind = data if isinstance(data, type) else type(data)
         raise TypeError(f"datamodule={kind.__name__} is not a data module. Pass datamodule=PromptDataModule(...).")
     moved = moved_option(trainer) if trainer.state.fn == "fit" else None  # before Lightning refuses it
-    for error in [*filter(None, [moved]), *unfit_callbacks(trainer.callbacks)]:
+    for error in [*filter(None, [moved]), *unfit_callbacks(declared(trainer).callbacks)]:
         raise ValueError(error)
     return [cls() for cls in needed if not callbacks_of(trainer, cls)]
 
@@ -194,7 +192,7 @@ def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
     ]
 
 
-def moved_option(trainer: Any) -> str | None:
+def moved_option(trainer: Trainer) -> str | None:
     """Return why an option of the trainer that is for automatic optimization must be set elsewhere, or ``None``."""
     clipping = {name: getattr(trainer, name) for name in ("gradient_clip_val", "gradient_clip_algorithm")}
     given = {name: getattr(value, "value", value) for name, value in clipping.items() if value is not None}
@@ -206,8 +204,9 @@ def moved_option(trainer: Any) -> str | None:
     return None
 
 
-def limit_error(module: TrainingModule, trainer: Any, sizes: Sizes, has_heldout: bool) -> str | None:
+def limit_error(module: TrainingModule, trainer: Trainer, sizes: Sizes, has_heldout: bool) -> str | None:
     """Return why a limit of the trainer cannot be kept or has no effect, or ``None``."""
+    trainer = declared(trainer)
     if has_heldout and trainer.limit_val_batches == 0:
         return "trainer.limit_val_batches=0 disables data.heldout. Set data.heldout=null instead."
     for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, chdir, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -20,15 +20,30 @@ from lightning.pytorch.trainer.configuration_validator import _verify_loop_confi
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.system.paths import TypedPath, start_folder
 
 Child = subprocess.Popen[Any]
 Kind = TypeVar("Kind", bound=Callback)
 
 
+class RunTrainer(Trainer):
+    """Declares attributes that Lightning's Trainer has without declaring them; never instantiated."""
+
+    callbacks: list[Callback]
+    datamodule: PromptDataModule
+    fast_dev_run: bool | int
+    overfit_batches: float
+
+
+def declared(trainer: Trainer) -> RunTrainer:
+    """Return the trainer itself, with these attributes for the type checker."""
+    return cast(RunTrainer, trainer)
+
+
 def callbacks_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
     """Return the callbacks of a class, in order."""
-    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+    return [callback for callback in declared(trainer).callbacks if isinstance(callback, kind)]
 
 
 def log_row(trainer: Trainer, metrics: Mapping[str, float]) -> None:
@@ -37,11 +52,6 @@ def log_row(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     row = dict(zip(metrics, values, strict=True))
     trainer._logger_connector.log_metrics(row)
     trainer.callback_metrics.update(row)
-
-
-def forget_datamodule(trainer: Trainer) -> None:
-    """Remove what was passed as data module, so that ``fit`` calls no hooks of it after an error."""
-    trainer.datamodule = None  # type: ignore[attr-defined]
 
 
 def run_folder(trainer: Trainer) -> Path:
@@ -106,12 +116,6 @@ def check_steps(checkpoint: Mapping[str, Any]) -> None:
             "The checkpoint was written by an earlier version, in which a training step was a micro-batch. "
             "Start a new run from its weights: model.policy.start_from=RUN."
         )
-
-
-def count_iterations(trainer: Trainer, iterations: int) -> None:
-    """Make ``fast_dev_run``, which counts batches and optimizer steps, run this number of epochs."""
-    trainer.fit_loop.max_epochs = iterations
-    trainer.fit_loop.epoch_loop.max_steps = -1
 
 
 def read_limits(trainer: Trainer) -> None:

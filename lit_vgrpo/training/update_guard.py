@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,17 +27,12 @@ class UpdateGuard:
 
     Args:
         action: Stop the run with the reason, or skip the update; ten consecutive skips also stop the run.
-
-    Attributes:
-        norm: Norm of the last update's gradient over all ranks, before clipping; ``None`` if the strategy keeps
-            the gradients elsewhere, as ZeRO does.
-        skipped: Number of updates skipped since the start.
     """
 
     def __init__(self, action: NonFinite = "stop") -> None:
         self.action = action
-        self.skipped = self._in_a_row = 0
-        self.norm: Tensor | None = None
+        self.skipped = self._in_a_row = 0  # updates since the start, and most recently
+        self.norm: Tensor | None = None  # of the last gradient over all ranks, before clipping; None under ZeRO
         self._losses: list[Tensor] = []
         self._is_refused = False
         self._scale: float | None = None
@@ -64,8 +60,8 @@ class UpdateGuard:
         self._in_a_row += 1
         if self.action == "skip" and self._in_a_row < MOST_IN_A_ROW:
             return True
-        what = "loss" if is_bad[:, 0].any() else "gradient"
-        ranks = [str(rank) for rank, bad in enumerate(is_bad[:, 0] if what == "loss" else is_bad[:, 1]) if bad]
+        what, column = ("loss", 0) if is_bad[:, 0].any() else ("gradient", 1)
+        ranks = [str(rank) for rank, bad in enumerate(is_bad[:, column]) if bad]
         where = f" on rank {', '.join(ranks)} of {len(is_bad)}" if len(is_bad) > 1 else ""
         often = f" for {self._in_a_row} updates in a row" if self.action == "skip" else ""
         advice = "Lower model.optimizer.lr or set model.gradient_clip_val=1.0"
@@ -74,7 +70,7 @@ class UpdateGuard:
             f"The {what} is not finite{where}{often}, {when}. The weights were not changed. {advice}"
         )
 
-    def check(self, trainer: Any, policy: nn.Module, when: str) -> None:
+    def check(self, trainer: Trainer, policy: nn.Module, when: str) -> None:
         """Check an update before its step, see :meth:`refuses`, and drop its gradients to skip it."""
         self._scale = _loss_scale(trainer)
         weights = list(trainable_parameters(policy).values())
@@ -91,7 +87,7 @@ class UpdateGuard:
             for weight in weights:
                 weight.grad = None  # an optimizer ignores a weight without gradient, and its moments
 
-    def took_step(self, trainer: Any) -> bool:
+    def took_step(self, trainer: Trainer) -> bool:
         """Return ``True`` after an update that changed the weights; a scaler lowers its scale when it skips a step."""
         scale = _loss_scale(trainer)
         return not self._is_refused and (self._scale is None or scale is None or scale >= self._scale)
@@ -117,6 +113,6 @@ def _are_bad(losses: list[Tensor], norm: Tensor | None) -> tuple[bool, bool]:
     return not all(finite[: len(losses)]), norm is None or not finite[-1]
 
 
-def _loss_scale(trainer: Any) -> float | None:
+def _loss_scale(trainer: Trainer) -> float | None:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return None if scaler is None else scaler.get_scale()
