@@ -3,9 +3,8 @@
 import lightning as L
 import pytest
 import torch
-from helpers import Brightness, make_data, make_module, make_trainer, weights
+from helpers import Brightness, make_data, make_module, make_trainer, same, weights
 from test_methods import Scaled
-from test_resume import same
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA
@@ -56,10 +55,9 @@ def train(folder, tmp_path, reward, iterations, callbacks=(), ckpt=None, **optio
 def test_a_constant_reward_moves_nothing(tiny_sd3, tmp_path, plugins):
     with pytest.warns(UserWarning, match="no reward spread at iteration 1, so no step is taken"):
         module, trainer, ema, table = train(tiny_sd3, tmp_path, Constant(), 3, plugins=plugins)
-    start = module.reference.state_dict()
-    for copy in (module.objective.copies["anchor"], ema.average):
-        assert all(torch.equal(value, start[name.removeprefix("policy.")]) for name, value in copy.state_dict().items())
-    assert all(torch.equal(value, start[name]) for name, value in weights(module).items())
+    average = {name.removeprefix("policy."): value for name, value in ema.average.state_dict().items()}
+    for now in (module.objective.copies["anchor"].state_dict(), average, weights(module)):
+        assert same(now, module.reference.state_dict())
     assert trainer.optimizers[0].state == {}
     assert (module.objective.num_updates, ema.num_updates) == (0, 0)
     # The trainer's own counts go on, as with updates that are left out for another reason.

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from all_methods import METHODS, REPLAYED
-from helpers import SaveAt, make_data, make_module, make_trainer, repeating, weights
+from helpers import SaveAt, make_data, make_module, make_trainer, repeating, same, weights
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA
@@ -33,12 +33,6 @@ def run(folder, tmp_path, make, iterations, callbacks=(), ckpt=None, **data):
     trainer = make_trainer(tmp_path, iterations, [ema, *callbacks])
     trainer.fit(module, datamodule=make_data(heldout_limit=1, updates_per_iteration=2, **data), ckpt_path=ckpt)
     return module, trainer, ema, rollouts.calls
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(
-        torch.equal(value.cpu(), other[name].cpu()) for name, value in one.items()
-    )
 
 
 # With 8 images: two micro-batches an update, or four.

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from helpers import Brightness, make_data, make_module, make_trainer, weights
+from helpers import Brightness, make_data, make_module, make_trainer, same, weights
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_vgrpo import MixGRPO, OptimizerConfig, RolloutSpec
@@ -64,8 +64,7 @@ def test_overlap_changes_nothing_but_the_thread(tiny_sd3, tmp_path):
     (plain, alone), (overlapped, threaded) = run("plain", False), run("overlapped", True)
     assert alone.threads == {threading.current_thread().name}
     assert {name.partition("_")[0] for name in threaded.threads} == {"reward-threaded"}
-    for name, value in weights(plain).items():
-        assert torch.equal(value, weights(overlapped)[name]), name
+    assert same(weights(plain), weights(overlapped))
     assert torch.equal(plain.record.rewards, overlapped.record.rewards)
     assert plain.evaluator.latest == overlapped.evaluator.latest
 
@@ -86,6 +85,8 @@ def test_every_part_is_logged_with_what_it_did(tiny_sd3, tmp_path):
         train(module, tmp_path)
     row = [row for row in rows_of(tmp_path) if row.get("reward/mean")][-1]
     assert float(row["reward/threaded/failed"]) == float(row["reward/failed"]) == 2
+    assert module.record.rewards.isnan().nonzero().flatten().tolist() == [3, 7]
+    assert all(value.isfinite().all() for value in weights(module).values())
     assert float(row["reward/jpeg/failed"]) == 0
     assert float(row["reward/threaded/asked"]) >= 1
     for name in ("threaded", "jpeg"):
@@ -118,8 +119,7 @@ def test_a_held_out_reward_is_looked_at_and_never_trained_on(tiny_sd3, tmp_path)
     assert module.evaluator.latest["heldout/failed"] == 0
     plain = train(make_module(tiny_sd3), tmp_path / "without")
     assert "heldout/untrained_reward" not in plain.evaluator.latest
-    for name, value in weights(plain).items():
-        assert torch.equal(value, weights(module)[name]), name
+    assert same(weights(plain), weights(module))
     summary = json.loads((tmp_path / "with" / "summary.json").read_text())
     assert summary["heldout_metrics_end"]["darkness"] == pytest.approx(-summary["reward_parts_end"]["brightness"])
 
@@ -156,10 +156,7 @@ def test_advantages_are_those_of_the_scores_as_they_are_cut(tiny_sd3, tmp_path):
     with pytest.warns(UserWarning, match="no reward spread"):
         train(module, tmp_path, iterations=1)
     assert module.record.parts["brightness"]["std"] > 0
-    with module.reference.swapped_into(module.policy):
-        start = weights(module)
-    for name, value in weights(module).items():
-        assert torch.equal(value, start[name]), name
+    assert same(weights(module), module.reference.state_dict())
 
 
 def test_statistics_are_those_of_the_images_that_a_reward_applies_to():

@@ -122,4 +122,9 @@ def weights(module):
     return {name: p.detach().clone() for name, p in module.policy.named_parameters() if p.requires_grad}
 
 
-__all__ = ["Brightness", "ShapesReward", "free_port", "make_data", "make_module", "make_trainer", "weights"]
+def same(one, other):
+    """True for tensors of the same names and values, on any device."""
+    return one.keys() == other.keys() and all(torch.equal(x.cpu(), other[name].cpu()) for name, x in one.items())
+
+
+__all__ = ["Brightness", "ShapesReward", "free_port", "make_data", "make_module", "make_trainer", "same", "weights"]

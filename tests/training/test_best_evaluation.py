@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import make_data, make_module, make_trainer
+from helpers import make_data, make_module, make_trainer, same
 
 from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.training.checkpoint import BestEvaluation, RunCheckpoint
@@ -44,27 +44,29 @@ def best_of(folder, name="best.ckpt"):
     return saved["global_step"], states[0]
 
 
-def test_the_highest_is_kept_and_nan_never_is(tiny_sd3, tmp_path):
-    saver = RunCheckpoint()
-    train(tiny_sd3, tmp_path, saver, [0.3, 0.1, math.nan, 0.5, 0.4])
-    step, best = best_of(tmp_path)
-    assert step == 3
-    assert best == {"name": "heldout/untrained_reward", "value": 0.5, "iteration": 3}
-    assert best_of(tmp_path, "last.ckpt")[1] == best
+@pytest.mark.parametrize(
+    ("saver", "values", "options", "expected"),
+    [
+        (RunCheckpoint(), [0.3, 0.1, math.nan, 0.5, 0.4], {}, (3, 0.5, 3)),
+        # Three iterations, an evaluation after the second, and one at the end.
+        (RunCheckpoint(), [0, 1, 2], {"iterations": 3, "check_val_every_n_epoch": 2}, (3, 2, 3)),
+        (RunCheckpoint(0, best="heldout/other"), [0, 3, 2, 1], {"name": "heldout/other", "iterations": 3}, (1, 3, 1)),
+    ],
+)
+def test_the_highest_is_kept_and_nan_never_is(tiny_sd3, tmp_path, saver, values, options, expected):
+    train(tiny_sd3, tmp_path, saver, values, **options)
+    step, value, iteration = expected
+    best = {"name": options.get("name", "heldout/untrained_reward"), "value": value, "iteration": iteration}
+    assert best_of(tmp_path) == (step, best)
+    assert options or best_of(tmp_path, "last.ckpt")[1] == best
 
 
 def test_a_run_that_only_gets_worse_keeps_its_start_which_trains_as_before(tiny_sd3, tmp_path):
     trainer = train(tiny_sd3, tmp_path, RunCheckpoint(), [9, 1, 2], iterations=2)
     assert best_of(tmp_path) == (0, {"name": "heldout/untrained_reward", "value": 9, "iteration": 0})
     again = train(tiny_sd3, tmp_path, RunCheckpoint(), [1, 2], iterations=2, ckpt=tmp_path / "checkpoints/best.ckpt")
-    for name, value in trainer.lightning_module.policy.network.state_dict().items():
-        assert torch.equal(value, again.lightning_module.policy.network.state_dict()[name]), name
+    assert same(*(fit.lightning_module.policy.network.state_dict() for fit in (trainer, again)))
     assert best_of(tmp_path)[0] == 0
-
-
-def test_a_metric_of_its_own(tiny_sd3, tmp_path):
-    train(tiny_sd3, tmp_path, RunCheckpoint(0, best="heldout/other"), [0, 3, 2, 1], "heldout/other", 3)
-    assert best_of(tmp_path) == (1, {"name": "heldout/other", "value": 3, "iteration": 1})
 
 
 @pytest.mark.parametrize("saver", [RunCheckpoint(best=None), RunCheckpoint(0)])
@@ -86,12 +88,6 @@ def test_a_metric_that_is_not_measured_is_said(tiny_sd3, tmp_path):
 def test_a_distance_is_no_reward():
     with pytest.raises(ValueError, match="best=heldout/fid@64 is better when lower"):
         RunCheckpoint(best="heldout/fid@64")
-
-
-def test_the_evaluation_at_the_end_counts_too(tiny_sd3, tmp_path):
-    """Three iterations, an evaluation after the second, and one at the end."""
-    train(tiny_sd3, tmp_path, RunCheckpoint(), [0, 1, 2], iterations=3, check_val_every_n_epoch=2)
-    assert best_of(tmp_path) == (3, {"name": "heldout/untrained_reward", "value": 2, "iteration": 3})
 
 
 def test_a_resumed_run_does_not_forget(tiny_sd3, tmp_path):

@@ -5,11 +5,13 @@ import re
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from commands import run
+from helpers import same
 from processes import run_command
 
 from lit_vgrpo import VGRPOModule
@@ -17,6 +19,7 @@ from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.train import train
 from lit_vgrpo.system.paths import DRAFT_PREFIX
 from lit_vgrpo.training.checkpoint import FIRST_CTRL_C
+from lit_vgrpo.training.checkpoint_file import averages as averages_in
 from lit_vgrpo.training.checkpoint_file import read_sound
 from lit_vgrpo.training.loggers import read_table
 
@@ -76,15 +79,10 @@ def test_an_interrupted_run_saves_and_ends(tiny_recipe, when):
             return step(self, batch, batch_idx)
 
     cli.model.__class__ = Interrupting
-    checkpoint = cli.checkpoints
-    if when == "iteration":
-        with checkpoint.listening():
-            cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-        assert cli.trainer.current_epoch == 3
-    else:
-        with checkpoint.listening(), pytest.raises(SystemExit):
-            cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-        assert cli.trainer.current_epoch == 2
+    checkpoint, is_whole = cli.checkpoints, when == "iteration"
+    with checkpoint.listening(), nullcontext() if is_whole else pytest.raises(SystemExit):
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert cli.trainer.current_epoch == 2 + is_whole
     folder = cli.folder / "checkpoints"
     assert checkpoint.saved == folder / "interrupted.ckpt"
     assert [path.name for path in folder.iterdir()] == ["interrupted.ckpt"]
@@ -119,12 +117,7 @@ def after_pass(when, action):
     return Acting
 
 
-UPDATES = [
-    "data.updates_per_iteration=2",
-    "data.micro_batch_size=2",
-    "data.group_size=2",
-    "data.prompts_per_iteration=2",
-]
+UPDATES = [f"data.{s}=2" for s in ("updates_per_iteration", "micro_batch_size", "group_size", "prompts_per_iteration")]
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +157,9 @@ def test_sigterm_saves_after_the_micro_batch_under_way_and_the_run_goes_on_bit_f
     assert json.loads((cli.folder / "summary.json").read_text())["outcome"] == "interrupted"
     assert run(["cut/config.yaml", "--resume"]) == 0
     ends = [torch.load(path, weights_only=True) for path in (undisturbed, "cut/checkpoints/last.ckpt")]
-    for name, value in ends[0]["state_dict"].items():
-        assert torch.equal(value, ends[1]["state_dict"][name]), name
-    averages = [end["callbacks"][next(key for key in end["callbacks"] if key.startswith("EMA"))] for end in ends]
-    for name, value in averages[0]["average"].items():
-        assert torch.equal(value, averages[1]["average"][name]), name
+    assert same(ends[0]["state_dict"], ends[1]["state_dict"])
+    averages = [averages_in(end)[0] for end in ends]
+    assert same(*averages)
     assert [row["epoch"] for row in iterations_logged("cut")] == ["0", "1", "2", "3"]
 
 

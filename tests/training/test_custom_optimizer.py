@@ -7,18 +7,15 @@ import lightning as L
 import pytest
 import torch
 from commands import check
-from helpers import make_data, make_module, make_trainer, weights
+from helpers import make_data, make_module, make_trainer, same, weights
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
-from lit_vgrpo import OptimizerConfig, SD3Policy
-from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.training.loggers import read_table
-from lit_vgrpo.training.optimizer import CustomOptimizer
-from lit_vgrpo.training.strategies import FSDP2, ZeRO, strategy_errors
 
 pytestmark = pytest.mark.slow
 
@@ -51,10 +48,8 @@ def test_two_and_two_iterations_are_four(tiny_sd3, tmp_path, case):
     half.save_checkpoint(tmp_path / "half.ckpt")
     resumed, again = train(tiny_sd3, tmp_path, 4, tmp_path / "half.ckpt", **CASES[case])
     assert rate(again) == rate(trainer)
-    before, after = weights(whole), weights(resumed)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    start = whole.reference.state_dict()
-    assert any(not torch.equal(start[name], value) for name, value in before.items())
+    assert same(weights(resumed), weights(whole))
+    assert not same(weights(whole), whole.reference.state_dict())
 
 
 def test_the_schedule_is_stepped_with_every_update_and_shown(tiny_sd3, tmp_path):
@@ -97,7 +92,6 @@ def test_a_lower_rate_counts_after_a_resume_and_another_schedule_is_named(tiny_s
     ("options", "error"),
     [
         ({"optimizer": partial(torch.optim.SGD, lr=-1)}, "model.optimizer cannot be built: Invalid learning rate: -1"),
-        ({"optimizer": torch.optim.LBFGS}, "model.optimizer=LBFGS cannot take a step: it needs the loss several times"),
         ({"lr_scheduler": CosineAnnealingLR}, "model.lr_scheduler cannot be built: .*T_max"),
         ({"optimizer": OptimizerConfig(warmup_steps=5), "lr_scheduler": COSINE}, "warmup_steps=5 and model.lr_sch"),
     ],
@@ -107,20 +101,6 @@ def test_what_cannot_work_is_refused_in_one_line(tiny_sd3, tmp_path, options, er
     with pytest.raises(ValueError, match=error) as refused:
         make_trainer(tmp_path, 1).fit(module, datamodule=make_data())
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "strategy", "fits"),
-    [
-        (SGD, FSDP2, True),
-        (SGD, ZeRO, False),
-        (partial(torch.optim.AdamW, lr=1e-3), ZeRO, True),
-        (partial(torch.optim.Adafactor, lr=1e-3), FSDP2, False),
-    ],
-)
-def test_sharded_states_that_no_checkpoint_can_hold_are_refused(make, strategy, fits):
-    errors = [*strategy_errors(strategy(), SD3Policy("any"), CustomOptimizer(make), Sizes(1, 2))]
-    assert ["cannot put into a checkpoint. Use torch's" in error for error in errors] == [True] * (not fits)
 
 
 RECIPE = """

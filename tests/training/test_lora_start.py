@@ -29,48 +29,25 @@ from lit_vgrpo.training.resume_guard import changed_inputs
 from lit_vgrpo.training.saved_weights import load_policy, policy_errors, start_hashes
 
 GREY_LEVEL = 1 / 255
-LAYERS = {  # of each family: name -> rank, alpha; those in one tuple share their down matrix, as fused layers do
-    "sd3": {
-        ("transformer_blocks.0.attn.to_q",): (2, 1.0),
-        ("transformer_blocks.1.attn.to_out.0",): (3, 6.0),
-        ("transformer_blocks.0.ff.net.0.proj",): (4, 4.0),
-    },
-    "flux": {
-        tuple(f"transformer_blocks.0.attn.to_{x}" for x in "qkv"): (2, 1.0),
-        ("transformer_blocks.0.attn.to_out.0",): (3, 6.0),
-        ("single_transformer_blocks.0.proj_out",): (4, 4.0),
-    },
-    "sdxl": {
-        ("mid_block.attentions.0.transformer_blocks.0.attn1.to_q",): (2, 1.0),
-        ("mid_block.attentions.0.transformer_blocks.0.attn2.to_v",): (3, 6.0),
-        ("mid_block.attentions.0.transformer_blocks.0.ff.net.2",): (4, 4.0),
-    },
-    "qwen_image": {
-        ("transformer_blocks.0.attn.to_q",): (2, 1.0),
-        ("transformer_blocks.0.attn.add_k_proj",): (3, 6.0),
-        ("transformer_blocks.1.img_mlp.net.2",): (4, 4.0),
-    },
-    "chroma": {
-        ("transformer_blocks.0.attn.to_v",): (2, 1.0),
-        ("transformer_blocks.0.attn.to_out.0",): (3, 6.0),
-        ("single_transformer_blocks.0.proj_out",): (4, 4.0),
-    },
-    "flux2_dev": {
-        ("transformer_blocks.0.attn.to_v",): (2, 1.0),
-        ("transformer_blocks.0.attn.to_out.0",): (3, 6.0),
-        ("single_transformer_blocks.0.attn.to_qkv_mlp_proj",): (4, 4.0),
-    },
-    "lumina2": {("layers.0.attn.to_v",): (2, 1.0), ("layers.1.attn.to_out.0",): (3, 6.0)},
-    "sana": {("transformer_blocks.0.attn1.to_v",): (2, 1.0), ("transformer_blocks.1.attn2.to_out.0",): (3, 6.0)},
-    **{
-        name: {("transformer_blocks.0.attn.to_v",): (2, 1.0), ("transformer_blocks.1.attn.to_out.0",): (3, 6.0)}
-        for name in ("qwen_image21", "krea2")
-    },
+RANKS = ((2, 1.0), (3, 6.0), (4, 3.0))  # rank and alpha of a LoRA's first, second and third layer
+FIRST, SECOND = "transformer_blocks.0", "transformer_blocks.1"
+QKV = tuple(f"{FIRST}.attn.to_{x}" for x in "qkv")
+MIDDLE = "mid_block.attentions.0.transformer_blocks.0"
+LAYERS = {  # of each family; those in one tuple share their down matrix, as fused layers do
+    "sd3": (f"{FIRST}.attn.to_q", f"{SECOND}.attn.to_out.0", f"{FIRST}.ff.net.0.proj"),
+    "flux": (QKV, f"{FIRST}.attn.to_out.0", "single_transformer_blocks.0.proj_out"),
+    "sdxl": (f"{MIDDLE}.attn1.to_q", f"{MIDDLE}.attn2.to_v", f"{MIDDLE}.ff.net.2"),
+    "qwen_image": (f"{FIRST}.attn.to_q", f"{FIRST}.attn.add_k_proj", f"{SECOND}.img_mlp.net.2"),
+    "chroma": (f"{FIRST}.attn.to_v", f"{FIRST}.attn.to_out.0", "single_transformer_blocks.0.proj_out"),
+    "flux2_dev": (QKV[2], f"{FIRST}.attn.to_out.0", "single_transformer_blocks.0.attn.to_qkv_mlp_proj"),
+    "lumina2": ("layers.0.attn.to_v", "layers.1.attn.to_out.0"),
+    "sana": (f"{FIRST}.attn1.to_v", f"{SECOND}.attn2.to_out.0"),
+    **dict.fromkeys(("qwen_image21", "krea2"), (f"{FIRST}.attn.to_v", f"{SECOND}.attn.to_out.0")),
 }
 NEWER = ("chroma", "flux2_dev", "lumina2", "sana", "qwen_image21", "krea2")
 OF_BFL = {
-    **{f"transformer_blocks.0.attn.to_{x}": "lora_unet_double_blocks_0_img_attn_qkv" for x in "qkv"},
-    "transformer_blocks.0.attn.to_out.0": "lora_unet_double_blocks_0_img_attn_proj",
+    **dict.fromkeys(QKV, "lora_unet_double_blocks_0_img_attn_qkv"),
+    f"{FIRST}.attn.to_out.0": "lora_unet_double_blocks_0_img_attn_proj",
     "single_transformer_blocks.0.proj_out": "lora_unet_single_blocks_0_linear2",
 }
 NAMINGS = {
@@ -86,35 +63,30 @@ OF_XLABS = {
     "lora_unet_single_blocks_0_linear2": "single_blocks.0.processor.proj_lora",
 }
 RANK = {"lora_rank": 4, "lora_alpha": 6}
-FIRST = "transformer_blocks.0"
-OF_AUTHORS = {  # of each family: name of the model's authors -> diffusers' layers, rank, alpha
+OF_AUTHORS = {  # of each family: name of the model's authors -> diffusers' layers
     "wan": {
-        "blocks.0.self_attn.q": (("blocks.0.attn1.to_q",), 2, 1.0),
-        "blocks.1.cross_attn.o": (("blocks.1.attn2.to_out.0",), 3, 6.0),
-        "blocks.1.ffn.2": (("blocks.1.ffn.net.2",), 4, 3.0),
+        "blocks.0.self_attn.q": "blocks.0.attn1.to_q",
+        "blocks.1.cross_attn.o": "blocks.1.attn2.to_out.0",
+        "blocks.1.ffn.2": "blocks.1.ffn.net.2",
     },
     "flux2": {
-        "double_blocks.0.img_attn.qkv": (tuple(f"{FIRST}.attn.to_{x}" for x in "qkv"), 2, 1.0),
-        "double_blocks.0.txt_mlp.2": ((f"{FIRST}.ff_context.linear_out",), 3, 6.0),
-        "single_blocks.0.linear2": (("single_transformer_blocks.0.attn.to_out",), 4, 3.0),
+        "double_blocks.0.img_attn.qkv": QKV,
+        "double_blocks.0.txt_mlp.2": f"{FIRST}.ff_context.linear_out",
+        "single_blocks.0.linear2": "single_transformer_blocks.0.attn.to_out",
     },
-    "krea2": {
-        "blocks.0.attn.wq": ((f"{FIRST}.attn.to_q",), 2, 1.0),
-        "blocks.1.mlp.up": (("transformer_blocks.1.ff.up",), 3, 6.0),
-        "first": (("img_in",), 4, 3.0),
-    },
+    "krea2": {"blocks.0.attn.wq": QKV[0], "blocks.1.mlp.up": f"{SECOND}.ff.up", "first": "img_in"},
     "flux": {
-        "double_blocks.0.img_attn.qkv": (tuple(f"{FIRST}.attn.to_{x}" for x in "qkv"), 2, 1.0),
-        "double_blocks.0.img_mlp.0": ((f"{FIRST}.ff.net.0.proj",), 3, 6.0),
-        "single_blocks.0.linear2": (("single_transformer_blocks.0.proj_out",), 4, 3.0),
+        "double_blocks.0.img_attn.qkv": QKV,
+        "double_blocks.0.img_mlp.0": f"{FIRST}.ff.net.0.proj",
+        "single_blocks.0.linear2": "single_transformer_blocks.0.proj_out",
     },
     "z_image": {
-        "layers.0.attention.to_q": (("layers.0.attention.to_q",), 2, 1.0),
-        "layers.0.attention.out": (("layers.0.attention.to_out.0",), 3, 6.0),
+        "layers.0.attention.to_q": "layers.0.attention.to_q",
+        "layers.0.attention.out": "layers.0.attention.to_out.0",
     },
     "lumina2": {
-        "layers.0.attention.qkv": (tuple(f"layers.0.attn.to_{x}" for x in "qkv"), 2, 1.0),
-        "layers.1.feed_forward.w1": (("layers.1.feed_forward.linear_1",), 3, 6.0),
+        "layers.0.attention.qkv": tuple(f"layers.0.attn.to_{x}" for x in "qkv"),
+        "layers.1.feed_forward.w1": "layers.1.feed_forward.linear_1",
     },
 }
 PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
@@ -124,6 +96,12 @@ SPELLINGS = [
     ("lora_unet_", KOHYA),
     ("base_model.model.", PEFT),
 ]
+
+
+def with_ranks(layers):
+    """Each entry of a table's layers as a tuple, with its rank and alpha."""
+    for of, (rank, alpha) in zip(layers, RANKS, strict=False):
+        yield (of,) if isinstance(of, str) else of, rank, alpha
 
 
 class Loras:
@@ -138,7 +116,7 @@ class Loras:
         modules = dict(self.family(name).shared.network.named_modules())
         draw = torch.Generator().manual_seed(1)
         found = {}
-        for layers, (rank, alpha) in LAYERS[name].items():
+        for layers, rank, alpha in with_ranks(LAYERS[name]):
             down = torch.randn(rank, modules[layers[0]].weight.shape[1], generator=draw)
             for layer in layers:
                 found[layer] = down, 0.3 * torch.randn(len(modules[layer].weight), rank, generator=draw), alpha
@@ -246,7 +224,7 @@ def test_the_names_of_a_models_authors_are_read_with_their_alphas(loras, tmp_pat
     family, draw, tensors, expected = loras.family(name), torch.Generator().manual_seed(2), {}, {}
     policy = family.policy_class(str(family.folder), start_from=str(tmp_path / "a.safetensors"))
     network = bare_network(policy)
-    for theirs, (layers, rank, alpha) in OF_AUTHORS[name].items():
+    for theirs, (layers, rank, alpha) in zip(OF_AUTHORS[name], with_ranks(OF_AUTHORS[name].values()), strict=True):
         weights = [network.get_submodule(layer).weight for layer in layers]
         down = torch.randn(rank, weights[0].shape[1], generator=draw)
         up = torch.randn(sum(map(len, weights)), rank, generator=draw)
@@ -286,7 +264,8 @@ def test_another_kind_of_adapter_is_one_line(loras, tmp_path, name, change, word
     source = loras.family(change if change in OF_AUTHORS else name)
     modules = dict(bare_network(source.policy_class(str(source.folder))).named_modules())
     tensors = {} if change in OF_AUTHORS else {change: torch.ones(2)}
-    for theirs, (layers, rank, _) in OF_AUTHORS[change if change in OF_AUTHORS else name].items():
+    names = OF_AUTHORS[change if change in OF_AUTHORS else name]
+    for theirs, (layers, rank, _) in zip(names, with_ranks(names.values()), strict=True):
         weights = [modules[layer].weight for layer in layers]
         tensors[f"diffusion_model.{theirs}.lora_A.weight"] = torch.ones(rank, weights[0].shape[1])
         tensors[f"diffusion_model.{theirs}.lora_B.weight"] = torch.ones(sum(map(len, weights)), rank)

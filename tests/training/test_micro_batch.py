@@ -1,9 +1,8 @@
 """``data.micro_batch_size: auto``: the largest that fits, found without a trace."""
 
 import pytest
-import torch
 from all_methods import METHODS
-from helpers import SaveAt, make_data, make_module, make_trainer, weights
+from helpers import SaveAt, make_data, make_module, make_trainer, same, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,10 +21,6 @@ def fit(folder, tmp_path, make, micro_batch_size, iterations=1, ckpt=None, callb
     trainer = make_trainer(tmp_path, iterations, [EMA(0.5), *callbacks])
     trainer.fit(module, datamodule=data, ckpt_path=ckpt)
     return module, trainer, data
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch import nn
 
 from lit_vgrpo import OptimizerConfig, SD3Policy
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.training.optimizer import Optimization
+from lit_vgrpo.training.optimizer import CustomOptimizer, Optimization
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, strategy_errors
 
 KINDS = ["adamw", "adamw8bit"]
@@ -108,13 +108,21 @@ def test_adamw8bit_leaves_a_weight_without_gradient_as_it_is():
     assert torch.equal(parameters[1], torch.ones(EIGHT_BIT_FROM))
 
 
-def test_8_bits_are_refused_where_weights_or_moments_are_sharded():
-    narrow, rest = OptimizerConfig(kind="adamw8bit"), Sizes(1, 2)
-    for strategy in (ZeRO(), FSDP2()):
-        (error,) = strategy_errors(strategy, SD3Policy("any"), narrow, rest)
-        assert f"adamw8bit keeps state that {type(strategy).__name__} cannot put into a checkpoint." in error
-        assert [*strategy_errors(strategy, SD3Policy("any"), OptimizerConfig(), rest)] == []
-    assert [*strategy_errors(DDPStrategy(), SD3Policy("any"), narrow, rest)] == []
+@pytest.mark.parametrize(
+    ("optimizer", "refusing"),
+    [
+        (OptimizerConfig(), []),
+        (OptimizerConfig(kind="adamw8bit"), [ZeRO, FSDP2]),
+        (CustomOptimizer(partial(torch.optim.AdamW, lr=1e-3)), []),
+        (CustomOptimizer(torch.optim.SGD), [ZeRO]),
+        (CustomOptimizer(torch.optim.Adafactor), [ZeRO, FSDP2]),
+    ],
+)
+def test_sharded_states_that_no_checkpoint_can_hold_are_refused(optimizer, refusing):
+    for strategy in (ZeRO, FSDP2, DDPStrategy):
+        errors = [*strategy_errors(strategy(), SD3Policy("any"), optimizer, Sizes(1, 2))]
+        why = f"keeps state that {strategy.__name__} cannot put into a checkpoint. Use torch's"
+        assert [why in error for error in errors] == [True] * (strategy in refusing)
 
 
 def test_a_missing_package_is_one_line_with_its_command(monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import export, run
-from helpers import make_module
+from helpers import make_module, same
 from safetensors.torch import load_file
 from saved_runs import folder_with, train
 
@@ -56,10 +56,6 @@ def policy(folder, **options):
 
 def saved(path, variant="trained"):
     return SavedWeights.read(Path(path)).tensors[variant]
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 STARTS = [*itertools.product(["runs/first", f"runs/first/{CONFIG_NAME}", LAST], ["trained", "EMA"])]

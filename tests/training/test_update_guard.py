@@ -3,7 +3,7 @@ import math
 import lightning as L
 import pytest
 import torch
-from helpers import make_data, make_module, make_trainer, repeating, weights
+from helpers import make_data, make_module, make_trainer, repeating, same, weights
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA, RewardLogger
@@ -90,17 +90,15 @@ def train_skipping(folder, tmp_path, iterations):
 def test_a_refused_update_leaves_weights_moments_and_clocks(tiny_sd3, tmp_path):
     before, first, first_ema = train_skipping(tiny_sd3, tmp_path, 1)
     after, trainer, ema = train_skipping(tiny_sd3, tmp_path, 2)
-    assert all(torch.equal(value, weights(before)[name]) for name, value in weights(after).items())
+    assert same(weights(after), weights(before))
     assert (after.objective.num_updates, ema.num_updates, after.guard.skipped) == (1, 1, 1)
-    for name, value in first_ema.average.tensors.items():
-        assert torch.equal(ema.average.tensors[name], value)
+    assert same(ema.average.tensors, first_ema.average.tensors)
     states = [fit.optimizers[0].state_dict()["state"] for fit in (first, trainer)]
-    for index, state in states[0].items():
-        assert all(torch.equal(value, states[1][index][key]) for key, value in state.items())
+    assert all(same(states[1][index], state) for index, state in states[0].items())
     module = make_module(tiny_sd3, Once(RolloutSpec(steps=2)))  # by default it stops
     with pytest.raises(FloatingPointError, match="The loss is not finite, in update 1 of iteration 2. The weights"):
         make_trainer(tmp_path, 3).fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=2))
-    assert all(torch.equal(value, weights(before)[name]) for name, value in weights(module).items())
+    assert same(weights(module), weights(before))
 
 
 CLIPS = [{}, {"gradient_clip_algorithm": "value"}]
@@ -126,7 +124,7 @@ def test_one_norm_is_checked_logged_and_clipped_by(tiny_sd3, tmp_path, monkeypat
         trainer.fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=2))
         made.append((weights(module), trainer.callback_metrics["policy/grad_norm"]))
     (own, logged), (lightnings, _), (unclipped, _) = made
-    assert not all(torch.equal(value, unclipped[name]) for name, value in own.items())
-    assert all(torch.equal(value, lightnings[name]) for name, value in own.items())
+    assert same(own, lightnings)
+    assert not same(own, unclipped)
     assert len(taken) == 6  # one an update
     assert logged == taken[1] > 0.01
