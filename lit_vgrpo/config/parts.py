@@ -92,25 +92,29 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
     if isinstance(node, list):
         errors = (_misnamed(item, hint, (*place, number)) for number, item in enumerate(node))
         return next(filter(None, errors), None)
-    key, kinds = typed_key(place), _kinds(hint)
+    key, kinds = typed_key(place), dict.fromkeys(_kinds(hint))
     classes = [kind for kind in kinds if kind.__module__.startswith(NAMED_IN) and not issubclass(kind, Enum)]
+    others = kinds.keys() - {*classes, type(None)}
     name, options = (node.get("class_path"), node) if isinstance(node, Mapping) else (node, {})
-    if not classes or (name is None and dict in kinds) or (name is node and {str, dict} & {*kinds}):
-        return None  # another value than a class
+    if not classes or node is None:
+        return None
     owner: Any = None
-    if isinstance(name, str):
+    if isinstance(name, str) and not (name is node and {str, dict} & others):
         if not isinstance(owner := _class_named(name, classes), type):
             return owner and f"{key}{owner}"
-    elif name is None and options:
+    elif name is None and dict not in others:
         owner = next((kind for kind in classes if len(place) == 1 or is_dataclass(kind)), None)
-        if owner is None:
-            return f"{key} names no class. Write {{class_path: NAME, init_args: {{OPTION: VALUE}}}}."
+    elif isinstance(name, str) or others:
+        return None
+    if owner is None:
+        given = "" if options else f"={node}"
+        return f"{key}{given} names no class. Write {{class_path: NAME, init_args: {{OPTION: VALUE}}}}."
     if "class_path" in options:
         if misplaced := [option for option in options if option not in CLASS_KEYS]:
             form = f"{{class_path: {name}, init_args: {{{misplaced[0]}: VALUE}}}}"
             return f"{key}: {misplaced[0]} is an option of the class. Write {form}."
         options = options.get("init_args") or {}
-    if owner is None or not isinstance(options, Mapping):
+    if not isinstance(options, Mapping):
         return None
     known = options_of_class(owner)
     hints: dict[str, Any] = {}

@@ -31,6 +31,7 @@ LINES = [
         "trainer.callbacks=[{class_path: EMA, decay: 0.9}]",
         "trainer.callbacks[0]: decay is an option of the class. Write {class_path: EMA, init_args: {decay: VALUE}}.",
     ),
+    ("model.policy=3", "model.policy=3 names no class. Write {class_path: NAME, init_args: {OPTION: VALUE}}."),
     ("model.optimizer.lrr=3", "model.optimizer.lrr is not an option of OptimizerConfig. Did you mean lr?"),
     (
         [f"model.optimizer={ADAM}", "model.optimizer.lrr=3"],
