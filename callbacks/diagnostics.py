@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import lightning as L
 import torch
 
-from lit_vgrpo.core.gather import of_all_ranks
+from lit_vgrpo.core.gather import all_gather
 from lit_vgrpo.core.ranges import Count, PositiveInt, Range, checked
 from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.core.sampling import schedule_of
@@ -64,7 +64,7 @@ class SurrogateDiagnostics(L.Callback):
         is_due = record.iteration % self.every_n_iterations == 0 and "surrogate/cv" not in record.diagnostics
         # With split updates, only the last one completes the images.
         if is_due and values is not None and len(values) == len(record.local_group_ids):
-            values, groups = of_all_ranks(values), of_all_ranks(record.local_group_ids)
+            values, groups = all_gather(values), all_gather(record.local_group_ids)
             record.diagnostics["surrogate/cv"] = coefficient_of_variation(values)
             record.diagnostics["surrogate/cv_within"] = coefficient_of_variation(values, groups.to(values.device))
         if snr_every is not None and not record.updates and record.iteration % snr_every == 0:
@@ -84,5 +84,5 @@ class SurrogateDiagnostics(L.Callback):
         if not ratios:
             return {}
         # Each rank's ratio is that of its images.
-        mean = of_all_ranks(torch.tensor([ratios])).double().mean(dim=0) * module.trainer.world_size**0.5
+        mean = all_gather(torch.tensor([ratios])).double().mean(dim=0) * module.trainer.world_size**0.5
         return dict(zip((f"surrogate/snr_t{time:.2f}" for time in times.tolist()), mean.tolist(), strict=True))

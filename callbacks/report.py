@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from PIL.Image import Image
 from torch import Tensor
 
-from lit_vgrpo.core.gather import objects_of_all_ranks
+from lit_vgrpo.core.gather import all_gather_objects
 from lit_vgrpo.core.pictures import picture_files, read_picture
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import Range, checked
@@ -141,7 +141,7 @@ class KeptImages:
 
     def compute(self, module: VGRPOModule) -> dict[str, float]:
         """Write the scores and the chosen images on rank 0, and discard the rest; it measures nothing."""
-        ranks = objects_of_all_ranks((self._slots, self._asked, len(self._pictures)))
+        ranks = all_gather_objects((self._slots, self._asked, len(self._pictures)))
         slots = [slot for own, _, _ in ranks for slot in own]
         asked = [one for _, own, _ in ranks for one in own]
         available = {slot for own, _, held in ranks for slot in own[:held]}
@@ -152,7 +152,7 @@ class KeptImages:
         chosen = choose(scores, asked, places, self.number)
         wanted = {slots[place] for place, _, _ in chosen}
         own = {slot: picture for slot, picture in zip(self._slots, self._pictures, strict=False) if slot in wanted}
-        images = {slot: image for chosen_images in objects_of_all_ranks(own) for slot, image in chosen_images.items()}
+        images = {slot: image for chosen_images in all_gather_objects(own) for slot, image in chosen_images.items()}
         self.start_over()
         trainer = module.trainer
         if trainer.is_global_zero and trainer.state.fn == "fit":

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_vgrpo.core.advantages import no_spread_share
-from lit_vgrpo.core.gather import image_ranks, objects_of_all_ranks, sum_over_ranks
+from lit_vgrpo.core.gather import all_gather_objects, image_ranks, sum_over_ranks
 from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.meta import flops_per_image
@@ -80,7 +80,7 @@ class RewardLogger(L.Callback):
         if pl_module.objective.needs_reward:
             metrics |= self._rewards(record)
         metrics["cost/images_per_second_per_device"] = metrics["cost/images_per_second"] / trainer.world_size
-        peaks = objects_of_all_ranks(pl_module.ledger.memory.by_phase)
+        peaks = all_gather_objects(pl_module.ledger.memory.by_phase)
         for phase in sorted({phase for rank_peaks in peaks for phase in rank_peaks}):
             metrics[f"memory/{phase}_gb"] = max(rank_peaks.get(phase, 0) for rank_peaks in peaks) / 1e9
         log_row(trainer, metrics)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from lit_vgrpo.callbacks import FID
-from lit_vgrpo.core.gather import count_ranks_of, image_ranks, objects_of_all_ranks
+from lit_vgrpo.core.gather import all_gather_objects, count_ranks_of, image_ranks
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.data.batch import PromptBatch
@@ -94,7 +94,7 @@ class HeldOutEvaluation(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         count_ranks_of(self.trainer)
-        if len(set(objects_of_all_ranks((str(self.saved.path), self.saved.progress)))) > 1:
+        if len(set(all_gather_objects((str(self.saved.path), self.saved.progress)))) > 1:
             raise UserError(
                 f"{self.saved.path} was replaced while the ranks were reading it. Run the evaluation again."
             )
@@ -121,7 +121,7 @@ class HeldOutEvaluation(L.LightningModule):
             images = tqdm((dataset[i] for i in range(len(dataset))), batch, len(dataset), leave=False, disable=quiet)
             share = ImageScores.joined([self._scored(prompts) for prompts in images])
             distances = {name: value for fid in self.fids for name, value in fid.compute(self).items()}
-        self.scores[batch] = ImageScores.joined(objects_of_all_ranks(share))
+        self.scores[batch] = ImageScores.joined(all_gather_objects(share))
         self.scores[batch].distances = {name.removeprefix("heldout/"): value for name, value in distances.items()}
 
     def _scored(self, batch: PromptBatch) -> ImageScores:

@@ -63,17 +63,17 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total.cpu()
 
 
-def of_all_ranks(values: Tensor) -> Tensor:
+def all_gather(values: Tensor) -> Tensor:
     """Return every rank's ``(B, ...)``, of equal shapes, concatenated in rank order, on the CPU."""
-    return torch.cat(_of_processes(values)[::_per_rank]).cpu()
+    return torch.cat(_gather_processes(values)[::_per_rank]).cpu()
 
 
-def of_all_processes(values: Tensor) -> Tensor:
+def all_gather_processes(values: Tensor) -> Tensor:
     """Return the same for every process, including those that count as one rank."""
-    return torch.cat(_of_processes(values)).cpu()
+    return torch.cat(_gather_processes(values)).cpu()
 
 
-def _of_processes(values: Tensor) -> list[Tensor]:
+def _gather_processes(values: Tensor) -> list[Tensor]:
     if not _is_group():
         return [values]
     local = values.detach().to(_device()).contiguous()
@@ -82,16 +82,16 @@ def _of_processes(values: Tensor) -> list[Tensor]:
     return parts
 
 
-def rows_of_all_ranks(values: Tensor) -> Tensor:
+def all_gather_rows(values: Tensor) -> Tensor:
     """Return all ranks' rows ``(n, ...)`` in rank order, on the CPU; ``n`` may differ between ranks."""
-    counts = of_all_ranks(torch.tensor([len(values)])).tolist()
+    counts = all_gather(torch.tensor([len(values)])).tolist()
     padded = values.new_zeros((max(counts), *values.shape[1:]))
     padded[: len(values)] = values
-    parts = of_all_ranks(padded).chunk(len(counts))
+    parts = all_gather(padded).chunk(len(counts))
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
-def objects_of_all_ranks(value: T) -> list[T]:
+def all_gather_objects(value: T) -> list[T]:
     """Return all ranks' objects, which must be small, in rank order."""
     return _objects(value)[::_per_rank]
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.gather import rows_of_all_ranks, sum_over_ranks
+from lit_vgrpo.core.gather import all_gather_rows, sum_over_ranks
 
 Key = TypeVar("Key", bound=Hashable)
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000
@@ -81,8 +81,8 @@ class KeptFeatures:
 
     def gathered(self) -> Tensor:
         """Return all ranks' features ``(N, D)``, sorted by image number; every rank must call it."""
-        features = rows_of_all_ranks(torch.cat(self._features))
-        numbers = rows_of_all_ranks(torch.tensor(self._numbers, dtype=torch.int64))
+        features = all_gather_rows(torch.cat(self._features))
+        numbers = all_gather_rows(torch.tensor(self._numbers, dtype=torch.int64))
         return features[numbers.argsort(stable=True)]
 
 

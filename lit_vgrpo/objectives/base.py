@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
-from lit_vgrpo.core.gather import of_all_ranks
+from lit_vgrpo.core.gather import all_gather
 from lit_vgrpo.core.ranges import GuidanceScale, checked
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sampling import rollout_batches
@@ -164,7 +164,7 @@ class Objective(ABC):
         self.copies: dict[str, Snapshot] = {}
         self.num_updates = 0
         self.seed = 0
-        self.all_ranks: Callable[[Tensor], Tensor] = of_all_ranks
+        self.all_ranks: Callable[[Tensor], Tensor] = all_gather
 
     # --- what a method defines -------------------------------------------------------------------------------------
 

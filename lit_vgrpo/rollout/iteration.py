@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.gather import of_all_ranks, rows_of_all_ranks
+from lit_vgrpo.core.gather import all_gather, all_gather_rows
 from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
 from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
@@ -209,12 +209,12 @@ def training_order(batch: PromptBatch, is_replayed: bool) -> Tensor | None:
 def gathered(own: Experience, image_ids: Tensor) -> dict[str, Any]:
     """Return all ranks' images as CPU tensors, with their global indices ``(B,)``; all ranks must call it."""
     state: dict[str, Any] = {
-        "image_ids": of_all_ranks(image_ids),
-        "latents": of_all_ranks(own.latents),
-        "advantages": of_all_ranks(own.advantages),
-        "steps": None if own.steps is None else own.steps.map(of_all_ranks).tensors(),
-        "kept": {name: of_all_ranks(value) for name, value in sorted(own.kept.items())},
-        "weights": None if own.weights is None else of_all_ranks(own.weights),
+        "image_ids": all_gather(image_ids),
+        "latents": all_gather(own.latents),
+        "advantages": all_gather(own.advantages),
+        "steps": None if own.steps is None else own.steps.map(all_gather).tensors(),
+        "kept": {name: all_gather(value) for name, value in sorted(own.kept.items())},
+        "weights": None if own.weights is None else all_gather(own.weights),
         **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors), strict=True)),
         "pairs": None,
     }
@@ -255,9 +255,9 @@ def scattered(state: dict[str, Any], wanted: Tensor, group_size: int, device: to
 
 def _table(rows: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return all ranks' rows and the values they index, as one table."""
-    lengths = of_all_ranks(torch.tensor([len(next(iter(values.values())))]))
+    lengths = all_gather(torch.tensor([len(next(iter(values.values())))]))
     first = (lengths.cumsum(0) - lengths).repeat_interleave(len(rows))
-    return of_all_ranks(rows) + first, {name: rows_of_all_ranks(value) for name, value in sorted(values.items())}
+    return all_gather(rows) + first, {name: all_gather_rows(value) for name, value in sorted(values.items())}
 
 
 def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

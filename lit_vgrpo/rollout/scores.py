@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd, combined_advantages, no_spread_share
-from lit_vgrpo.core.gather import objects_of_all_ranks, of_all_ranks, rank_and_world_size
+from lit_vgrpo.core.gather import all_gather, all_gather_objects, rank_and_world_size
 from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.records import IterationRecord, timed
 from lit_vgrpo.core.types import Rollout
@@ -115,10 +115,10 @@ class ScoreCollector:
 
         ``rollout`` has this rank's images, ``scores`` those of all ranks.
         """
-        group_ids = of_all_ranks(rollout.group_ids)
+        group_ids = all_gather(rollout.group_ids)
         shaped = {name: self.reward.shaped(name, scores.parts) for name in scores.parts}
         weights = self.reward.weight_of
-        sources = [source for own in objects_of_all_ranks(self._sources) for source in own]
+        sources = [source for own in all_gather_objects(self._sources) for source in own]
         advantages = combined_advantages(scores.total, shaped, weights, group_ids, std, aggregate, sources)
         group_size = int((rollout.group_ids == rollout.group_ids[0]).sum())
         record = IterationRecord(
@@ -132,14 +132,14 @@ class ScoreCollector:
             seconds={**sampler.seconds, **self.seconds},
             has_advantage=self.queue is None or bool(advantages.any()),
             sources=statistics(scores_by_source(scores, sources), group_ids),
-            edits={name: of_all_ranks(values) for name, values in self.copies.scores(group_size).items()},
+            edits={name: all_gather(values) for name, values in self.copies.scores(group_size).items()},
         )
         return advantages.split(len(rollout))[rank_and_world_size()[0]], record
 
 
 def gathered(local: Scores) -> Scores:
     """Return the scores of all ranks' images, in rank order; seconds and counts are sums over ranks."""
-    return Scores.joined(objects_of_all_ranks(local))
+    return Scores.joined(all_gather_objects(local))
 
 
 def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]:

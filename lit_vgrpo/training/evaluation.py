@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_vgrpo.core.batches import at_most
-from lit_vgrpo.core.gather import objects_of_all_ranks, rows_of_all_ranks
+from lit_vgrpo.core.gather import all_gather_objects, all_gather_rows
 from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import strips
@@ -115,9 +115,9 @@ class Looks:
 
         Images that are not finite are left out, and metrics that cannot be measured.
         """
-        numbers = rows_of_all_ranks(torch.tensor(self._numbers, dtype=torch.int64))
+        numbers = all_gather_rows(torch.tensor(self._numbers, dtype=torch.int64))
         order = numbers[:, 0].argsort()
-        measured, prompts = rows_of_all_ranks(torch.cat(self._measured))[order], numbers[order, 1]
+        measured, prompts = all_gather_rows(torch.cat(self._measured))[order], numbers[order, 1]
         self.start_over()
         small, per_image = measured[:, :-2], measured[:, -2:].double()
         is_finite = measured.isfinite().all(1)
@@ -252,7 +252,7 @@ class Evaluator:
             self._queue.put(images, batch.prompts, batch.rows)
 
     def _read_contents(self, trainer: Trainer) -> dict[str, str]:
-        asked = {slot: row for own in objects_of_all_ranks(self._asked) for slot, row in own.items()}
+        asked = {slot: row for own in all_gather_objects(self._asked) for slot, row in own.items()}
         with self.policy.sized(*self.sides):
             size = dict(zip(("height", "width"), self.policy.image_size or (), strict=False))
         contents = {
@@ -261,7 +261,7 @@ class Evaluator:
             "sampling": [{**asdict(self.spec), **size}, self.policy.num_frames, self.seed],
             "weights": evaluated_weights(trainer),
         }
-        return objects_of_all_ranks({name: hashed(part) for name, part in contents.items()} | self._rewards)[0]
+        return all_gather_objects({name: hashed(part) for name, part in contents.items()} | self._rewards)[0]
 
     def per_image(self, name: str) -> Tensor | None:
         """Return a metric of the last evaluation per image, ``(N,)`` by number, NaN if it has none, or ``None``."""
@@ -289,16 +289,16 @@ class Evaluator:
         failed = [part.isnan() & scores.applies_to(name) for name, part in scores.parts.items()]
         values["heldout/failed"] = torch.stack(failed).any(dim=0)
         # Each rank has a contiguous share of the images, in rank order.
-        table = rows_of_all_ranks(torch.stack(list(values.values()), dim=1).double())
+        table = all_gather_rows(torch.stack(list(values.values()), dim=1).double())
         self._of_images = dict(zip(values, table.unbind(dim=1), strict=True))
         means = {name: float(per_image.nanmean()) for name, per_image in self._of_images.items()}
-        sources = [source for own in objects_of_all_ranks(self._sources) for source in own]
+        sources = [source for own in all_gather_objects(self._sources) for source in own]
         for source in sorted(set(sources)):
             own = torch.tensor([one == source for one in sources])
             means[f"heldout/source/{source}"] = float(self._of_images["heldout/reward"][own].nanmean())
         num_failed = int(self._of_images.pop("heldout/failed").sum())
         if num_failed:
-            reasons = {name: why for errors in objects_of_all_ranks(scores.errors) for name, why in errors.items()}
+            reasons = {name: why for errors in all_gather_objects(scores.errors) for name, why in errors.items()}
             if is_first and any(math.isnan(means.get(name, 0.0)) for name in (TRAINED, UNTRAINED)):
                 name, why = next(iter(reasons.items()), ("", "no message"))
                 raise RewardError(f'No held-out image could be scored before training. Reward "{name}": {why}')

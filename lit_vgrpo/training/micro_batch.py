@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.gather import image_ranks, of_all_processes
+from lit_vgrpo.core.gather import all_gather_processes, image_ranks
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.sizes import Plan, divisors
 from lit_vgrpo.core.snapshots import trainable_parameters
@@ -128,7 +128,7 @@ class Trial:
 
     def most_of_ranks(self, value: int) -> int:
         """Return the largest value of any rank; all ranks must call it."""
-        return int(of_all_processes(torch.tensor([value])).max())
+        return int(all_gather_processes(torch.tensor([value])).max())
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from teachers import make_student, make_task
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import EMA
-from lit_vgrpo.core.gather import of_all_ranks
+from lit_vgrpo.core.gather import all_gather
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.rewards import JPEGCompressibility, Weighted
@@ -152,7 +152,7 @@ class Seen(L.Callback):
         for slot, value in self._means.items():
             numbers[slot] = value
         self._means = {}
-        self.images.append(of_all_ranks(numbers[None]).sum(0))
+        self.images.append(all_gather(numbers[None]).sum(0))
         return {}
 
 

@@ -24,7 +24,7 @@ from processes import small_strategy
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec, SD3Policy, VGRPOModule, policies
 from lit_vgrpo.callbacks import EMA, Export, RewardLogger, SampleGrid, averaged_weights
-from lit_vgrpo.core.gather import of_all_ranks
+from lit_vgrpo.core.gather import all_gather
 from lit_vgrpo.training.sharded import FSDP2
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
@@ -81,7 +81,7 @@ class Witness(L.Callback):
         """Held-out images, drawn with the average in the moment after a step."""
         shape = next(iter(self._heldout.values())).shape
         images = torch.stack([self._heldout.get(slot, torch.zeros(shape)) for slot in range(2)])
-        self.seen["heldout"] = of_all_ranks(images[None]).sum(0)
+        self.seen["heldout"] = all_gather(images[None]).sum(0)
         self._heldout = {}
         return {}
 
