@@ -68,7 +68,7 @@ class PrepareContext:
         micro_batch_size: Images per forward pass; the same as in the updates, since kernels round by batch size.
         updates: Gradient steps of this iteration; the policy has moved from the second on.
         ledger: Counter of extra network passes.
-        later: ``(K,)``, int64: the images that the first update does not train on, if every update takes a
+        off_policy: ``(K,)``, int64: the images that the first update does not train on, if every update takes a
             separate share; ``None`` if all updates train on all images.
         is_trial: The images are dummies for measuring memory.
         reward: The reward, for a method without advantages, see
@@ -83,7 +83,7 @@ class PrepareContext:
     micro_batch_size: int
     updates: int = 1
     ledger: PassLedger = field(default_factory=PassLedger)
-    later: Tensor | None = None
+    off_policy: Tensor | None = None
     is_trial: bool = False
     reward: Weighted | None = None
     prompts: Sequence[str] = ()
@@ -330,10 +330,10 @@ class Objective(ABC):
             if copy.asked != "iteration" or not copy.needs_pass(context.updates):
                 continue
             # The first update trains the policy as it is now: its pass has what a copy with decay 0 would keep.
-            later = context.later if copy.decay == 0 else None
-            part = experience if later is None else experience.select(later.to(experience.latents.device))
+            off_policy = context.off_policy if copy.decay == 0 else None
+            part = experience if off_policy is None else experience.select(off_policy.to(experience.latents.device))
             micros = part.micro_batches(context.micro_batch_size)
-            self.keep(context.policy, name, micros, context.ledger, into=experience, places=later)
+            self.keep(context.policy, name, micros, context.ledger, into=experience, places=off_policy)
         return experience
 
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:

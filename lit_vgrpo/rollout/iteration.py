@@ -70,15 +70,15 @@ class Iteration:
             reward: The reward, for a method without advantages.
         """
         replayed = replay.exchange(rollout, advantages, batch) if objective.replay else None
-        size, later = batch.micro_batch_size, None
+        size, off_policy = batch.micro_batch_size, None
         if batch.order is not None:  # the first update does not train on the others' shares
-            later = torch.tensor(batch.order[len(batch.order) // batch.updates :])
+            off_policy = torch.tensor(batch.order[len(batch.order) // batch.updates :])
         replayed = replayed if record.has_advantage else None
         if replayed is not None:
-            later = None if later is None else torch.cat([later, later + len(rollout)])
+            off_policy = None if off_policy is None else torch.cat([off_policy, off_policy + len(rollout)])
             rollout = rollout.followed_by(replayed[0])
             advantages = torch.cat([advantages.to(replayed[1].device), replayed[1]])
-        context = PrepareContext(policy, rollout, advantages, size, batch.updates, ledger, later)
+        context = PrepareContext(policy, rollout, advantages, size, batch.updates, ledger, off_policy)
         if not objective.uses_advantages:
             groups = [batch.slots.index(slot) for slot in rollout.group_ids.tolist()]
             asked, rows = [batch.prompts[group] for group in groups], [batch.rows[group] for group in groups]

@@ -86,7 +86,7 @@ def prepared(
     images: int,
     plan: Plan,
     micro_batch_size: int,
-    later: Tensor | None = None,
+    off_policy: Tensor | None = None,
 ) -> tuple[Rollout, Experience]:
     """Return a dummy rollout with random latents, not from global generators, and what the method prepares from it.
 
@@ -94,7 +94,7 @@ def prepared(
         conditioning: A single row, on the device of the rollout.
         latent_shape: ``(C, H, W)`` of an image's latent.
         images: Images of the rollout; with replay, the experience has twice as many.
-        later: Indices of the images that the first update does not train on.
+        off_policy: Indices of the images that the first update does not train on.
     """
     rollout = _dummy_rollout(objective, policy.path, conditioning, latent_shape, images, plan.group_size)
     advantages = torch.linspace(-1, 1, images, device=rollout.latents.device)
@@ -103,8 +103,9 @@ def prepared(
         groups = rollout.group_ids + images // rollout.group_size
         whole = rollout.followed_by(replace(rollout, group_ids=groups, image_ids=rollout.image_ids + images))
         advantages = advantages.repeat(2)
-        later = None if later is None else torch.cat([later, later + images])
-    context = PrepareContext(policy, whole, advantages, micro_batch_size, updates, later=later, is_trial=True)
+        off_policy = None if off_policy is None else torch.cat([off_policy, off_policy + images])
+    sizes = micro_batch_size, updates
+    context = PrepareContext(policy, whole, advantages, *sizes, off_policy=off_policy, is_trial=True)
     return rollout, objective.prepare(context)
 
 
@@ -197,9 +198,9 @@ def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
     stand_in = cast(Policy, network)
     method.setup(stand_in)
     first = plan.micro_batches_per_update * plan.micro_batch_size
-    later = torch.arange(first, plan.images_per_rank) if first < plan.images_per_rank else None
+    off_policy = torch.arange(first, plan.images_per_rank) if first < plan.images_per_rank else None
     cond, size = Conditioning({"rows": torch.zeros(1, 1)}), plan.micro_batch_size
-    whole = prepared(method, stand_in, cond, LATENT, plan.images_per_rank, plan, size, later)
+    whole = prepared(method, stand_in, cond, LATENT, plan.images_per_rank, plan, size, off_policy)
     _, micro = prepared(method, stand_in, cond, LATENT, size, plan, size)
     method.before_update(stand_in, [micro])
     with LiveMemory() as live:

@@ -206,8 +206,8 @@ def test_the_first_update_has_the_loss_that_old_passes_would_give_it(policy, gua
     objective.setup(policy)
     rollout, order = roll(policy, objective), torch.tensor([1, 3, 4, 0, 2, 5])
 
-    def shares(updates, later):
-        given = {"micro_batch_size": 1, "updates": updates, "later": later}
+    def shares(updates, off_policy):
+        given = {"micro_batch_size": 1, "updates": updates, "off_policy": off_policy}
         return objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, **given)).select(order)
 
     whole, split, alone = shares(2, None), shares(2, order[3:]), shares(1, None)

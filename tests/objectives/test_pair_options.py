@@ -140,8 +140,8 @@ def test_the_first_share_of_split_updates_needs_no_old_passes(policy, objective,
     rollout, ledger, order = roll(policy, objective), PassLedger(), torch.tensor([1, 3, 4, 0, 2, 5])
     ledger.attach(policy.network)
 
-    def shares(later):
-        context = PrepareContext(policy, rollout, ADVANTAGES, 1, updates=2, ledger=ledger, later=later)
+    def shares(off_policy):
+        context = PrepareContext(policy, rollout, ADVANTAGES, 1, updates=2, ledger=ledger, off_policy=off_policy)
         experience = objective.prepare(context).select(order)
         assert experience.kept.keys() == names
         return [experience.select(slice(0, 3)), experience.select(slice(3, 6))]
