@@ -67,11 +67,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     known = list(known)
     if ends := [name for name in known if name.endswith(f".{word}")]:
         return ends[0]
-    folded = {**{name.lower(): name for name in known}, **{name: name for name in known}}
-    if close := get_close_matches(word, known, n=1, cutoff=0.6):
+    if close := get_close_matches(word, known, n=1):
         return close[0]
-    close = get_close_matches(word.lower(), folded, n=1, cutoff=0.6)
-    return folded[close[0]] if close else None
+    folded = {name.lower(): name for name in known}
+    return next((folded[close] for close in get_close_matches(word.lower(), folded, n=1)), None)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -149,9 +148,5 @@ def report(errors: Sequence[str]) -> None:
 
 
 def say(text: object, error: bool = False) -> None:
-    """Print text, some of which may come from a server, a file or a reward, without control characters.
-
-    Args:
-        error: Output on stderr.
-    """
+    """Print text, which may come from a server, a file or a reward, without control characters; an error on stderr."""
     print(without_controls(text), file=sys.stderr if error else sys.stdout, flush=True)

@@ -1,7 +1,7 @@
 """Options of the commands, each written once: name, type, default and help. Nothing slow is imported here.
 
-A field is an option, of the same name unless its ``Option`` has another; ``words`` are the arguments, and ``line`` is
-the command as typed. Where the command runs, a subclass checks them and adds what follows from them.
+A class is a command, with its help as the docstring. A field is an option, of the same name unless its ``Option`` has
+another; ``words`` are the arguments, and ``line`` is the command as typed.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ Token = Annotated[
 OUT = Option(parser=_read_path, metavar="PATH", help="File or folder to write.")
 Out = Annotated[Path | None, OUT]
 LATER: Any = None
-"""Default that is known only where the command runs: the subclass sets it."""
+"""Default that is known only where the command runs."""
 
 
 @dataclass(kw_only=True)
 class Compare:
-    """Options of ``lightning compare``."""
+    """Race training methods on one task, or continue a race."""
 
     words: list[str]
     line: str
     named: Annotated[str | None, Option("--methods", help="Shipped overlays or files, separated by commas.")] = None
     num_seeds: Annotated[int, Option("--seeds", min=1, help="Seeds per method; 3 by default, 1 in a sweep.")] = LATER
-    first_seed: Annotated[int, Option(min=0, help="First seed.")] = LATER
     target: Annotated[str | None, Option(help="Target held-out rewards, such as 0.6,0.7.")] = None
     base_method: Annotated[str, Option("--base", help="Baseline method for relative costs.")] = LATER
     kinds: Annotated[str | None, Option("--settings", help="published, tuned or both, separated by a comma.")] = None
@@ -60,7 +59,7 @@ class Compare:
 
 @dataclass(kw_only=True)
 class Vote:
-    """Options of ``lightning vote``."""
+    """Show the page on which people choose the best images."""
 
     words: list[str]
     resume: Resume = False
@@ -71,7 +70,7 @@ class Vote:
 
 @dataclass(kw_only=True)
 class Report:
-    """Options of ``lightning report``."""
+    """Write runs as one HTML page."""
 
     words: list[str]
     out: Out = None
@@ -92,7 +91,7 @@ class SavedRun:
 
 @dataclass(kw_only=True)
 class Evaluate(SavedRun):
-    """Options of ``lightning eval``."""
+    """Score a run's weights on its held-out prompts, or runs and models on a benchmark."""
 
     benchmark: Annotated[str | None, Option(metavar="NAME", help="Use a published protocol, such as geneval.")] = None
     prompts: Annotated[str | None, Option(metavar="PATH", help="Local copy of the benchmark's prompts.")] = None
@@ -106,7 +105,7 @@ class Evaluate(SavedRun):
 
 @dataclass(kw_only=True)
 class Sample(SavedRun):
-    """Options of ``lightning sample``."""
+    """Generate images with a run's weights."""
 
     prompt: Annotated[list[str] | None, Option(help="Prompt; may be repeated.")] = None
     prompts: Annotated[str | None, Option(help="File of prompts.")] = None
@@ -122,7 +121,7 @@ class Sample(SavedRun):
 
 @dataclass(kw_only=True)
 class Score:
-    """Options of ``lightning score``."""
+    """Score image files with a reward."""
 
     words: list[str]
     prompt: Annotated[str | None, Option(help="Prompt for all images.")] = None
@@ -133,7 +132,7 @@ class Score:
 
 @dataclass(kw_only=True)
 class CheckReward:
-    """Options of ``lightning check-reward``."""
+    """Try a recipe's rewards on a few images."""
 
     words: list[str]
     images: Annotated[str | None, Option(help="Images to score; by default sampled from the policy.")] = None
@@ -143,7 +142,7 @@ class CheckReward:
 
 @dataclass(kw_only=True)
 class Export(SavedRun):
-    """Options of ``lightning export``."""
+    """Write a run's weights for diffusers, or publish them."""
 
     to: Annotated[str, Option(help="New or empty folder, or hub:OWNER/NAME.")]
     format: Annotated[Literal["diffusers", "kohya", "comfyui"], Option(help="File format of a LoRA.")] = "diffusers"
@@ -155,7 +154,7 @@ class Export(SavedRun):
 
 @dataclass(kw_only=True)
 class ServeReward:
-    """Options of ``lightning serve-reward``."""
+    """Score images over HTTP for other machines."""
 
     words: list[str]
     host: Host = "127.0.0.1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from lit_vgrpo import policies
 from lit_vgrpo.apps.benchmark.result import OVERALL, markdown, report_of
 from lit_vgrpo.apps.benchmark.scores import Subject, fill
-from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
+from lit_vgrpo.cli.saved_policy import ChosenRun, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.config.recipe import is_override
 from lit_vgrpo.config.tree import apply_override
 from lit_vgrpo.data.benchmark import Benchmark, read_benchmark
@@ -21,67 +21,38 @@ from lit_vgrpo.data.benchmark_prompts import read_rows
 from lit_vgrpo.errors import UserError, counted, say, suggestion
 from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.options import Evaluate
-from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import INDEX, config_folder, find_pipeline_class
 from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
 from lit_vgrpo.report.run_data import BENCHMARKS
 from lit_vgrpo.system.hub import LoadError, base_name, local_folder
 from lit_vgrpo.system.paths import import_from_here, typed_path, write_atomically
-from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights
+from lit_vgrpo.training.saved_weights import REFERENCE
 
 POLICY = "model.policy"
 
 
-@dataclass(kw_only=True)
-class BenchmarkOptions(Evaluate):
-    """Options of ``lightning eval --benchmark``.
-
-    Attributes:
-        subjects: The runs and models.
-        overrides: Overrides of the policy.
-        preset: The benchmark with its overrides.
-        part: Index of the share of images to score, and number of shares.
-    """
-
-    subjects: list[str] = field(init=False)
-    overrides: list[str] = field(init=False)
-    preset: Benchmark = field(init=False)
-    part: tuple[int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        settings = [word for word in self.words if is_override(word)]
-        self.subjects = [word for word in self.words if word not in settings]
-        self.overrides = [word for word in settings if word.startswith(f"{POLICY}.")]
-        self.preset = read_benchmark(str(self.benchmark), [word for word in settings if word not in self.overrides])
-        first, _, last = (self.share or "1/1").partition("/")
-        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-            raise UserError(f"--share {self.share} is not a share. Write --share 2/8 for the second of eight.")
-        self.part = int(first), int(last)
-        if self.named is not None and len(self.subjects) > 1:
-            raise UserError("--checkpoint is for a single run. Name the checkpoint files as runs instead.")
-        if self.out is not None and self.out.suffix != ".json":
-            raise UserError(f"--out {self.out} is not a JSON file. Use --out {self.out.with_suffix('.json')}.")
-
-
-def evaluate_benchmark(options: BenchmarkOptions) -> int:
-    """Sample and score a benchmark's images, and write the result as JSON and Markdown.
-
-    Returns:
-        0; 1 if a model has no score at all; 2 for an error in the arguments; 130 after Ctrl-C.
-    """
+def evaluate_benchmark(options: Evaluate) -> int:
+    """Sample and score a benchmark's images, and write the result; return 1 if a model has no score at all."""
+    settings = [word for word in options.words if is_override(word)]
+    models = [word for word in options.words if word not in settings]
+    overrides = [word for word in settings if word.startswith(f"{POLICY}.")]
+    benchmark = read_benchmark(str(options.benchmark), [word for word in settings if word not in overrides])
+    first, _, last = (options.share or "1/1").partition("/")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise UserError(f"--share {options.share} is not a share. Write --share 2/8 for the second of eight.")
+    if options.named is not None and len(models) > 1:
+        raise UserError("--checkpoint is for a single run. Name the checkpoint files as runs instead.")
     import_from_here()
-    benchmark = options.preset
-    subjects = [subject for word in options.subjects for subject in _subjects(word, options)]
+    subjects = [subject for word in models for subject in _subjects(word, benchmark, overrides, options)]
     reward = benchmark.build_reward()
     given = [None if path is None else typed_path(path) for path in (options.prompts, options.pictures)]
     rows = read_rows(benchmark, *given)
     if errors := [*reward.check(), *UnscorablePrompts.of(reward, rows).refused(any_failure=True)]:
         raise UserError(*errors)
-    say(
-        f"{benchmark.title}: {counted(len(rows), 'prompt')} x {counted(benchmark.images_per_prompt, 'image')} per model"
-    )
-    fill(subjects, benchmark, rows, reward, options.part)
-    if options.part[1] > 1:
+    images = counted(benchmark.images_per_prompt, "image")
+    say(f"{benchmark.title}: {counted(len(rows), 'prompt')} x {images} per model")
+    fill(subjects, benchmark, rows, reward, (int(first), int(last)))
+    if int(last) > 1:
         say(f"Scored share {options.share}. After all of them, run the same command without --share.")
         return 0
     report = report_of(benchmark, rows, subjects)
@@ -98,12 +69,11 @@ def evaluate_benchmark(options: BenchmarkOptions) -> int:
     return int(any(one["mean"] is None for one in overall))
 
 
-def _subjects(word: str, options: BenchmarkOptions) -> list[Subject]:
+def _subjects(word: str, benchmark: Benchmark, overrides: list[str], options: Evaluate) -> list[Subject]:
     """Return a run's or model's columns of the table; raise UserError if it does not fit the benchmark."""
-    benchmark = options.preset
     edits = benchmark.prompts.picture is not None
     sizes = {"height": benchmark.height, "width": benchmark.width}
-    words = [*options.overrides, *(f"{POLICY}.{name}={size}" for name, size in sizes.items() if size is not None)]
+    words = [*overrides, *(f"{POLICY}.{name}={size}" for name, size in sizes.items() if size is not None)]
     if _is_model(word):
         tree: dict[str, Any] = {"model": {"policy": _class_of_model(word, edits)}}
         for override in words:
@@ -112,16 +82,15 @@ def _subjects(word: str, options: BenchmarkOptions) -> list[Subject]:
         weights: dict[str, Any] = {REFERENCE: {"model": word, "version": _version(word)}}
         label, folder, saved = base_name(word), Path(BENCHMARKS), None
     else:
-        run = RunOptions(words=[word], no_ema=options.no_ema, named=options.named)
-        tree = recipe_of(run.run, words, [POLICY], "a benchmark")
+        run = ChosenRun.of(replace(options, words=[word]))
+        tree = recipe_of(run.folder, words, [POLICY], "a benchmark")
         saved, variant = run.read_weights()
         about = {"checkpoint": f"{saved.path}", "optimizer_steps": saved.progress.optimizer_steps}
         weights = {variant: about, **({REFERENCE: {}} if options.reference else {})}
-        label, folder = run.run.resolve().name, run.run / BENCHMARKS
+        label, folder = run.folder.resolve().name, run.folder / BENCHMARKS
     policy = build_policy(tree)
     if policy.edits != edits:
-        what = "edits pictures" if edits else "generates from prompts alone"
-        kind = "edits pictures" if policy.edits else "generates from prompts alone"
+        what, kind = ("edits pictures" if one else "generates from prompts alone" for one in (edits, policy.edits))
         raise UserError(f"{benchmark.name} {what}, but {word} is of {type(policy).__name__}, which {kind}.")
     solver = benchmark.solver or policy.solvers[0]
     if solver not in policy.solvers:
@@ -141,15 +110,11 @@ def _subjects(word: str, options: BenchmarkOptions) -> list[Subject]:
             label if saved is None else f"{label} {name}",
             {"weights": name, **about, "policy": tree["model"]["policy"]},
             solver,
-            partial(_load, tree, saved, name),
+            partial(load_saved_policy, build_policy(tree), saved, name),
             folder,
         )
         for name, about in weights.items()
     ]
-
-
-def _load(tree: dict[str, Any], saved: SavedWeights | None, variant: str) -> Policy:
-    return load_saved_policy(build_policy(tree), saved, variant)
 
 
 def _is_model(word: str) -> bool:
@@ -169,7 +134,7 @@ def _class_of_model(checkpoint: str, edits: bool) -> dict[str, Any]:
         name = find_pipeline_class(checkpoint, what_to_set="MODEL")
     except LoadError as error:
         raise UserError(str(error).replace("set MODEL=", "name ")) from error
-    kinds = [getattr(policies, known) for known in policies.__all__]
+    kinds = (getattr(policies, known) for known in policies.__all__)
     fitting = [kind for kind in kinds if getattr(kind, "pipeline_class", None) == name]
     if not fitting:
         raise UserError(f"{checkpoint} is a {name}, which no family supports. See docs/models.md.")

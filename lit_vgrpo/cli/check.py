@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from lit_vgrpo.apps.curriculum.curriculum import Curriculum, Stage, merged_errors
-from lit_vgrpo.apps.memory.room import NotEstimated, memory_report
 from lit_vgrpo.config.header import Header
 from lit_vgrpo.config.parts import with_full_key
 from lit_vgrpo.config.recipe import STAGES, Command, Recipe, loaded, read_recipe
@@ -22,6 +20,7 @@ from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.launch.train import rehearse
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import weight_files
+from lit_vgrpo.policies.meta import NotEstimated
 from lit_vgrpo.system.paths import resolve_path
 
 SMALLEST_NEED = 100 * 2**20
@@ -33,34 +32,34 @@ COPIES_OF_WEIGHTS = 4
 """Weights, Adam's two moments and the average, in the checkpoint of a fully trained network."""
 
 
-def check_command(command: Command, gpu_memory: int | None) -> int:
-    """Check a recipe, or all stages of a curriculum, without training.
+def check_command(command: Command, memory: str | None) -> int:
+    """Check a recipe, or all stages of a curriculum, without training; raise UserError with all errors found.
 
     Args:
-        gpu_memory: Size of the GPU to compare with, in bytes; ``None`` takes this machine's.
-
-    Raises:
-        UserError: There are errors in keys, values, sizes, files, free disk or memory.
+        memory: Size of the GPU to compare with, such as 80GiB; ``None`` takes this machine's.
     """
     if STAGES in loaded(command.recipe):
-        return _check_stages(Curriculum.of(command), gpu_memory)
-    _check_recipe(command, gpu_memory)
+        return _check_stages(command, memory)
+    _check_recipe(command, memory)
     return 0
 
 
-def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
-    stage_errors: list[tuple[Stage, list[str]]] = []
-    weights: list[dict[str, object]] = []
+def _check_stages(command: Command, memory: str | None) -> int:
+    from lit_vgrpo.apps.curriculum.curriculum import Curriculum
+
+    curriculum, weights = Curriculum.of(command), list[dict[str, object]]()
+    stages_with: dict[str, list[str]] = {}
     for stage in curriculum.stages:
         say(f"Stage {stage.number} of {len(curriculum.stages)}: {stage.name}")
         try:
-            policy = _check_recipe(Command.parse(curriculum.check_words(stage)), gpu_memory)
+            policy = _check_recipe(Command.parse(curriculum.check_words(stage)), memory)
             options = {f"model.policy.{name}": getattr(policy, name) for name in WEIGHT_OPTIONS}
             weights.append({"model.policy": type(policy).__name__, **options})
         except UserError as error:
-            stage_errors.append((stage, error.errors))
-    if stage_errors:
-        raise UserError(*merged_errors(stage_errors))
+            for line in error.errors:
+                stages_with.setdefault(line, []).append(str(stage.number))
+    if stages_with:
+        raise UserError(*(f"Stage{'s' * (len(n) > 1)} {', '.join(n)}: {line}" for line, n in stages_with.items()))
     for number, (before, after) in enumerate(pairwise(weights), start=2):
         for key in (key for key in after if before[key] != after[key]):
             raise UserError(
@@ -70,9 +69,11 @@ def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
     return 0
 
 
-def _check_recipe(command: Command, gpu_memory: int | None) -> Policy:
+def _check_recipe(command: Command, memory: str | None) -> Policy:
     """Check a recipe and return its policy without loading it."""
-    recipe, evidence = read_recipe(command), _evidence(command)  # before a reward's code changes the current folder
+    from lit_vgrpo.apps.memory.room import memory_report
+
+    recipe, level = read_recipe(command), Header.of_file(command.recipe).evidence  # before code changes the folder
     try:
         cli = build_recipe(recipe, make_folder=False, elsewhere=True)
     except UserError as error:
@@ -82,14 +83,15 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> Policy:
     rehearse(cli)
     errors = reward_errors(cli)
     try:
-        memory, too_large = memory_report(cli, gpu_memory)
+        estimate, too_large = memory_report(cli, memory)
         errors += too_large
     except NotEstimated as reason:
-        memory = f"memory: not estimated, {reason}"
+        estimate = f"memory: not estimated, {reason}"
     if errors:
         raise UserError(*errors)
-    say(f"{cli.plan()}\n{memory}")
-    say("\n".join([*cli.about_prompts(), *evidence, *other_command()]))
+    changed = " (before your changes)" if command.overlays or command.overrides else ""
+    evidence = [f"Evidence{changed}: {level}."] if level else []
+    say("\n".join([cli.plan(), estimate, *cli.about_prompts(), *evidence, *other_command()]))
     say(f"{command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return cli.model.policy
 
@@ -101,13 +103,6 @@ def other_command() -> list[str]:
     if owner is None or owner[1] == "lit_vgrpo":
         return []
     return [f"The lightning command in this environment belongs to {owner[1]} ({script}). Use lit-vgrpo instead."]
-
-
-def _evidence(command: Command) -> list[str]:
-    """Return the line on the evidence for the recipe's settings, if its header has one."""
-    level = Header.of_file(command.recipe).evidence
-    changed = " (before your changes)" if command.overlays or command.overrides else ""
-    return [f"Evidence{changed}: {level}."] if level else []
 
 
 def further_errors(recipe: Recipe) -> list[str]:

@@ -29,22 +29,15 @@ HEADER = ("reward", "weight", "mean", "std", "min", "max", "failed", "no spread"
 
 
 def check_reward(options: CheckReward) -> int:
-    """Try a recipe's rewards on a few images.
-
-    Returns:
-        0; 1 if a reward is constant or failed; 2 for an error in the recipe; 130 after Ctrl-C.
-    """
+    """Try a recipe's rewards on a few images; return 1 if a reward is constant or failed."""
     folder, num_prompts, each = options.images, options.num_prompts, options.images_per_prompt
     cli = build([*options.words, *OVERRIDES], make_folder=False)
     files = find_images([folder], num_prompts * each) if folder is not None else []
     reward = cli.model.evaluator.observed
-    errors = [*reward.check(), *cli.datamodule.check()]
-    errors += [] if files else cli.model.policy.check()
-    if errors:
+    if errors := [*reward.check(), *cli.datamodule.check(), *([] if files else cli.model.policy.check())]:
         raise UserError(*errors)
     unscorable, strict = cli.find_unscorable(), cli.model.failed_images == "stop"
-    refused = [error for found in unscorable for error in found.refused(any_failure=strict)]
-    if refused:
+    if refused := [error for found in unscorable for error in found.refused(any_failure=strict)]:
         raise UserError(*refused)
     rows = [row for row in training_rows(cli, num_prompts) for _ in range(each)]
     if files:
@@ -78,11 +71,7 @@ def training_rows(cli: RecipeCLI, count: int) -> Rows:
 
 
 def made_images(cli: RecipeCLI, rows: Rows) -> list[Tensor]:
-    """Generate an image ``(1, 3, H, W)`` per prompt with the recipe's policy and evaluation settings.
-
-    Raises:
-        UserError: The policy cannot be loaded.
-    """
+    """Generate an image ``(1, 3, H, W)`` per prompt as the evaluation does; raise UserError without weights."""
     module, size = cli.model, cli.model.policy.decode_batch_size
     try:
         load_policy(module.policy)
@@ -165,16 +154,13 @@ def trials(
 def findings(parts: Sequence[PartTrial]) -> list[str]:
     """Return the warnings before a long run; ``parts`` are those of :func:`trials`."""
     *single, total = parts
-    warnings = [
-        f"{part.name} failed for {part.failed} of {len(part.scores)} images: {part.error}"
-        for part in single
-        if part.failed
-    ]
+    failed = [part for part in single if part.failed]
+    warnings = [f"{part.name} failed for {part.failed} of {len(part.scores)} images: {part.error}" for part in failed]
     constant = [part for part in single if part.is_constant] or [total] * total.is_constant
     for part in constant:
         value = f"{part.name} is constant ({float(part.finite[0]):.4g}) on {len(part.finite)} images"
         warnings.append(f"{value}, so nothing is learned from it. Check the prompts, or try more with --num-prompts.")
     if not constant and total.flat_share == 1.0:
-        advice = "Try --images-per-prompt 8."
-        warnings.append(f"No prompt has images that differ in reward, so there is no gradient. {advice}")
+        no_spread = "No prompt has images that differ in reward, so there is no gradient."
+        warnings.append(f"{no_spread} Try --images-per-prompt 8.")
     return warnings

@@ -6,11 +6,12 @@ import atexit
 import gc
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
@@ -18,7 +19,6 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from lit_vgrpo import __version__, errors, options
-from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.process import is_first_process
 
 START, TRAIN, LOOK, SHARE = "Start", "Train", "Look", "Share"
@@ -55,57 +55,38 @@ Words = Annotated[
 Run = Annotated[str, Argument(help="Run folder, such as runs/tiny_shapes.")]
 Settings = Annotated[list[str] | None, Argument(metavar="[key=value]", help="Overrides of the run's recipe.")]
 RewardArg = Annotated[str, Argument(metavar="REWARD", help="Class, python:my_module:my_function, or recipe.")]
-Given = dict[str, Any]
-"""Values of the fields of a command's class of options."""
-Loaded = tuple[Callable[[Any], int], type]
-"""A command's implementation, and the class of its argument, made from the options."""
-Load = Callable[[Given], Loaded]
 
 
-class _Callback:
-    """What Typer calls for a command: its parameters are the arguments, then the options of a class.
+def add_command(name: str, options: type, panel: str, place: str, **arguments: Any) -> None:
+    """Add a command whose options are the fields, and whose help is the docstring, of a class of options.
 
     A field without an ``Option`` is no option: ``words`` gets the arguments, ``line`` the command as typed.
-    """
-
-    def __init__(self, options: type, load: Load, arguments: dict[str, Any]) -> None:
-        self.load, self.arguments = load, arguments
-        self.__doc__, self.__annotations__ = load.__doc__, {}
-        hints = get_type_hints(options, include_extras=True)
-        self.has_line = "line" in hints
-        parameters = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-        for name, hint in arguments.items():
-            default = None if name == "words" and len(arguments) > 1 else Parameter.empty
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
-        for field in fields(options):
-            if get_origin(hint := hints[field.name]) is Annotated:
-                default = Parameter.empty if field.default is MISSING else field.default
-                parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
-        self.__signature__ = Signature(parameters)
-
-    def __call__(self, ctx: typer.Context, **given: Any) -> int:
-        words = [given.pop(name) for name in self.arguments]
-        given["words"] = [word for one in words for word in ([one] if isinstance(one, str) else one or [])]
-        if self.has_line:
-            given["line"] = shlex.join(["lightning", *(ctx.obj or [])])
-        with _loading():
-            body, options = self.load(given)
-        return body(options(**given))
-
-
-def command(options: type, panel: str, **arguments: Any) -> Callable[[Load], Load]:
-    """Add a command whose options are the fields of a class of :mod:`lit_vgrpo.options`.
 
     Args:
         panel: Heading in the help.
+        place: ``module:function`` that runs it, given the options; imported only then.
         arguments: Type hints of the arguments; ``words`` after another one may be left out.
     """
+    hints = get_type_hints(options, include_extras=True)
+    shown: dict[str, tuple[Any, Any]] = {"ctx": (typer.Context, Parameter.empty)}
+    for argument, hint in arguments.items():
+        shown[argument] = hint, None if argument == "words" and len(arguments) > 1 else Parameter.empty
+    for field in fields(options):
+        if get_origin(hint := hints[field.name]) is Annotated:
+            shown[field.name] = hint, Parameter.empty if field.default is MISSING else field.default
 
-    def add(load: Load) -> Load:
-        app.command(load.__name__.replace("_", "-"), rich_help_panel=panel)(_Callback(options, load, arguments))
-        return load
+    def call(ctx: typer.Context, **given: Any) -> int:
+        words = [given.pop(argument) for argument in arguments]
+        given["words"] = [word for one in words for word in ([one] if isinstance(one, str) else one or [])]
+        if "line" in hints:
+            given["line"] = shlex.join(["lightning", *(ctx.obj or [])])
+        with _loading():
+            body = resolve_name(f"lit_vgrpo.{place}")
+        return int(body(options(**given)))
 
-    return add
+    parameters = [Parameter(name, Parameter.KEYWORD_ONLY, default=d, annotation=h) for name, (h, d) in shown.items()]
+    call.__signature__, call.__annotations__ = Signature(parameters), {}  # type: ignore[attr-defined]
+    app.command(name, help=options.__doc__, rich_help_panel=panel)(call)
 
 
 def _print_version(asked: bool) -> None:
@@ -158,9 +139,8 @@ def check(
 
     command = Command.parse([recipe, *(words or [])])
     with _loading():
-        from lit_vgrpo.apps.memory.room import gpu_memory_of
         from lit_vgrpo.cli.check import check_command
-    return check_command(command, None if memory is None else gpu_memory_of(memory))
+    return check_command(command, memory)
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -182,103 +162,22 @@ def run(recipe: RecipeArg, words: Words = None, resume: options.Resume = False) 
     return train_recipe(command)
 
 
-@command(options.Compare, TRAIN, recipe=RecipeArg, words=Words)
-def compare(given: Given) -> Loaded:
-    """Race training methods on one task, or continue a race."""
-    from lit_vgrpo.apps.compare.command import compare as body
-    from lit_vgrpo.apps.compare.options import CompareOptions
+Voted = Annotated[list[str], Argument(metavar="RUN|RECIPE")]
+Shown = Annotated[list[str], Argument(help="Run folders, shown side by side.")]
+Evaluated = Annotated[str, Argument(help="Run folder; with --benchmark also a pipeline folder or hub name.")]
+More = Annotated[list[str] | None, Argument(metavar="[RUN|MODEL|key=value]", help="More runs or models; overrides.")]
+Scored = Annotated[list[str] | None, Argument(metavar="[IMAGE|FOLDER|key=value]")]
+Served = Annotated[list[str] | None, Argument(metavar="[key=value]", help="Options of the reward.")]
 
-    return body, CompareOptions
-
-
-@command(options.Vote, TRAIN, words=Annotated[list[str], Argument(metavar="RUN|RECIPE")])
-def vote(given: Given) -> Loaded:
-    """Show the page on which people choose the best images."""
-    from lit_vgrpo.apps.vote import command as body
-
-    return body.vote, body.VoteOptions
-
-
-@command(options.Report, LOOK, runs=Annotated[list[str], Argument(help="Run folders, shown side by side.")])
-def report(given: Given) -> Loaded:
-    """Write runs as one HTML page."""
-    from lit_vgrpo.apps.report import command as body
-
-    return body.report, body.ReportOptions
-
-
-@command(
-    options.Evaluate,
-    LOOK,
-    run=Annotated[str, Argument(help="Run folder; with --benchmark also a pipeline folder or hub name.")],
-    words=Annotated[
-        list[str] | None, Argument(metavar="[RUN|MODEL|key=value]", help="More runs or models; overrides.")
-    ],
-)
-def eval(given: Given) -> Loaded:
-    """Score a run's weights on its held-out prompts, or runs and models on a benchmark."""
-    has_benchmark = given["benchmark"] is not None
-    for name in ("fid_reference", "features") if has_benchmark else ("prompts", "pictures", "share"):
-        if given[name] is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"{option} has no effect with{'out' * (not has_benchmark)} --benchmark NAME. Leave it out.")
-    if has_benchmark:
-        from lit_vgrpo.cli.benchmark import BenchmarkOptions, evaluate_benchmark
-
-        return evaluate_benchmark, BenchmarkOptions
-    from lit_vgrpo.cli.eval import EvaluateOptions, evaluate
-
-    return evaluate, EvaluateOptions
-
-
-@command(options.Sample, LOOK, run=Run, words=Settings)
-def sample(given: Given) -> Loaded:
-    """Generate images with a run's weights."""
-    from lit_vgrpo.cli.sample import SampleOptions, sample_images
-
-    return sample_images, SampleOptions
-
-
-@command(
-    options.Score,
-    LOOK,
-    reward=RewardArg,
-    words=Annotated[list[str] | None, Argument(metavar="[IMAGE|FOLDER|key=value]")],
-)
-def score(given: Given) -> Loaded:
-    """Score image files with a reward."""
-    from lit_vgrpo.cli import score as body
-
-    return body.score, body.ScoreOptions
-
-
-@command(options.CheckReward, LOOK, recipe=RecipeArg, words=Words)
-def check_reward(given: Given) -> Loaded:
-    """Try a recipe's rewards on a few images."""
-    from lit_vgrpo.cli.check_reward import check_reward as body
-
-    return body, options.CheckReward
-
-
-@command(options.Export, SHARE, run=Run, words=Settings)
-def export(given: Given) -> Loaded:
-    """Write a run's weights for diffusers, or publish them."""
-    from lit_vgrpo.cli import export as body
-
-    return body.export, body.ExportOptions
-
-
-@command(
-    options.ServeReward,
-    SHARE,
-    reward=RewardArg,
-    words=Annotated[list[str] | None, Argument(metavar="[key=value]", help="Options of the reward.")],
-)
-def serve_reward(given: Given) -> Loaded:
-    """Score images over HTTP for other machines."""
-    from lit_vgrpo.apps.serve.command import print_setup, serve
-
-    return print_setup if given["print_setup"] else serve, options.ServeReward
+add_command("compare", options.Compare, TRAIN, "apps.compare.command:compare", recipe=RecipeArg, words=Words)
+add_command("vote", options.Vote, TRAIN, "apps.vote.command:vote", words=Voted)
+add_command("report", options.Report, LOOK, "apps.report.command:report", runs=Shown)
+add_command("eval", options.Evaluate, LOOK, "cli.eval:evaluate", run=Evaluated, words=More)
+add_command("sample", options.Sample, LOOK, "cli.sample:sample_images", run=Run, words=Settings)
+add_command("score", options.Score, LOOK, "cli.score:score", reward=RewardArg, words=Scored)
+add_command("check-reward", options.CheckReward, LOOK, "cli.check_reward:check_reward", recipe=RecipeArg, words=Words)
+add_command("export", options.Export, SHARE, "cli.export:export", run=Run, words=Settings)
+add_command("serve-reward", options.ServeReward, SHARE, "apps.serve.command:serve", reward=RewardArg, words=Served)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.cli.eval_scores import HeldOutEvaluation, ImageScores
-from lit_vgrpo.cli.saved_policy import RunOptions
+from lit_vgrpo.cli.saved_policy import ChosenRun
 from lit_vgrpo.config.parts import with_full_key
 from lit_vgrpo.config.recipe import refuse_overrides
 from lit_vgrpo.core.gather import image_ranks
@@ -41,30 +41,28 @@ from lit_vgrpo.training.trainer_internals import callbacks_of
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null", "trainer.inference_mode=false")
 """Disables logging, resuming and inference mode, so that tensors are as in training."""
 TRAINING_KEYS = ("model.optimizer", "model.lr_scheduler", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time")
+UNUSED = dict.fromkeys(TRAINING_KEYS, "has no effect on an evaluation.")
+UNUSED["ckpt_path"] = "has no effect on an evaluation. Use --checkpoint FILE."
 LEVEL, RESAMPLES = 0.95, 2000
 
 
-@dataclass(kw_only=True)
-class EvaluateOptions(RunOptions, Evaluate):
-    """Options of ``lightning eval`` without a benchmark."""
+def evaluate(options: Evaluate) -> int:
+    """Score a run's weights on held-out prompts, or on a benchmark; return 1 if no image could be scored."""
+    has_benchmark = options.benchmark is not None
+    for name in ("fid_reference", "features") if has_benchmark else ("prompts", "pictures", "share"):
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} has no effect with{'out' * (not has_benchmark)} --benchmark NAME. Leave it out.")
+    if options.out is not None and options.out.suffix != ".json":
+        raise UserError(f"--out {options.out} is not a JSON file. Use --out {options.out.with_suffix('.json')}.")
+    if has_benchmark:
+        from lit_vgrpo.cli.benchmark import evaluate_benchmark
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unused = dict.fromkeys(TRAINING_KEYS, "has no effect on an evaluation.")
-        refuse_overrides(self.words, unused | {"ckpt_path": "has no effect on an evaluation. Use --checkpoint FILE."})
-        self.out = self.out or self.run / "eval.json"
-        if self.out.suffix != ".json":
-            raise UserError(f"--out {self.out} is not a JSON file. Use --out {self.out.with_suffix('.json')}.")
-
-
-def evaluate(options: EvaluateOptions) -> int:
-    """Score a run's weights on held-out prompts: ``RUN [--no-ema] [--reference] [key=value ...]``.
-
-    Returns:
-        0; 1 if no image could be scored; 2 for an error in the command line; 130 after Ctrl-C.
-    """
-    saved, variant = options.read_weights()
-    cli = build([f"{options.run / CONFIG_NAME}", *options.words, *OVERRIDES], make_folder=False)
+        return evaluate_benchmark(options)
+    run = ChosenRun.of(options)
+    refuse_overrides(run.words, UNUSED)
+    saved, variant = run.read_weights()
+    cli = build([f"{run.folder / CONFIG_NAME}", *run.words, *OVERRIDES], make_folder=False)
     if not options.reference:
         cli.model.policy.start_from = None  # the checkpoint replaces its weights
     rows, data = heldout_rows(cli), cli.datamodule
@@ -84,39 +82,29 @@ def evaluate(options: EvaluateOptions) -> int:
     leave_together()
     if not cli.trainer.is_global_zero:
         return 0
+    per_prompt, progress = data.heldout_images_per_prompt, saved.progress
+    counts = {"count": len(rows), "images_per_prompt": per_prompt, "images": len(rows) * per_prompt}
+    about = {"file": f"{saved.path}", "iteration": progress.iterations, "optimizer_steps": progress.optimizer_steps}
     report = {
-        "run": f"{options.run}",
-        "checkpoint": {
-            "file": f"{saved.path}",
-            "iteration": saved.progress.iterations,
-            "optimizer_steps": saved.progress.optimizer_steps,
-        },
-        "prompts": {
-            **data.heldout_origin(),
-            "count": len(rows),
-            "images_per_prompt": data.heldout_images_per_prompt,
-            "images": len(rows) * data.heldout_images_per_prompt,
-        },
+        "run": f"{run.folder}",
+        "checkpoint": about,
+        "prompts": {**data.heldout_origin(), **counts},
         "seed": cli.model.seed,
-        "overrides": options.words,
+        "overrides": run.words,
         "interval": {"level": LEVEL, "resamples": RESAMPLES, "of": "prompts"},
         "rewards": {name: {"weight": weight, "held_out": weight == 0} for name, weight in rewards.weight_of.items()},
         "world_size": cli.trainer.world_size,
         "versions": versions(),
-        **results(module.scores, data.heldout_images_per_prompt),
+        **results(module.scores, per_prompt),
     }
     say(table(report))
-    whole, table_file = write(report, module.scores, options.out)
+    whole, table_file = write(report, module.scores, options.out or run.folder / "eval.json")
     say(f"Written: {whole} and {table_file}")
     return int(any(scores.images["reward"].isna().all() for scores in module.scores.values()))
 
 
 def heldout_rows(cli: RecipeCLI) -> Rows:
-    """Return the held-out prompts; the training prompts may be missing, or not fit the number of ranks.
-
-    Raises:
-        UserError: There are no held-out prompts, or the recipe is invalid.
-    """
+    """Return the held-out prompts; raise UserError without any. The training prompts may be missing."""
     data = cli.datamodule
     if not data.has_heldout:
         raise UserError("The run's recipe has no held-out prompts. Set data.heldout=prompts.txt.")
@@ -127,21 +115,16 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(with_full_key(str(error), cli.recipe.values)) from error
     with cli.model.policy.sized(*cli.model.evaluator.sides):
-        errors = picture_errors(cli.model.policy, rows, "held-out prompts")
-    if errors:
-        raise UserError(*(f"data.heldout: {error}" for error in errors))
+        if errors := picture_errors(cli.model.policy, rows, "held-out prompts"):
+            raise UserError(*(f"data.heldout: {error}" for error in errors))
     images = len(rows) * data.heldout_images_per_prompt
     if message := held_out_error(images, data.eval_batch_size, image_ranks(cli.trainer)[1]):
         raise UserError(message)
     return rows
 
 
-def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], FeatureNetwork | None]:
-    """Return the recipe's FID callbacks, or one from the options, and the feature network of the diversity.
-
-    Raises:
-        UserError: A metric's check fails.
-    """
+def image_metrics(cli: RecipeCLI, options: Evaluate) -> tuple[list[FID], FeatureNetwork | None]:
+    """Return the FID callbacks and the network of the diversity; raise UserError if a metric's check fails."""
     fids = callbacks_of(cli.trainer, FID)
     if fids and (options.fid_reference or options.features):
         changed: dict[str, Any] = {"features": options.features} if options.features else {}
@@ -191,17 +174,18 @@ def results(scores: Mapping[str, ImageScores], images_per_prompt: int) -> dict[s
         return {name: interval(values.tolist(), values.index.tolist()) for name, values in metrics.items()}
 
     measured = {variant: _measured(score, images_per_prompt) for variant, score in scores.items()}
-    result: dict[str, Any] = {"variants": {}}
-    for variant, score in scores.items():
-        means = intervals(measured[variant])
-        result["variants"][variant] = {"means": means, "distances": score.distances, "errors": score.errors}
-    if REFERENCE in scores:
-        start = measured.pop(REFERENCE)
-        result["difference_to_reference"] = {
-            variant: intervals({name: values - start[name].to_numpy() for name, values in metrics.items()})
-            for variant, metrics in measured.items()
-        }
-    return result
+    variants = {
+        variant: {"means": intervals(measured[variant]), "distances": score.distances, "errors": score.errors}
+        for variant, score in scores.items()
+    }
+    if REFERENCE not in scores:
+        return {"variants": variants}
+    start = measured.pop(REFERENCE)
+    differences = {
+        variant: intervals({name: values - start[name].to_numpy() for name, values in metrics.items()})
+        for variant, metrics in measured.items()
+    }
+    return {"variants": variants, "difference_to_reference": differences}
 
 
 def _measured(scores: ImageScores, images_per_prompt: int) -> dict[str, pd.Series]:

@@ -83,10 +83,8 @@ class HeldOutEvaluation(L.LightningModule):
         network: FeatureNetwork | None,
     ) -> None:
         super().__init__()
-        self.policy, self.evaluator = module.policy, module.evaluator
-        self.rows, self.data = rows, data
-        self.saved, self.rewards = saved, rewards
-        self.variants, self.fids, self.feature_network = variants, fids, network
+        self.policy, self.evaluator, self.saved, self.variants = module.policy, module.evaluator, saved, variants
+        self.rows, self.data, self.rewards, self.fids, self.feature_network = rows, data, rewards, fids, network
         self.scores: dict[str, ImageScores] = {}
 
     def configure_model(self) -> None:
@@ -94,10 +92,9 @@ class HeldOutEvaluation(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         count_ranks_of(self.trainer)
-        if len(set(all_gather_objects((str(self.saved.path), self.saved.progress)))) > 1:
-            raise UserError(
-                f"{self.saved.path} was replaced while the ranks were reading it. Run the evaluation again."
-            )
+        path = self.saved.path
+        if len(set(all_gather_objects((str(path), self.saved.progress)))) > 1:
+            raise UserError(f"{path} was replaced while the ranks were reading it. Run the evaluation again.")
 
     def val_dataloader(self) -> DataLoader[str]:
         variants: Any = self.variants  # a list has all that a loader asks of a dataset
@@ -131,9 +128,8 @@ class HeldOutEvaluation(L.LightningModule):
         scores = Scores.joined([self.rewards.score(images, batch.prompts, batch.rows)])
         features = None if self.feature_network is None else self.feature_network(images).cpu()
         rewards = {name: part.double() for name, part in {"reward": scores.total, **scores.parts}.items()}
-        return ImageScores(
-            pd.DataFrame({"prompt": batch.prompts, "image": batch.slots, **rewards}), scores.errors, features
-        )
+        table = pd.DataFrame({"prompt": batch.prompts, "image": batch.slots, **rewards})
+        return ImageScores(table, scores.errors, features)
 
     @contextmanager
     def _weights(self, variant: str) -> Iterator[None]:

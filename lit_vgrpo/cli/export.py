@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from tqdm import tqdm
 
-from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
+from lit_vgrpo.cli.saved_policy import ChosenRun, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.errors import UserError, one_line, say
 from lit_vgrpo.options import Export
 from lit_vgrpo.policies.base import DTYPES, Policy
@@ -24,70 +22,35 @@ MODELS = {KOHYA: "the UNets of SD 1.x, 2.x and XL", COMFYUI: "Lumina 2 and Wan"}
 HUB_PREFIX = "hub:"
 
 
-class Target(NamedTuple):
-    """Destination of an export: a folder, and the repository to upload it to, if any."""
-
-    folder: Path
-    repository: str | None = None
-
-
-def read_target(text: str) -> Target:
-    """Return the target that ``--to`` names: an empty folder, or a repository as ``hub:owner/name``."""
-    if not text.startswith(HUB_PREFIX):
-        return Target(vacant_folder(text))
-    name = text.removeprefix(HUB_PREFIX)
-    if name.count("/") != 1:
-        raise UserError(f"{text} is not a repository name. Use {HUB_PREFIX}owner/name.")
-    base = typed_path("exports") / Path(name).name
-    return Target(next(path for path in candidates(base) if not path.exists()), name)
-
-
-@dataclass(kw_only=True)
-class ExportOptions(RunOptions, Export):
-    """Options of ``lightning export``."""
-
-    target: Target = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.target = read_target(self.to)
-        super().__post_init__()
-
-    @property
-    def named_file(self) -> Path:
-        """Adapter file for other programs, named like the folder because they list adapters by file name."""
-        return self.target.folder / f"{self.target.folder.resolve().name}.safetensors"
-
-
-def export(options: ExportOptions) -> int:
+def export(options: Export) -> int:
     """Write a run's weights: ``RUN --to DIR [options] [key=value ...]``."""
-    recipe = recipe_of(options.run, options.words, ["model.policy"], "an export")
+    folder, repository = read_target(options.to)
+    run = ChosenRun.of(options)
+    recipe = recipe_of(run.folder, run.words, ["model.policy"], "an export")
     policy = build_policy(recipe)
-    refuse_misfit(policy, options)
+    refuse_misfit(policy, options, run.folder)
     policy.quantisation = None  # no frozen weight is written, and a merge must not round them
-    saved, variant = options.read_weights()
-    (folder, repository), dtype = options.target, DTYPES[options.dtype]
+    (saved, variant), dtype = run.read_weights(), DTYPES[options.dtype]
     if repository is not None:
         check_login(options)
     load_saved_policy(policy, saved, variant)
-    written = folder if options.format == DIFFUSERS else options.named_file
+    name = f"{folder.resolve().name}.safetensors"  # like the folder: other programs list adapters by file name
+    written = folder if options.format == DIFFUSERS else folder / name
     loaded_from = (written if options.format == KOHYA else folder) if repository is None else Path(repository)
-    iterations = saved.progress.iterations
     advice = "Choose another folder: --to DIR."
     with write_new_folder(folder, advice) as draft:
         if options.merge:
             merge_adapter(policy.networks().values())
             save_pipeline(policy.pipeline, policy.networks(), draft, dtype=dtype)
         elif options.format == KOHYA:
-            base = base_name(policy.checkpoint)
-            save_kohya(policy.network, draft / options.named_file.name, base, dtype)
+            save_kohya(policy.network, draft / name, base_name(policy.checkpoint), dtype)
         else:
             policy.save(draft, dtype=dtype)
     if options.format == COMFYUI:  # diffusers cannot read ComfyUI's file
         with write_new_folder(folder, advice, replace=True) as draft:
-            file, networks = draft / options.named_file.name, policy.networks().values()
-            save_comfyui(networks, policy.comfyui_names, file, dtype)
-    run, whole = options.run, saved.is_whole
-    what, lines = add_card(folder, run, policy, loaded_from, variant, iterations, dtype, options.merge, whole)
+            save_comfyui(policy.networks().values(), policy.comfyui_names, draft / name, dtype)
+    about = variant, saved.progress.iterations, dtype, options.merge, saved.is_whole
+    what, lines = add_card(folder, run.folder, policy, loaded_from, *about)
     say(f"Written: {written} ({what}): {saved.origin(variant)}")
     if repository is not None and not upload(folder, repository, options):
         say(f"Nothing was uploaded. The export is in {folder}.", error=True)
@@ -96,7 +59,18 @@ def export(options: ExportOptions) -> int:
     return 0
 
 
-def check_login(options: ExportOptions) -> None:
+def read_target(text: str) -> tuple[Path, str | None]:
+    """Return the folder to write, and the repository to upload it to if ``--to`` is ``hub:owner/name``."""
+    if not text.startswith(HUB_PREFIX):
+        return vacant_folder(text), None
+    name = text.removeprefix(HUB_PREFIX)
+    if name.count("/") != 1:
+        raise UserError(f"{text} is not a repository name. Use {HUB_PREFIX}owner/name.")
+    base = typed_path("exports") / Path(name).name
+    return next(path for path in candidates(base) if not path.exists()), name
+
+
+def check_login(options: Export) -> None:
     """Raise UserError before anything is written if an upload could not be confirmed, or there is no token."""
     from huggingface_hub import get_token
 
@@ -106,11 +80,8 @@ def check_login(options: ExportOptions) -> None:
         raise UserError("Not logged in to the hub. Run hf auth login, or set HF_TOKEN.")
 
 
-def upload(folder: Path, repository: str, options: ExportOptions) -> bool:
-    """List an export's files, and upload them in one commit after confirmation.
-
-    Returns:
-        False if it was not confirmed.
+def upload(folder: Path, repository: str, options: Export) -> bool:
+    """List an export's files, and upload them in one commit; return False if that was not confirmed.
 
     Raises:
         UserError: The hub refuses, or cannot be reached.
@@ -133,14 +104,14 @@ def upload(folder: Path, repository: str, options: ExportOptions) -> bool:
     return True
 
 
-def refuse_misfit(policy: Policy, options: ExportOptions) -> None:
+def refuse_misfit(policy: Policy, options: Export, run: Path) -> None:
     """Raise UserError if the run's kind of weights cannot be exported as the options ask."""
     is_other = options.format != DIFFUSERS
     if is_other and options.merge:
         raise UserError(f"--format {options.format} needs a LoRA, but --merge removes it. Use only one of them.")
     if policy.lora_rank is None and (options.merge or is_other):
         asked = "--merge" if options.merge else f"--format {options.format}"
-        raise UserError(f"{asked} applies to a LoRA: {options.run} trained the network's weights. Leave it out.")
+        raise UserError(f"{asked} applies to a LoRA: {run} trained the network's weights. Leave it out.")
     fitting = KOHYA if policy.network_name == "unet" else COMFYUI if policy.comfyui_names else DIFFUSERS
     if is_other and options.format != fitting:
         models, name = MODELS[options.format], type(policy).__name__

@@ -20,11 +20,7 @@ from lit_vgrpo.system.paths import typed_path
 
 
 def find_images(words: Sequence[str], limit: int | None = None) -> list[Path]:
-    """Return the first ``limit`` of the named files, and of the images of the named folders, sorted within each.
-
-    Raises:
-        UserError: A path has no images, or a file cannot be read as an image; the message lists all.
-    """
+    """Return the first ``limit`` of the named files and folders' images; raise UserError with all unreadable ones."""
     if not words:
         raise UserError("No image given. Name files or folders, for example: lightning score PickScore cat.png")
     files: list[Path] = []
@@ -46,26 +42,19 @@ def find_images(words: Sequence[str], limit: int | None = None) -> list[Path]:
 
 
 def read_image(file: Path) -> Tensor:
-    """Return an image ``(1, 3, H, W)``, float32 in [0, 1], upright, on white where it is transparent.
-
-    Raises:
-        ValueError: The file is not an image, or is truncated.
-    """
+    """Return an image ``(1, 3, H, W)``, float32 in [0, 1], upright, on white where transparent; or raise ValueError."""
     return read_picture(file)[None].float() / 255
 
 
 def batches_of(
     images: Iterable[Tensor], rows: Iterable[Mapping[str, Any]], size: int
 ) -> Iterator[tuple[Tensor, list[str], list[dict[str, Any]]]]:
-    """Yield batches of consecutive images of equal size, reading no image before its batch.
+    """Yield images ``(B, 3, H, W)`` of one size on the accelerator, prompts and rows; images are read when needed.
 
     Args:
         images: Each ``(1, 3, H, W)`` in [0, 1]; sizes may differ.
         rows: The prompt's row of each image.
         size: Images per batch, at most.
-
-    Yields:
-        Images ``(B, 3, H, W)`` on the accelerator, prompts and rows.
     """
     for _, same_size in groupby(zip(images, rows, strict=True), key=lambda pair: pair[0].shape):
         while batch := list(islice(same_size, size)):

@@ -37,8 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments after the program's name; ``None`` reads ``sys.argv`` and manages the process's streams and end.
 
     Returns:
-        Exit status: 0, 1 if training failed, 2 for a user error, 130 after Ctrl-C, 143 after SIGTERM, 129
-        after SIGHUP.
+        Exit status: 0, 1 if the work failed, 2 for a user error, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
     """
     args = sys.argv[1:] if argv is None else list(argv)
     debug = "--debug" in args

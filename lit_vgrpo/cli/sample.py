@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of
+from lit_vgrpo.cli.saved_policy import ChosenRun, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.pictures import PICTURE, references_of
 from lit_vgrpo.core.pixels import save_webp, strips, to_pil
@@ -35,59 +35,25 @@ from lit_vgrpo.training.saved_weights import REFERENCE
 USED = ("model.policy", "model.objective", "model.evaluation")
 
 
-@dataclass(kw_only=True)
-class SampleOptions(RunOptions, Sample):
-    """Options of ``lightning sample``.
-
-    Attributes:
-        folder: The folder to write.
-        rows: Prompts to draw, with the pictures that they edit.
-    """
-
-    folder: Path = field(init=False)
-    rows: Rows = field(init=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.no_ema and self.reference:
-            raise UserError("--no-ema and --reference are both given. Sample once with each, with the same --seed.")
-        if self.prompts is None and not self.prompt:
-            raise UserError('No prompt given. Add --prompt "a red circle", or --prompts FILE.')
-        if self.format == "mp4" and not (find_spec("imageio") and find_spec("imageio_ffmpeg")):
-            raise UserError('--format mp4 needs imageio and imageio-ffmpeg. Run: pip install "lit-vgrpo[video]"')
-        try:
-            self.rows = read_prompts(self.prompts, edits=False) if self.prompts is not None else []
-        except (ValueError, ModuleNotFoundError) as error:
-            raise UserError(str(error)) from error
-        self.rows += [{"prompt": prompt} for prompt in self.prompt or []]
-        if self.image:
-            self.rows = [{**row, PICTURE: [str(file) for file in self.image]} for row in self.rows]
-        if self.out is not None:
-            self.folder = vacant_folder(str(self.out))
-        else:
-            self.folder = next(folder for folder in candidates(self.run / "sample") if not folder.exists())
-
-
-def sample_images(options: SampleOptions) -> int:
-    """Draw prompts: ``RUN --prompt TEXT [--seed 0] [--count 1] [--reference | --no-ema] ... [key=value ...]``.
-
-    Returns:
-        0; 2 for an error in the arguments, or a folder that cannot be written; 130 after Ctrl-C.
-    """
-    recipe = recipe_of(options.run, options.words, USED, "sampling")
+def sample_images(options: Sample) -> int:
+    """Draw prompts: ``RUN --prompt TEXT [--seed 0] [--count 1] [--reference | --no-ema] ... [key=value ...]``."""
+    run, rows = ChosenRun.of(options), rows_of(options)
+    free = (path for path in candidates(run.folder / "sample") if not path.exists())
+    folder = next(free) if options.out is None else vacant_folder(str(options.out))
+    recipe = recipe_of(run.folder, run.words, USED, "sampling")
     policy, spec = build_policy(recipe), spec_of(recipe, options)
     try:
         with policy.sized(*sides_of(spec)):
-            errors = picture_errors(policy, options.rows, fix="Add --image FILE")
+            errors = picture_errors(policy, rows, fix="Add --image FILE")
         if errors:
             raise UserError(*errors)
-        saved, variant = (None, REFERENCE) if options.reference else options.read_weights()
+        saved, variant = (None, REFERENCE) if options.reference else run.read_weights()
         load_saved_policy(policy, saved, variant)
         policy.to("cuda" if torch.cuda.is_available() else "cpu")
-        with tqdm(total=len(options.rows) * options.count, leave=False, disable=not sys.stderr.isatty()) as bar:
-            for number, row in enumerate(options.rows, start=1):
+        with tqdm(total=len(rows) * options.count, leave=False, disable=not sys.stderr.isatty()) as bar:
+            for number, row in enumerate(rows, start=1):
                 for seed in range(options.seed, options.seed + options.count):
-                    path = typed_path(options.folder) / f"{number:03d}_seed{seed}.png"
+                    path = typed_path(folder) / f"{number:03d}_seed{seed}.png"
                     image = image_of(policy, spec, row, seed)
                     write_frames(strips(image[None]), path)
                     if image.ndim == 4:
@@ -101,7 +67,23 @@ def sample_images(options: SampleOptions) -> int:
     return 0
 
 
-def spec_of(recipe: dict[str, Any], options: SampleOptions) -> RolloutSpec:
+def rows_of(options: Sample) -> Rows:
+    """Return the prompts to draw, with the pictures that they edit; raise UserError if the options do not fit."""
+    if options.no_ema and options.reference:
+        raise UserError("--no-ema and --reference are both given. Sample once with each, with the same --seed.")
+    if options.prompts is None and not options.prompt:
+        raise UserError('No prompt given. Add --prompt "a red circle", or --prompts FILE.')
+    if options.format == "mp4" and not (find_spec("imageio") and find_spec("imageio_ffmpeg")):
+        raise UserError('--format mp4 needs imageio and imageio-ffmpeg. Run: pip install "lit-vgrpo[video]"')
+    try:
+        rows = read_prompts(options.prompts, edits=False) if options.prompts is not None else []
+    except (ValueError, ModuleNotFoundError) as error:
+        raise UserError(str(error)) from error
+    pictures = {PICTURE: [str(file) for file in options.image]} if options.image else {}
+    return [{**row, **pictures} for row in (*rows, *({"prompt": prompt} for prompt in options.prompt or []))]
+
+
+def spec_of(recipe: dict[str, Any], options: Sample) -> RolloutSpec:
     """Return the sampling settings of the run's evaluation, with the options applied."""
     spec = built_part(recipe, "model.evaluation", EvaluationSpec)
     if spec is None:
@@ -111,9 +93,7 @@ def spec_of(recipe: dict[str, Any], options: SampleOptions) -> RolloutSpec:
 
 
 def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
-    """Sample an image ``(3, H, W)``, or a video ``(F, 3, H, W)``, in [0, 1].
-
-    The result depends only on the row, the seed and the weights.
+    """Sample an image ``(3, H, W)``, or a video ``(F, 3, H, W)``, in [0, 1], from the row, seed and weights alone.
 
     The noise is what the family's pipeline draws with a CPU generator of the seed. Each image is sampled alone,
     since a batch rounds differently.
@@ -136,15 +116,12 @@ def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
 
 
 def write_frames(frames: Tensor, path: Path, frames_per_second: int = 1) -> None:
-    """Write an image or a video to a file atomically.
+    """Write an image or a video to a file atomically; raise UserError if it cannot be written.
 
     Args:
         frames: Shape ``(F, 3, H, W)``, float in [0, 1]; an image has F = 1.
         path: Ends in ``.png``, ``.webp`` (lossless), or ``.mp4`` (H.264 needs even sides, so an odd side repeats its
             last pixels).
-
-    Raises:
-        UserError: The file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from tqdm import tqdm
 
 from lit_vgrpo.cli.image_files import aligned, batches_of, find_images, loaded, read_image
@@ -28,65 +26,23 @@ from lit_vgrpo.system.paths import write_atomically
 OUT_KINDS = (".json", ".csv")
 
 
-@dataclass(kw_only=True)
-class ScoreOptions(Score):
-    """Options of ``lightning score``.
-
-    Attributes:
-        reward: The words that name the reward, with its options.
-        images: Files and folders of images.
-    """
-
-    reward: list[str] = field(init=False)
-    images: list[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if not self.words or "=" in self.words[0].partition(":")[0]:
-            raise UserError(NO_REWARD)
-        overlays = shipped_overlays()
-        self.reward, self.images = [self.words[0]], []
-        for word in self.words[1:]:
-            is_path = os.path.exists(os.path.expanduser(word))  # a Path refuses long names
-            is_overlay = word.endswith((".yaml", ".yml")) or (word in overlays and not is_path)
-            (self.reward if is_overlay or ("=" in word and not is_path) else self.images).append(word)
-        errors = []
-        if self.prompt is not None and self.prompts is not None:
-            errors.append("--prompt and --prompts are both given. Use --prompt TEXT for all images, or --prompts FILE.")
-        if self.out is not None and (self.out.suffix not in OUT_KINDS or self.out.is_dir()):
-            errors.append(f"--out {self.out} is not a .json or .csv file. Use --out {self.out.with_suffix('.json')}.")
-        if errors:
-            raise UserError(*errors)
-
-    def rows_for(self, files: Sequence[Path]) -> list[dict[str, Any]]:
-        """Return the prompt's row of each image; the prompt is empty if none was given.
-
-        Raises:
-            UserError: The prompt file cannot be read, or does not have one prompt per image.
-        """
-        if self.prompts is None:
-            return [{"prompt": self.prompt or ""} for _ in files]
-        try:
-            rows = read_prompts(self.prompts, edits=False)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        if len(rows) != len(files):
-            raise UserError(
-                f"{self.prompts} has {counted(len(rows), 'prompt')} for {counted(len(files), 'image')}. "
-                f"Give one per image, from {files[0]} to {files[-1]}."
-            )
-        return rows
-
-
-def score(options: ScoreOptions) -> int:
-    """Score images: ``REWARD IMAGES... [--prompt TEXT | --prompts FILE] [key=value ...]``.
-
-    Returns:
-        0; 1 if an image has no score; 2 for an error in the arguments, found before weights are loaded; 130 after
-        Ctrl-C.
-    """
-    reward = build_reward(options.reward)
-    files = find_images(options.images)
-    rows = options.rows_for(files)
+def score(options: Score) -> int:
+    """Score images: ``REWARD IMAGES... [--prompt TEXT | --prompts FILE] [key=value ...]``; return 1 if one failed."""
+    words, out = options.words, options.out
+    if not words or "=" in words[0].partition(":")[0]:
+        raise UserError(NO_REWARD)
+    if options.prompt is not None and options.prompts is not None:
+        raise UserError("--prompt and --prompts are both given. Use --prompt TEXT for all images, or --prompts FILE.")
+    if out is not None and (out.suffix not in OUT_KINDS or out.is_dir()):
+        raise UserError(f"--out {out} is not a .json or .csv file. Use --out {out.with_suffix('.json')}.")
+    named, images, overlays = [words[0]], list[str](), shipped_overlays()
+    for word in words[1:]:
+        is_path = os.path.exists(os.path.expanduser(word))  # a Path refuses long names
+        is_overlay = word.endswith((".yaml", ".yml")) or (word in overlays and not is_path)
+        (named if is_overlay or ("=" in word and not is_path) else images).append(word)
+    reward = build_reward(named)
+    files = find_images(images)
+    rows = rows_for(files, options)
     has_no_prompt = options.prompt is None and options.prompts is None
     prompt_errors = UnscorablePrompts.of(reward, rows).refused(any_failure=True)
     errors = [*reward.check(), *prompt_errors]
@@ -105,14 +61,26 @@ def score(options: ScoreOptions) -> int:
     say(score_table(scores, reward.part_names))
     if has_no_prompt:
         say("No prompt was given: rewards that use it received an empty one.", error=True)
-    if options.out is not None:
-        if options.out.suffix == ".json":
-            described = {"reward": options.reward, "weights": reward.weight_of, "images": scores}
-            write_atomically(options.out, json.dumps(described, indent=2) + "\n")
-        else:
-            write_atomically(options.out, _csv_of(scores, reward.part_names))
-        say(f"Written: {options.out}")
+    if out is not None:
+        described = {"reward": named, "weights": reward.weight_of, "images": scores}
+        is_json = out.suffix == ".json"
+        write_atomically(out, json.dumps(described, indent=2) + "\n" if is_json else _csv_of(scores, reward.part_names))
+        say(f"Written: {out}")
     return int(any(image["failures"] for image in scores))
+
+
+def rows_for(files: Sequence[Path], options: Score) -> list[dict[str, Any]]:
+    """Return the prompt's row of each image, by default empty; raise UserError if there is not one prompt per image."""
+    if options.prompts is None:
+        return [{"prompt": options.prompt or ""} for _ in files]
+    try:
+        rows = read_prompts(options.prompts, edits=False)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if len(rows) != len(files):
+        count = f"{counted(len(rows), 'prompt')} for {counted(len(files), 'image')}"
+        raise UserError(f"{options.prompts} has {count}. Give one per image, from {files[0]} to {files[-1]}.")
+    return rows
 
 
 def image_scores(batch: Scores, index: int, file: Path, prompt: str) -> dict[str, Any]:
@@ -145,13 +113,12 @@ def score_table(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> st
 
 def _csv_of(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Return a CSV table with failed cells empty and the reasons in the last column."""
-    lines = io.StringIO()
-    table = csv.writer(lines, lineterminator="\n")
-    table.writerow(["image", "prompt", *names, "total", "failures"])
-    for one in scores:
-        why = "; ".join(f"{name}: {reason}" for name, reason in one["failures"].items())
-        table.writerow([one["image"], one["prompt"], *map(one["parts"].get, names), one["total"], why])
-    return lines.getvalue()
+    rows = [
+        {**one["parts"], **one, "failures": "; ".join(f"{name}: {why}" for name, why in one["failures"].items())}
+        for one in scores
+    ]
+    table = pd.DataFrame(rows, columns=["image", "prompt", *names, "total", "failures"])
+    return table.to_csv(index=False, lineterminator="\n")
 
 
 def _number(value: Any) -> float | None:

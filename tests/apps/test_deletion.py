@@ -14,7 +14,7 @@ from lit_vgrpo.cli.main import COMMANDS
 PACKAGE = Path(lit_vgrpo.__file__).parent
 APPS = sorted(path.parent.name for path in PACKAGE.glob("apps/*/__init__.py"))
 HELP = "from lit_vgrpo.cli.main import main; import sys; sys.exit(main(['--help']))"
-REST = "import lit_vgrpo.launch.build, lit_vgrpo.callbacks, lit_vgrpo.report.page, lit_vgrpo.report.model_card"
+REST = "import lit_vgrpo.launch.build, lit_vgrpo.callbacks, lit_vgrpo.report.model_card, lit_vgrpo.cli.check"
 
 
 def run_without(apps, code, folder):

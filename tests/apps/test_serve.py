@@ -32,11 +32,8 @@ COMMAND = (
 
 def make_images(count, side=16, seed=0):
     pixels = torch.randint(0, 256, (count, 3, side, side), generator=torch.Generator().manual_seed(seed))
-    return (
-        pixels.float() / 255,
-        [f"prompt {n}" for n in range(count)],
-        [{"prompt": f"prompt {n}"} for n in range(count)],
-    )
+    prompts = [f"prompt {number}" for number in range(count)]
+    return pixels.float() / 255, prompts, [{"prompt": prompt} for prompt in prompts]
 
 
 def body_of(images, prompts=None):
@@ -70,13 +67,8 @@ def test_a_served_reward_scores_as_it_does_at_home(command, monkeypatch):
 
 def test_who_has_no_token_gets_in_nowhere_but_health(command):
     body = body_of(make_images(1)[0])
-    for headers in (
-        {},
-        {"Authorization": "Bearer t0keN"},
-        {"Authorization": "Bearer \u00fc"},
-        {"Authorization": TOKEN},
-    ):
-        headers = {name: value.encode() for name, value in headers.items()}
+    for given in (None, "Bearer t0keN", "Bearer \u00fc", TOKEN):
+        headers = {} if given is None else {"Authorization": given.encode()}
         assert httpx.post(f"{command}/score", content=body, headers=headers).status_code == 401
     assert httpx.get(f"{command}/health").json()["status"] == "ok"
     remote = HTTPReward(f"{command}/score", connection=Connection(give_up_after=1))
@@ -112,6 +104,8 @@ class Recorded(Reward):
             raise ValueError("two\nlines")
         if "exit" in prompts:
             raise SystemExit(3)
+        if "wrong" in prompts:
+            return torch.zeros(7)
         return Brightness()(images, prompts, rows)
 
 
@@ -192,24 +186,13 @@ def test_an_image_that_cannot_be_scored_gets_null_and_the_reason():
     with Serving(Recorded()) as serving:
         exited = post(serving.url, body_of(make_images(1)[0], ["exit"])).json()
         answer = post(serving.url, body_of(make_images(3)[0], ["a", "bad", "b"])).json()
+        wrong = post(serving.url, body_of(make_images(2)[0], ["wrong", "a"]))
+    assert wrong.status_code == 500, "a reward that breaks its contract gives no score"
+    assert "Return a float32 tensor of shape (2,)" in wrong.json()["detail"]
     assert exited["errors"][0].endswith(": SystemExit: 3.")  # and did not end the server
     assert [score is None for score in answer["scores"]] == [False, True, False]
     assert re.fullmatch(r"recorded: \S+test_serve.py:\d+: ValueError: two lines\.", answer["errors"].pop(1))
     assert answer["errors"] == [None, None]
-
-
-class Wrong(Reward):
-    name = "wrong"
-
-    def __call__(self, images, prompts, rows):
-        return torch.zeros(7)
-
-
-def test_a_reward_that_breaks_its_contract_is_an_error_and_not_a_score():
-    with Serving(Wrong()) as serving:
-        answer = post(serving.url, body_of(make_images(2)[0]))
-        assert answer.status_code == 500
-        assert "Return a float32 tensor of shape (2,)" in answer.json()["detail"]
 
 
 def test_many_small_values_are_refused_unparsed_and_other_host_names_on_this_machine(monkeypatch):

@@ -1,6 +1,5 @@
 """``lightning vote``: the page's server, beside a run and with a recipe."""
 
-import csv
 import json
 import signal
 import socket
@@ -12,9 +11,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from commands import run, vote, vote_options
+from commands import run, vote
 from fastapi.testclient import TestClient
-from helpers import free_port
+from helpers import free_port, read_csv
 from processes import run_command, started
 from saved_runs import assert_one_line
 
@@ -66,6 +65,10 @@ def vote_over_http(port, done, name="ann", pause_s=0):
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread, voted
+
+
+def voted_rows():
+    return [row for row in read_csv(RUN / "metrics.csv") if row.get("reward/votes/given")]
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -188,8 +191,7 @@ def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(ti
     assert len(images) == 4
     assert images[0][0] == seen["images"][2]
     assert {png for _, png in images} == {None}
-    with (RUN / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row.get("reward/votes/given")]
+    rows = voted_rows()
     assert [float(row["reward/votes/given"]) for row in rows] == [2, 2]
     assert float(rows[0]["reward/votes/std"]) > 0
     assert "heldout/JPEGCompressibility" not in rows[0]
@@ -226,13 +228,9 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
     assert json.loads((RUN / "summary.json").read_text())["world_size"] == 2
     assert (RUN / "checkpoints" / "last.ckpt").is_file()
     with sqlite3.connect(RUN / FILE_NAME) as db:
-        assert db.execute("SELECT owner, is_open, count(*) FROM groups GROUP BY 1, 2 ORDER BY 1").fetchall() == [
-            (0, 0, 2),
-            (1, 0, 2),
-        ]
-    with (RUN / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row.get("reward/votes/given")]
-    assert [float(row["reward/votes/given"]) for row in rows] == [2, 2]
+        groups = db.execute("SELECT owner, is_open, count(*) FROM groups GROUP BY 1, 2 ORDER BY 1").fetchall()
+    assert groups == [(0, 0, 2), (1, 0, 2)]
+    assert [float(row["reward/votes/given"]) for row in voted_rows()] == [2, 2]
 
 
 @pytest.mark.slow
@@ -259,7 +257,7 @@ def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, capsys):
+def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     for words, line in [
         (["empty"], "empty is not a run folder: it has no config.yaml."),
@@ -278,5 +276,9 @@ def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, caps
     capsys.readouterr()
     assert_one_line(vote, [str(RUN), "--port=0"], capsys, "runs/tiny has no votes.sqlite3. It has not started")
     assert_one_line(vote, [str(RUN), "trainer.max_epochs=3"], capsys, "runs/tiny is a run folder and takes no settings")
-    shared = vote_options(["tiny.yaml", "--host=0.0.0.0"])
-    assert len(shared.token) > 15
+    tokens = []
+    monkeypatch.setattr(
+        "lit_vgrpo.apps.vote.command.train_recipe", lambda command, page: tokens.append(page.args[0].token) or 0
+    )
+    assert vote(["tiny.yaml", "--host=0.0.0.0", "--port=0"]) == 0
+    assert len(tokens[0]) > 15

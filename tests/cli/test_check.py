@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import check, run
+from helpers import repeating
 from safetensors.torch import load_file, save_file
 
 from lit_vgrpo.cli.check import checkpoint_bytes, disk_errors, other_command
@@ -61,10 +62,7 @@ MISTAKES = [
     ([f"{FOLDER}/vae/config.json"], f"{FOLDER}/vae/config.json is a file, not a pipeline folder. Use a folder with"),
     ([FOLDER, "model.policy.variant=fp16"], f"{FOLDER} has no weights of model.policy.variant=fp16. Leave it out."),
     (["model.policy.attention_backend=nope"], "model.policy.attention_backend=nope does not exist. Use one of: "),
-    (
-        ["trainer.gradient_clip_val=2"],
-        "trainer.gradient_clip_val is now an option of the model. Replace it by model.grad",
-    ),
+    (["trainer.gradient_clip_val=2"], "trainer.gradient_clip_val is now an option of the model. Replace it by model."),
     (["trainer.accumulate_grad_batches=8"], "trainer.accumulate_grad_batches=8 is set by the sizes. Leave it out;"),
     (["trainer.limit_train_batches=0.5"], "trainer.limit_train_batches=0.5 is less than an iteration."),
     (["trainer.limit_val_batches=0.01"], "You requested to check 0.01 of the `val_dataloader`"),
@@ -127,15 +125,11 @@ def test_a_gpu_that_this_machine_lacks(tiny_recipe, capsys):
     assert capsys.readouterr().err.startswith("trainer.accelerator=gpu: torch ")
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"},
-        pytest.param(
-            {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}, marks=pytest.mark.slow
-        ),
-    ],
-)
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"}
+SLURM = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
+
+
+@pytest.mark.parametrize("launcher", repeating([TORCHRUN, SLURM], slow=[SLURM]))
 def test_a_launcher_of_several_processes_on_one_device(tiny_recipe, capsys, monkeypatch, launcher):
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
@@ -153,13 +147,6 @@ def test_weights_of_a_reward_that_cannot_be_had(tiny_recipe, capsys):
     assert "/none" in lines(capsys)[0]
 
 
-def test_no_estimate_is_mentioned_where_an_error_prevents_it(tiny_recipe, capsys):
-    assert check([str(tiny_recipe), "model.policy.checkpoint=."]) == 2
-    out, err = capsys.readouterr()
-    assert "model_index.json" in err
-    assert "memory" not in out
-
-
 @pytest.mark.slow
 def test_a_reward_that_always_fails(tiny_recipe, capsys):
     (tiny_recipe.parent / "fails.py").write_text("def divide(images, prompts):\n    return [1 / 0 for _ in prompts]\n")
@@ -171,20 +158,20 @@ def test_the_command_of_another_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert other_command() == []
     script = tmp_path / "lightning"
-    for module, count in (("lit_vgrpo.cli.main", 0), ("lightning_sdk.cli.entrypoint", 1)):
+    said = f"The lightning command in this environment belongs to lightning_sdk ({script}). Use lit-vgrpo instead."
+    for module, lines in (("lit_vgrpo.cli.main", []), ("lightning_sdk.cli.entrypoint", [said])):
         script.write_text(f"#!/usr/bin/python\nimport sys\nfrom {module} import main\n")
         script.chmod(0o755)
-        assert len(other_command()) == count
-    assert other_command() == [
-        f"The lightning command in this environment belongs to lightning_sdk ({script}). Use lit-vgrpo instead."
-    ]
+        assert other_command() == lines
 
 
-def test_too_little_disk(tiny_recipe, monkeypatch):
-    cli = build([str(tiny_recipe)], make_folder=False)
+def test_too_little_disk_and_a_run_dir_that_cannot_be_written(tiny_recipe, monkeypatch):
+    cli = build([str(tiny_recipe), "run_dir=there"], make_folder=False)
     assert disk_errors(cli) == []
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
     assert "0.0 GiB free" in disk_errors(cli)[0]
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert disk_errors(cli)[0].startswith("Cannot create the run folder there: ")
 
 
 def test_a_checkpoint_is_as_large_as_the_weights_that_are_read(tiny_recipe, tiny_sd3, tmp_path, monkeypatch):
@@ -200,12 +187,6 @@ def test_a_checkpoint_is_as_large_as_the_weights_that_are_read(tiny_recipe, tiny
 
     assert needed() == 4 * weights.stat().st_size
     assert needed("model.policy.variant=fp16") == 4 * 1000
-
-
-def test_a_run_dir_that_cannot_be_written(tiny_recipe, monkeypatch):
-    cli = build([str(tiny_recipe), "run_dir=there"], make_folder=False)
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert disk_errors(cli)[0].startswith("Cannot create the run folder there: ")
 
 
 @pytest.mark.slow
@@ -224,9 +205,7 @@ def test_prompts_that_a_reward_truncates_are_named_once(tiny_recipe, tiny_clip, 
     assert check([str(tiny_recipe), reward, "data.train=long.txt"]) == 0
     out = capsys.readouterr().out
     assert out.count("prompts are longer than the ") == 1
-    assert re.search(
-        r'^Reward "pickscore": 1 of \d+ prompts are longer than the \d+ tokens that it reads, and are tr', out, re.M
-    )
+    assert re.search(r'^Reward "pickscore": 1 of \d+ prompts are longer than the \d+ tokens that it reads', out, re.M)
 
 
 PER_PAIR = """

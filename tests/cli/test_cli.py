@@ -41,10 +41,7 @@ def test_every_command_has_help(name, capsys):
         (["run", "tiny_shapes", "--resum"], "No such option: --resum (Possible options: --resume). Overrides"),
         (["sample", "x", "--count", "0"], "Invalid value for '--count': Input should be greater than or equal to 1."),
         (["vote", "x", "--token-env", "NO_SUCH_NAME"], "NO_SUCH_NAME is not set in the environment."),
-        (
-            ["run", "tiny_shape"],
-            "tiny_shape is not a recipe: no such file, and not a shipped name. Did you mean tiny_sh",
-        ),
+        (["run", "tiny_shape"], "tiny_shape is not a recipe: no such file, and not a shipped name. Did you mean tiny_"),
         (["run", __file__], f"{__file__} is not a recipe: its name does not end with .yaml or .yml."),
         (["init", "a b"], "'a b' cannot name a run."),
     ],
@@ -100,12 +97,8 @@ sys.exit(str({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(
 
 
 def test_recipes_and_commands_are_completed():
-    env = {
-        **os.environ,
-        "_LIGHTNING_COMPLETE": "complete_bash",
-        "COMP_WORDS": "lightning run tiny_sh",
-        "COMP_CWORD": "2",
-    }
+    words = {"COMP_WORDS": "lightning run tiny_sh", "COMP_CWORD": "2"}
+    env = {**os.environ, "_LIGHTNING_COMPLETE": "complete_bash", **words}
     code = "import sys; sys.argv = ['lightning']; from lit_vgrpo.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.stdout.split() == ["tiny_shapes", "tiny_shapes_pretrain"]

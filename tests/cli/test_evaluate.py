@@ -1,6 +1,5 @@
 """``lightning eval``: the run's own numbers, the same on any number of ranks, with intervals that can be trusted."""
 
-import csv
 import hashlib
 import json
 import math
@@ -13,13 +12,14 @@ import pandas as pd
 import pytest
 import torch
 from commands import evaluate, evaluate_options
-from helpers import grey_level
+from helpers import grey_level, read_csv
 from PIL import Image
 from processes import run_command
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.cli.eval import results, table, write
 from lit_vgrpo.cli.eval_scores import ImageScores
+from lit_vgrpo.cli.saved_policy import ChosenRun
 from lit_vgrpo.metrics.looks import LOOKS
 from lit_vgrpo.training.folder import CONFIG_NAME
 
@@ -98,12 +98,7 @@ def evaluated(trained):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(trained)
         assert evaluate(["runs/tiny", "--reference", "--out=whole.json"]) == 0
-    return json.loads((trained / "whole.json").read_text()), rows(trained / "whole.csv")
-
-
-def rows(path):
-    with Path(path).open(newline="") as file:
-        return list(csv.DictReader(file))
+    return json.loads((trained / "whole.json").read_text()), read_csv(trained / "whole.csv")
 
 
 def means(report, variant):
@@ -194,7 +189,7 @@ def test_two_ranks_find_the_same(inside, evaluated):
             assert means(two, variant) == pytest.approx(means(report, variant), abs=SAME)
             for name, value in report["variants"][variant]["distances"].items():
                 assert two["variants"][variant]["distances"][name] == pytest.approx(value, abs=SAME)
-        for ours, theirs in zip(scores, rows("two.csv"), strict=True):
+        for ours, theirs in zip(scores, read_csv("two.csv"), strict=True):
             for name, text in ours.items():
                 if name in ("prompt", "variant", "image") or text == "":
                     assert theirs[name] == text
@@ -330,9 +325,7 @@ def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
 
 def test_a_checkpoint_names_its_run(inside):
     path = Path("runs/tiny/checkpoints/last.ckpt")
-    options = evaluate_options([str(path), "strategy/zero2", "data.eval_batch_size=4", "--reference"])
-    assert (f"{options.run}", f"{options.checkpoint}") == ("runs/tiny", str(path))
-    assert (options.reference, options.no_ema) == (True, False)
-    assert options.words == ["strategy/zero2", "data.eval_batch_size=4"]
-    found = evaluate_options(["runs/tiny", "--checkpoint", "last.ckpt"]).checkpoint
-    assert f"{found}" == str(path)
+    found = ChosenRun.of(evaluate_options([str(path), "strategy/zero2", "data.eval_batch_size=4"]))
+    assert (f"{found.folder}", f"{found.checkpoint}") == ("runs/tiny", str(path))
+    assert found.words == ["strategy/zero2", "data.eval_batch_size=4"]
+    assert f"{ChosenRun.of(evaluate_options(['runs/tiny', '--checkpoint', 'last.ckpt'])).checkpoint}" == str(path)

@@ -1,7 +1,5 @@
 """``lightning export``: what diffusers alone draws with it, in a process of its own, is what our sampler draws."""
 
-import contextlib
-import io
 import json
 import resource
 from pathlib import Path
@@ -11,15 +9,12 @@ import torch
 import yaml
 from commands import export, run
 from diffusers import DiffusionPipeline
-from processes import draw_with_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file
-from saved_runs import assert_one_line
+from saved_runs import assert_one_line, draw_exports, load_run
 
-from lit_vgrpo.cli.sample import image_of
-from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of
+from lit_vgrpo.cli.saved_policy import build_policy
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
 from lit_vgrpo.policies.export import merge_adapter, save_kohya, save_pipeline
 from lit_vgrpo.system.hub import base_name
@@ -27,7 +22,7 @@ from lit_vgrpo.training.checkpoint_file import read, write
 from lit_vgrpo.training.folder import CONFIG_NAME
 from lit_vgrpo.training.saved_weights import SavedWeights
 
-PROMPT, SEED, STEPS, GUIDANCE = "a red circle on the left", 3, 3, 2.0
+PROMPT = "a red circle on the left"
 LORA = {"lora_rank": 2, "lora_alpha": 4}
 RECIPE = """
 seed_everything: 7
@@ -45,7 +40,7 @@ FAMILIES = {
     "sdxl": ("SDXLPolicy", {}, TRAILING),
     "flux": ("FluxPolicy", {"max_sequence_length": 8, "height": 32, "width": 32}, {}),
 }
-CASES = {  # name of the folder -> family, kind of the run, options of the verb
+CASES = {  # name of the folder -> family, kind of the run, options of the command
     **{f"{family}_{kind}": (family, kind, []) for family in FAMILIES for kind in ("lora", "full")},
     "sd3_trained": ("sd3", "lora", ["--no-ema"]),
     "sd3_merged": ("sd3", "lora", ["--merge"]),
@@ -107,17 +102,6 @@ def inside(place, monkeypatch):
     return place
 
 
-def loaded(run_folder, variant):
-    run_folder = Path(run_folder)
-    policy = build_policy(recipe_of(run_folder, [], ["model.policy"], "a test"))
-    saved = SavedWeights.read(run_folder / "checkpoints" / "last.ckpt") if variant != "reference" else None
-    return load_saved_policy(policy, saved, variant)
-
-
-def own_image(policy, family):
-    return image_of(policy, RolloutSpec(solver_of(family), STEPS, GUIDANCE), {"prompt": PROMPT}, SEED)
-
-
 def solver_of(family):
     return "ddim" if FAMILIES[family][2] else "euler"
 
@@ -125,39 +109,12 @@ def solver_of(family):
 @pytest.fixture(scope="module")
 def drawn(place, tmp_path_factory):
     """The exports by name: image of plain diffusers, our sampler's, and the start's."""
-    folder, jobs, images, starts = tmp_path_factory.mktemp("drawn"), [], {}, {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        for name, (family, kind, options) in CASES.items():
-            source, to = f"runs/{family}_{kind}", folder / name
-            policy = loaded(
-                source, "EMA" if (family, kind) == ("sd3", "lora") and "--no-ema" not in options else "trained"
-            )
-            if family not in starts:
-                starts[family] = own_image(loaded(source, "reference"), family)
-            images[name] = own_image(policy, family), starts[family]
-            jobs.append(job_of(name, family, policy, folder, printed(source, "--to", str(to), *options)))
-    draw_with_diffusers(jobs, folder)
-    return {name: (torch.load(folder / f"{name}.image"), *images[name]) for name in images}
-
-
-def printed(*words):
-    """Return the lines of Python that the command prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert export(list(words)) == 0
-    return out.getvalue().splitlines()[1:]
-
-
-def job_of(name, family, policy, folder, lines):
-    noise = policy.prior([torch.Generator().manual_seed(SEED)])
-    if family == "flux":  # its pipeline takes noise as the network sees it
-        noise = policy.pipeline._pack_latents(noise, *noise.shape)
-    torch.save({"latents": noise}, folder / f"{name}.noise")
-    call = {"prompt": PROMPT, "num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "height": 32, "width": 32}
-    if family in ("sd3", "flux"):
-        call["max_sequence_length"] = policy.max_sequence_length
-    files = {"tensors": str(folder / f"{name}.noise"), "image": str(folder / f"{name}.image")}
-    return {"lines": lines, "call": call, "scheduler": dict(FAMILIES[family][2]), **files}
+    cases = []
+    for family, kind, options in CASES.values():
+        variant = "EMA" if (family, kind) == ("sd3", "lora") and "--no-ema" not in options else "trained"
+        way = {"prompt": PROMPT}, solver_of(family), FAMILIES[family][2]
+        cases.append((place, f"runs/{family}_{kind}", variant, options, *way))
+    return dict(zip(CASES, draw_exports(cases, tmp_path_factory.mktemp("drawn")), strict=True))
 
 
 @pytest.mark.slow
@@ -177,7 +134,7 @@ def test_the_average_is_another_adapter(drawn):
 @pytest.mark.slow
 def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path):
     """B @ A of the file is the update that was trained, although alpha is not the rank."""
-    policy = loaded("runs/sd3_lora", "trained")
+    policy = load_run("runs/sd3_lora", "trained")
     assert (policy.lora_rank, policy.lora_alpha) == (2, 4)
     policy.save(tmp_path)
     file = tmp_path / "pytorch_lora_weights.safetensors"
@@ -193,7 +150,7 @@ def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "base"), [("unet", "sd_v1"), ("sdxl", "sdxl_base_v1-0")])
 def test_the_names_of_kohya(inside, tmp_path, family, base):
-    policy = loaded(f"runs/{family}_lora", "trained")
+    policy = load_run(f"runs/{family}_lora", "trained")
     save_kohya(policy.network, tmp_path / "a.safetensors", base_name(policy.checkpoint))
     tensors = load_file(tmp_path / "a.safetensors")
     alphas = {tensors.pop(name).item() for name in [name for name in tensors if name.endswith(".alpha")]}

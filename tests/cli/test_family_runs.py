@@ -1,26 +1,19 @@
 """Runs of the larger families: resumed ones end like undisturbed ones, and plain diffusers draws what they trained."""
 
-import contextlib
-import io
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from commands import export, run
-from helpers import SMALL_PICTURES, picture_prompts
-from processes import draw_with_diffusers
+from commands import run
+from helpers import picture_prompts
+from saved_runs import draw_exports
 
 from lit_vgrpo import policies
-from lit_vgrpo.cli.sample import image_of
-from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of
-from lit_vgrpo.core.pictures import references_of
-from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data import read_prompts
-from lit_vgrpo.policies.checks import call_of, difference
+from lit_vgrpo.policies.checks import difference
 from lit_vgrpo.training.checkpoint_file import read
-from lit_vgrpo.training.saved_weights import SavedWeights
 
 FAMILIES = {
     "kontext": ("KontextPolicy", 16),
@@ -42,7 +35,7 @@ FAMILIES = {
 RESUMED = ("kontext", "qwen_image_edit", "wan22")
 """Families with pictures among the prompts, or with two networks; the others resume as SD3 does."""
 CASES = [*((family,) for family in FAMILIES), ("qwen_image", "--merge"), ("lumina2", "--format=comfyui")]
-SIDE, SEED, STEPS, GUIDANCE = 32, 3, 3, 2.0
+SIDE = 32
 RECIPE = """
 seed_everything: 7
 trainer: {accelerator: cpu, devices: 1, callbacks: [{class_path: EMA, init_args: {decay: 0.5}}]}
@@ -98,31 +91,15 @@ def test_a_resumed_run_ends_like_one_undisturbed(runs, family):
 @pytest.fixture(scope="module")
 def drawn(runs, tmp_path_factory):
     """By case: image of plain diffusers, our sampler's, and the start's."""
-    folder, jobs, images = tmp_path_factory.mktemp("drawn"), [], []
-    for number, (family, *options) in enumerate(CASES):
-        place = runs(family)
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
-            patch.chdir(place)
-            assert export(["whole", "--to", str(folder / str(number)), *options]) == 0
-            assert (folder / f"{number}/{number}.safetensors").is_file() == ("--format=comfyui" in options)
-            lines = [*SMALL_PICTURES, *out.getvalue().splitlines()[1:]]
-            recipe = recipe_of(Path("whole"), [], ["model.policy"], "a test")
-            row, spec = (
-                read_prompts(recipe["data"]["train"])[0],
-                RolloutSpec(getattr(policies, FAMILIES[family][0]).solvers[0], STEPS, GUIDANCE),
-            )
-            start = image_of(load_saved_policy(build_policy(recipe), None, "reference"), spec, row, SEED)
-            weights = SavedWeights.read(Path("whole/checkpoints/last.ckpt"))
-            policy = load_saved_policy(build_policy(recipe), weights, "EMA")
-            images.append((image_of(policy, spec, row, SEED), start))
-            edited = references_of([row])
-            pictures = None if edited is None else torch.stack(edited).float() / 255
-            noise = policy.prior([torch.Generator().manual_seed(SEED)])
-        files = {name: str(folder / f"{number}.{name}") for name in ("tensors", "image")}
-        torch.save(call_of(policy, [row["prompt"]], noise, STEPS, GUIDANCE, pictures), files["tensors"])
-        jobs.append({"lines": lines, "call": {}, "scheduler": {}, **files})
-    draw_with_diffusers(jobs, folder)
-    return {case: (torch.load(job["image"]), *ours) for case, job, ours in zip(CASES, jobs, images, strict=True)}
+    folder, cases = tmp_path_factory.mktemp("drawn"), []
+    for family, *options in CASES:
+        prompts = yaml.safe_load((runs(family) / "recipe.yaml").read_text())["data"]["train"]
+        solver = getattr(policies, FAMILIES[family][0]).solvers[0]
+        cases.append((runs(family), "whole", "EMA", options, read_prompts(prompts)[0], solver, {}))
+    found = dict(zip(CASES, draw_exports(cases, folder), strict=True))
+    for number, (_, *options) in enumerate(CASES):
+        assert (folder / f"{number}/{number}.safetensors").is_file() == ("--format=comfyui" in options)
+    return found
 
 
 @pytest.mark.slow

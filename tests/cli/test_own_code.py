@@ -93,6 +93,8 @@ class WandersToo(L.Callback):
 
 
 EARLY = "{class_path: EarlyStopping, init_args: {monitor: %s}}"
+TWO_STOPS = f"trainer.callbacks=[{EARLY % 'heldout/reward'},{EARLY % 'heldout_reward'}]"
+NOTHING = "trainer.callbacks={class_path: ModelCheckpoint, init_args: {monitor: nothing}}"
 
 
 @pytest.fixture
@@ -110,19 +112,10 @@ def recipe(tiny_recipe):
         (["model.reward=leaves.X"], "leaves.py:1: SystemExit: bye."),
         (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py:14: KeyError: 'no such key'."),
         (["model.reward=rewards_of_mine.Unready"], "rewards_of_mine.py:27: MemoryError: none left."),
-        (
-            ["model.reward={python: 'leaves:reward'}"],
-            "leaves:reward cannot be imported (leaves.py:1: SystemExit: bye).",
-        ),
+        (["model.reward={python: 'leaves:reward'}"], "leaves:reward cannot be imported (leaves.py:1: SystemExit: bye)"),
         (["trainer.callbacks={class_path: Export, init_args: {folder: ..}}"], "folder=.. is not a separate folder. "),
-        (
-            [f"trainer.callbacks=[{EARLY % 'heldout/reward'},{EARLY % 'heldout_reward'}]"],
-            "trainer.callbacks[1].monitor=heldout_reward: runs log no metric with this name. Did you mean held",
-        ),
-        (
-            ["trainer.callbacks={class_path: ModelCheckpoint, init_args: {monitor: nothing}}"],
-            "trainer.callbacks[0].monitor=nothing: runs log no metric with this name. Use one of: heldout/reward, ",
-        ),
+        ([TWO_STOPS], "callbacks[1].monitor=heldout_reward: runs log no metric with this name. Did you mean heldout/"),
+        ([NOTHING], "trainer.callbacks[0].monitor=nothing: runs log no metric with this name. Use one of: heldout/"),
         (["model.reward=[]"], "model.reward.rewards=[] is empty. Name at least one reward, such as PickScore."),
         (["model.heldout_reward=[]"], "model.heldout_reward.rewards=[] is empty. Name at least one reward, "),
         (["data.train=numbers.jsonl"], 'numbers.jsonl line 1: "rewards" is 3. Write the names of rewards, such '),
@@ -209,18 +202,16 @@ def test_commands_on_a_run_write_where_they_were_started(recipe, tmp_path, monke
 def test_a_held_out_reward_of_nan_is_no_success(recipe, capsys):
     words = ["model.reward=rewards_of_mine.TrainsOnly", "data.train=train.txt", "data.heldout=heldout.txt"]
     assert run([recipe, *words, "trainer.max_epochs=1"]) == 1
-    assert "No held-out image could be scored at the end. Fix the reward, then run: lightning eval runs/tiny\n" in (
-        capsys.readouterr().err
-    )
+    said = "No held-out image could be scored at the end. Fix the reward, then run: lightning eval runs/tiny\n"
+    assert said in capsys.readouterr().err
     assert json.loads(Path("runs/tiny/summary.json").read_text())["heldout_reward_end"] is None
 
 
 def test_the_end_names_what_was_written(recipe, capsys):
     """A try with fast_dev_run has no loggers."""
     assert run([recipe, "trainer.fast_dev_run=true"]) == 0
-    assert capsys.readouterr().out.endswith(
-        "Everything is in runs/tiny: report.html, summary.json, checkpoints.\nThe result: runs/tiny/report.html\n"
-    )
+    said = "Everything is in runs/tiny: report.html, summary.json, checkpoints.\nThe result: runs/tiny/report.html\n"
+    assert capsys.readouterr().out.endswith(said)
     written = {"config.yaml", "report", "report.html", "summary.json", "checkpoints"}
     assert {path.name for path in Path("runs/tiny").iterdir()} == written
 

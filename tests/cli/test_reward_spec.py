@@ -1,4 +1,5 @@
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,11 +65,12 @@ def test_the_key_of_the_file_is_an_override(recipe):
         init_args = {"function": "own_rewards:third", **options}
         found = read_recipe(Command.parse(words)).values["model"]["reward"]
         assert found == {"class_path": "PythonReward", "init_args": init_args}
-    words = [str(recipe), "model.reward=[ShapesReward,ShapesReward]"]
-    assert build_reward([*words, "model.reward.rewards[1].python=own_rewards:third"]).part_names[:2] == [
-        "shapes",
-        "third",
+    words = [
+        str(recipe),
+        "model.reward=[ShapesReward,ShapesReward]",
+        "model.reward.rewards[1].python=own_rewards:third",
     ]
+    assert build_reward(words).part_names[:2] == ["shapes", "third"]
 
 
 @pytest.mark.parametrize(
@@ -79,22 +81,14 @@ def test_the_key_of_the_file_is_an_override(recipe):
         (["JPEGCompressibility", "quality=0"], "reward.quality=0: Input should be greater than or equal to 1"),
         (["JPEGCompressibility", "photo.png"], "photo.png is not an option of a reward"),
         (["no_such.yaml"], "no_such.yaml is not a recipe"),
+        (["none.yaml"], "no model.reward"),
+        (["trained.yaml"], 'model.heldout_reward and model.reward both have a "score"'),
     ],
 )
-def test_mistakes_are_lines(words, said):
+def test_mistakes_are_lines(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    Path("none.yaml").write_text("data: {}\n")
+    Path("trained.yaml").write_text(RECIPE.replace("own_rewards:other", "own_rewards:score"))
     with pytest.raises(UserError) as caught:
         build_reward(words)
     assert said in str(caught.value)
-
-
-def test_a_recipe_without_a_reward(tmp_path):
-    path = tmp_path / "none.yaml"
-    path.write_text("data: {}\n")
-    with pytest.raises(UserError, match=r"no model\.reward"):
-        build_reward([str(path)])
-
-
-def test_a_held_out_reward_that_is_trained_on(recipe):
-    recipe.write_text(RECIPE.replace("own_rewards:other", "own_rewards:score"))
-    with pytest.raises(UserError, match=r'model\.heldout_reward and model\.reward both have a "score"'):
-        build_reward([str(recipe)])

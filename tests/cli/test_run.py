@@ -1,12 +1,11 @@
 """``lightning run``: overrides, errors, run folders, resuming, Ctrl-C."""
 
-import csv
 from pathlib import Path
 
 import pytest
 import yaml
 from commands import run
-from helpers import prompt_file
+from helpers import prompt_file, read_csv
 from lightning.pytorch.callbacks import ProgressBar
 
 from lit_vgrpo.launch.build import build
@@ -15,8 +14,7 @@ POLICY = "model.policy.checkpoint=shipped:assets/tiny_sd3"
 
 
 def metrics(folder):
-    with (Path(folder) / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
+    return read_csv(Path(folder, "metrics.csv"))
 
 
 def test_seed_everything_seeds_model_and_data(tiny_recipe):
@@ -36,7 +34,6 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
         ("trainer.plugins=HalfPrecision", "trainer.precision=16-true would cast the trained weights."),
         ("trainer.plugins=AsyncCheckpointIO", "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on"),
         ("ckpt_path=tiny.yaml", "ckpt_path=tiny.yaml is truncated or not a checkpoint"),
-        ("run_dir=tiny.yaml/x", "Cannot create the run folder tiny.yaml/x: "),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(tiny_recipe, capfd, override, line):

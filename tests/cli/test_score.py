@@ -1,6 +1,5 @@
 """``lightning score`` on real image files."""
 
-import csv
 import json
 from io import BytesIO
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from commands import score
+from helpers import read_csv
 from PIL import Image
 
 from lit_vgrpo.cli.image_files import read_image
@@ -79,12 +79,12 @@ def test_each_image_has_its_own_prompt(folder, capsys):
     assert main(words) == 0
     header = capsys.readouterr().out.splitlines()[0].split()
     assert header == ["image", "colour", "shape", "place", "total"]
-    rows = list(csv.DictReader(Path("scores.csv").read_text().splitlines()))
+    rows = read_csv("scores.csv")
     assert [float(row["total"]) for row in rows] == pytest.approx([1.0, 1.0])
     assert [row["prompt"] for row in rows] == [row["prompt"] for row in prompts]
     words[2:4] = ["1.png", "0.png"]
     assert main(words) == 0
-    assert all(float(row["total"]) < 1 for row in csv.DictReader(Path("scores.csv").read_text().splitlines()))
+    assert all(float(row["total"]) < 1 for row in read_csv("scores.csv"))
 
 
 def test_a_failure_is_shown_with_its_reason_and_is_no_zero(folder, capsys):
@@ -93,7 +93,7 @@ def test_a_failure_is_shown_with_its_reason_and_is_no_zero(folder, capsys):
     assert out[1].split() == ["noise.png", "failed", "failed"]
     assert out[2].split() == ["red.jpg", "0.5000", "0.5000"]
     assert out[3] == "noise.png: picky failed: 48 is too narrow"
-    failed, fine = csv.DictReader(Path("out.csv").read_text().splitlines())
+    failed, fine = read_csv("out.csv")
     assert (failed["picky"], failed["total"], failed["failures"]) == ("", "", "picky: 48 is too narrow")
     assert fine["total"] == "0.5"
 

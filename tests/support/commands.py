@@ -3,6 +3,7 @@
 from functools import partial
 from unittest.mock import patch
 
+from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.cli.commands import app
 from lit_vgrpo.cli.main import main
 
@@ -15,20 +16,17 @@ run, check, export, init = (partial(command, name) for name in ("run", "check", 
 evaluate, sample_images, score = (partial(command, name) for name in ("eval", "sample", "score"))
 check_reward, report, vote, compare = (partial(command, n) for n in ("check-reward", "report", "vote", "compare"))
 
-BODIES = {
-    "eval": "lit_vgrpo.cli.eval.evaluate",
-    "serve-reward": "lit_vgrpo.apps.serve.command.serve",
-    "vote": "lit_vgrpo.apps.vote.command.vote",
-    "compare": "lit_vgrpo.apps.compare.command.compare",
-}
 
-
-def options(name, args):
+def options(name, body, args):
     """Return the options that a command would run with; raise its UserError."""
-    with patch(BODIES[name]) as body:
+    with patch(f"lit_vgrpo.{body}") as patched:
         app([name, *args], standalone_mode=False, obj=[name, *args])
-    return body.call_args.args[0]
+    return patched.call_args.args[0]
 
 
-compare_options, vote_options = partial(options, "compare"), partial(options, "vote")
-evaluate_options, serve_options = partial(options, "eval"), partial(options, "serve-reward")
+evaluate_options = partial(options, "eval", "cli.eval.evaluate")
+serve_options = partial(options, "serve-reward", "apps.serve.command.serve")
+
+
+def compare_options(args):
+    return CompareOptions(**vars(options("compare", "apps.compare.command.compare", args)))

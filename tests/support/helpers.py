@@ -1,5 +1,6 @@
 """Small real runs, without the command."""
 
+import csv
 import json
 import os
 import socket
@@ -110,6 +111,20 @@ def make_trainer(folder, iterations=2, callbacks=(), **options):
     return L.Trainer(
         max_epochs=iterations, default_root_dir=folder, callbacks=list(callbacks), **{**defaults, **options}
     )
+
+
+def fit(folder, tmp_path, callbacks=(), iterations=3, data=None, trainer=None, ckpt=None, **options):
+    """Train a small run, and return its module and trainer."""
+    module = make_module(folder, **options)
+    fitter = make_trainer(tmp_path, iterations, callbacks, **(trainer or {}))
+    fitter.fit(module, datamodule=make_data(**(data or {})), ckpt_path=ckpt)
+    return module, fitter
+
+
+def read_csv(file):
+    """The rows of a table, by column."""
+    with open(file, newline="") as opened:
+        return list(csv.DictReader(opened))
 
 
 def free_port():

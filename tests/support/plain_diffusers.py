@@ -17,8 +17,7 @@ def main(path):
         if job["scheduler"]:
             scheduler = getattr(scope["diffusers"], job["scheduler"].pop("class"))
             pipe.scheduler = scheduler.from_config(pipe.scheduler.config, **job["scheduler"])
-        call = {**job["call"], **torch.load(job["tensors"], weights_only=False), "output_type": "pt"}
-        torch.save(pipe(**call)[0][0], job["image"])
+        torch.save(pipe(**torch.load(job["call"], weights_only=False))[0][0], job["image"])
     # What was exported needs nothing of ours.
     assert not [name for name in sys.modules if name.startswith("lit_vgrpo")]
 

@@ -53,9 +53,8 @@ def by_task(values: Numbers, prompts: Numbers, tasks: Sequence[str], mean_of: st
         shares.append(float(chosen.sum()) if mean_of == "images" else float(chosen.any()))
     known = [draws * share for draws, share in zip(task_draws.values(), shares, strict=True) if share]
     overall = np.sum(known, axis=0) / sum(shares) if known else np.full(RESAMPLES + 1, math.nan)
-    means = {OVERALL: _interval(overall, values)}
     each = {task: _interval(draws, values[labels == task]) for task, draws in task_draws.items()}
-    return means | each if len(each) > 1 else means
+    return {OVERALL: _interval(overall, values), **(each if len(each) > 1 else {})}
 
 
 def _interval(draws: Numbers, values: Numbers) -> dict[str, Any]:

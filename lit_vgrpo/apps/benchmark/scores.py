@@ -83,9 +83,7 @@ def _without_addresses(node: Any) -> Any:
 def fill(
     subjects: Sequence[Subject], benchmark: Benchmark, rows: Rows, reward: Weighted, share: tuple[int, int] = (1, 1)
 ) -> None:
-    """Sample and score the images that have no scores yet, and those that a reward failed to score.
-
-    Batches are the same whether or not an evaluation was interrupted, and so are the scores.
+    """Sample and score the images without scores, and those that a reward failed on; an interruption changes nothing.
 
     Args:
         share: ``(2, 8)`` takes the second of eight shares of the images, for eight processes.

@@ -7,23 +7,18 @@ from lit_vgrpo.apps.compare.plan import entrants, runs_of
 from lit_vgrpo.apps.compare.report import Curve, write_race, write_sweep
 from lit_vgrpo.apps.compare.runner import Stopped, locked, run_all
 from lit_vgrpo.errors import counted, say
+from lit_vgrpo.options import Compare
 from lit_vgrpo.system.paths import typed_path
 
 
-def compare(options: CompareOptions) -> int:
-    """Train methods from the same start; with ``--sweep``, search for each method's best settings.
-
-    Returns:
-        Exit status: 0, 1 if a run failed, 2 for an error in the command line or in a recipe, 130 after Ctrl-C.
-    """
+def compare(typed: Compare) -> int:
+    """Train methods from the same start, or, with ``--sweep``, search for their settings; return 1 if a run failed."""
+    options = CompareOptions(**vars(typed))
     chosen = entrants(options)
     with locked(typed_path(options.out)):
         runs = runs_of(options, chosen)
-        say(
-            f"{counted(len(runs), 'run')} of {counted(options.iterations, 'iteration')}, {options.jobs} at a time, "
-            f"in {options.out}",
-            error=True,
-        )
+        size = f"{counted(len(runs), 'run')} of {counted(options.iterations, 'iteration')}"
+        say(f"{size}, {options.jobs} at a time, in {options.out}", error=True)
         try:
             errors = run_all(runs, options.jobs)
         except Stopped as stopped:

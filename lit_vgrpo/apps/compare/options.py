@@ -32,34 +32,11 @@ def read_names(text: str) -> list[str]:
     return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
 
 
-def read_settings(text: str) -> list[str]:
-    """Return the comma-separated kinds of settings; raise UserError if one is unknown."""
-    names = read_names(text)
-    if not set(names) <= set(SETTINGS):
-        raise UserError(f"--settings {text} is not published, tuned or published,tuned.")
-    return names
-
-
-def read_rewards(text: str) -> list[float]:
-    """Return the comma-separated numbers in ascending order; raise UserError if one is not a number."""
-    try:
-        return sorted({float(word) for word in read_names(text)})
-    except ValueError as error:
-        raise UserError(f"--target {text} is not a held-out reward such as 0.7, or several: 0.6,0.7.") from error
-
-
 def set_sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> str:
-    """Replace the recipe's held-out prompts by a share of its training prompts, in place.
+    """Replace the recipe's held-out prompts by a share of its training prompts, in place, and return their name.
 
-    Prompts set on the command line are kept. A share that the recipe itself holds out by hash is kept too, since any
-    other share would contain it or lie in it.
-
-    Args:
-        base: The base recipe as plain values.
-        overridden: Keys that the command line sets.
-
-    Returns:
-        Name of the prompts that the sweep is evaluated on.
+    Prompts set on the command line, by the ``overridden`` keys, are kept. A share that the recipe itself holds out by
+    hash is kept too, since any other share would contain it or lie in it.
     """
     if any(key in ("data", "data.heldout_fraction") or f"{key}.".startswith("data.heldout.") for key in overridden):
         return "prompts of the command line"
@@ -94,8 +71,14 @@ class CompareOptions(Compare):
 
     def __post_init__(self) -> None:
         self.methods = list(DEFAULT_METHODS) if self.named is None else read_names(self.named)
-        self.targets = [] if self.target is None else read_rewards(self.target)
-        self.settings = None if self.kinds is None else read_settings(self.kinds)
+        self.settings = None if self.kinds is None else read_names(self.kinds)
+        if not set(self.settings or ()) <= set(SETTINGS):
+            raise UserError(f"--settings {self.kinds} is not published, tuned or published,tuned.")
+        try:
+            self.targets = sorted({float(word) for word in read_names(self.target or "")})
+        except ValueError as error:
+            advice = "is not a held-out reward such as 0.7, or several: 0.6,0.7."
+            raise UserError(f"--target {self.target} {advice}") from error
         refuse_overrides(self.words, dict.fromkeys(REFUSED, "is set by the comparison. Use its options."))
         self.command = Command.parse(self.words)
         recipe = read_recipe(self.command)
@@ -105,14 +88,11 @@ class CompareOptions(Compare):
         names = [Path(method).stem for method in self.methods]  # an overlay file's method is its stem
         self.base_method = self.base_method or names[0]
         if self.base_method not in names:
-            raise UserError(
-                f"--base {self.base_method} is not one of the methods. {suggestion(self.base_method, names)}"
-            )
+            meant = suggestion(self.base_method, names)
+            raise UserError(f"--base {self.base_method} is not one of the methods. {meant}")
         trainer = self.base.get("trainer", {})
         epochs = trainer.get("max_epochs") or 60
         self.num_seeds = self.num_seeds or (1 if self.sweep else 3)
-        if self.first_seed is None:
-            self.first_seed = FIRST_SWEEP_SEED if self.sweep else 0
         self.iterations = self.iterations or (max(1, epochs // 2) if self.sweep else epochs)
         self.evaluate_every = min(self.evaluate_every, self.iterations)
         self.jobs = self.jobs or (min(2, os.cpu_count() or 1) if trainer.get("accelerator") == "cpu" else 1)
@@ -135,4 +115,5 @@ class CompareOptions(Compare):
     @property
     def seeds(self) -> list[int]:
         """Seeds that every method is run with."""
-        return list(range(self.first_seed, self.first_seed + self.num_seeds))
+        first = FIRST_SWEEP_SEED if self.sweep else 0
+        return list(range(first, first + self.num_seeds))

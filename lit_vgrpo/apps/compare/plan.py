@@ -27,13 +27,8 @@ from lit_vgrpo.system.paths import shipped_root, typed_path
 
 KEYS = ("like", "published", "tuned", "found", "sweep")
 MAY_SET = (
-    "model.objective",
-    "model.optimizer",
-    "model.advantage_std",
-    "model.advantage_aggregate",
-    "model.gradient_clip_val",
-    "data.updates_per_iteration",
-    "data.split_updates",
+    *("model.objective", "model.optimizer", "model.advantage_std", "model.advantage_aggregate"),
+    *("model.gradient_clip_val", "data.updates_per_iteration", "data.split_updates"),
 )
 """Keys that may differ between methods; all share the recipe's task, images and evaluation."""
 POLICY_OPTIONS = ("scale_cap", "teachers")
@@ -103,11 +98,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Run:
-    """One process: an entrant with a seed.
-
-    Attributes:
-        fingerprint: Hash of everything that affects the results; a finished run with the same one is not repeated.
-    """
+    """One process: an entrant with a seed. A finished run with the same fingerprint is not repeated."""
 
     name: str
     method: str
@@ -124,11 +115,7 @@ class Run:
 
 
 def entrants(options: CompareOptions) -> list[Entrant]:
-    """Return every method with every kind of settings, as merged recipes that build without errors.
-
-    Raises:
-        UserError: There are errors in the recipe, methods, overlays or sizes; the message lists all.
-    """
+    """Return every method with every kind of settings, as recipes that build; raise UserError with all errors."""
     words = [str(options.command.recipe), *(f"{key}={text}" for key, text in options.command.overrides)]
     base = build(words, make_folder=False)
     errors = base.errors()
@@ -152,10 +139,9 @@ def _of_overlay(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
         return swept(options, overlay)
     settings = options.settings or [name for name in SETTINGS if name == "published" or overlay.tuned]
     if "tuned" in settings and not overlay.tuned:
-        raise UserError(
-            f"{overlay.name} has no tuned settings. Use --settings published, or search for them with --sweep."
-        )
-    return [Entrant(overlay.name, name, _recipe(options, overlay.part(name)), {}, overlay.budget) for name in settings]
+        advice = "Use --settings published, or search for them with --sweep."
+        raise UserError(f"{overlay.name} has no tuned settings. {advice}")
+    return [_entrant(options, overlay, name, overlay.part(name), {}) for name in settings]
 
 
 def swept(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
@@ -167,12 +153,13 @@ def swept(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
         part = overlay.part("published")
         for key, value in changed.items():
             set_value(part, key, value)
-        points.append(Entrant(overlay.name, f"sweep{number}", _recipe(options, part), changed))
+        points.append(_entrant(options, overlay, f"sweep{number}", part, changed))
     return points
 
 
-def _recipe(options: CompareOptions, part: Mapping[str, Any]) -> dict[str, Any]:
-    return for_race(with_overlay(options.base, part), options.iterations, options.evaluate_every)
+def _entrant(options: CompareOptions, overlay: Overlay, settings: str, part: Any, changed: dict[str, Any]) -> Entrant:
+    recipe = for_race(with_overlay(options.base, part), options.iterations, options.evaluate_every)
+    return Entrant(overlay.name, settings, recipe, changed, overlay.budget)
 
 
 def _lost_overrides(options: CompareOptions, overlays: Iterable[Overlay]) -> list[str]:
@@ -275,14 +262,10 @@ def read_overlay(path: Path) -> Overlay:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         advice = "Add published: with a model.objective and its class_path, or like: with a method"
         raise UserError(f"{path} is not an overlay. {advice} ({type(error).__name__}: {error}).") from error
-    errors = [
-        f"{path}: {key} cannot be set by an overlay: it must be the same for every method. Set it in the recipe. "
-        f"{suggestion(key, MAY_SET)}"
-        for key in sorted(keys)
-        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_SET)
-    ]
-    if errors:
-        raise UserError(*errors)
+    refused = [key for key in sorted(keys) if not f"{key}.".startswith(tuple(f"{allowed}." for allowed in MAY_SET))]
+    why = "cannot be set by an overlay: it must be the same for every method. Set it in the recipe."
+    if refused:
+        raise UserError(*(f"{path}: {key} {why} {suggestion(key, MAY_SET)}" for key in refused))
     return overlay
 
 
@@ -328,12 +311,7 @@ def for_race(recipe: Mapping[str, Any], iterations: int, evaluate_every: int) ->
     trainer = result.setdefault("trainer", {})
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    trainer |= {
-        "callbacks": [callback for callback in callbacks if class_name(callback) not in LEFT_OUT_CALLBACKS],
-        "max_epochs": iterations,
-        "max_steps": -1,
-        "check_val_every_n_epoch": evaluate_every,
-        "logger": False,
-        "enable_checkpointing": False,
-    }
+    trainer["callbacks"] = [callback for callback in callbacks if class_name(callback) not in LEFT_OUT_CALLBACKS]
+    trainer |= {"max_epochs": iterations, "max_steps": -1, "check_val_every_n_epoch": evaluate_every}
+    trainer |= {"logger": False, "enable_checkpointing": False}
     return result

@@ -56,12 +56,7 @@ NOTE = (
 
 @dataclass
 class Curve:
-    """The evaluations of one run.
-
-    Attributes:
-        evaluations: Evaluations in order, each with ``reward`` and the :data:`COSTS`; empty for a failed run.
-        error: Reason of the failure; empty for a finished run.
-    """
+    """The evaluations of one run, each with ``reward`` and :data:`COSTS`; a failed run has none, but an ``error``."""
 
     method: str
     settings: str
@@ -84,8 +79,7 @@ class Curve:
 def summaries(curves: Iterable[Curve], last: int = 1) -> pd.DataFrame:
     """Return a row per run, NaN if it failed: reward at the start, final and best, and the costs at the end.
 
-    Args:
-        last: Number of evaluations averaged to the final reward.
+    The final reward is the mean of the ``last`` evaluations.
     """
     rows = []
     for curve in curves:
@@ -174,19 +168,14 @@ def target_table(each: pd.DataFrame, mean: pd.DataFrame, target: float, base: st
 
 
 def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Sequence[Curve]) -> str:
-    """Write ``compare.json``, ``compare.csv``, ``targets.csv``, ``compare.md`` and ``compare.png``.
-
-    Returns:
-        The tables, to be printed.
-    """
+    """Write ``compare.json``, ``.csv``, ``.md`` and ``.png`` and ``targets.csv``; return the tables."""
     runs, each = summaries(curves), costs_by_seed(curves, options.targets)
     mean = mean_costs(each, options.base_method)
     parts = ["## Held-out reward", markdown_table(reward_table(runs))]
     for target in options.targets:
         table = target_table(each, mean, target, options.base_method)
         parts += [f"## To reach {target:g}", markdown_table(table)]
-    searches = [f"- {one.method}: {one.budget or 'unknown'}" for one in entrants if one.settings == "tuned"]
-    if searches:
+    if searches := [f"- {one.method}: {one.budget or 'unknown'}" for one in entrants if one.settings == "tuned"]:
         parts += ["## Search for the tuned settings", "\n".join(searches)]
     warning = [ONE_SEED] if len(options.seeds) == 1 else []
     text = "\n\n".join([*warning, *parts, *_failed(curves), NOTE])
@@ -207,10 +196,7 @@ def evaluation_table(curves: Iterable[Curve]) -> pd.DataFrame:
 
 
 def sweep_points(entrants: Sequence[Entrant], curves: Sequence[Curve], targets: Iterable[float]) -> pd.DataFrame:
-    """Return a row per point: means over its seeds, NaN if a seed failed or did not reach a target.
-
-    ``to TARGET`` is the :data:`RANKING_COST` to reach that target.
-    """
+    """Return a row per point: means over its seeds, of the :data:`RANKING_COST` ``to TARGET``; NaN if one has none."""
     runs = summaries(curves, LAST)
     finished = runs.groupby(ENTRANT)["final"].transform(lambda finals: finals.notna().all())
     columns = ["start", "final", "best", "cpu_seconds", RANKING_COST]
@@ -230,17 +216,13 @@ def best_points(points: pd.DataFrame, targets: Sequence[float]) -> dict[str, int
     decides, and finally the final reward.
     """
     keys = [f"to {target:g}" for target in sorted(targets, reverse=True)]
-    ascending = [*(True for _ in keys), False]
+    ascending = [True] * len(keys) + [False]
     ranked = points.dropna(subset="final").sort_values([*keys, "final"], ascending=ascending, kind="stable")
     return {method: row for row, method in ranked.drop_duplicates("method")["method"].items()}
 
 
 def write_sweep(options: CompareOptions, entrants: Sequence[Entrant], curves: Sequence[Curve]) -> str:
-    """Write ``sweep.json``, ``sweep.csv`` and ``sweep.md``.
-
-    Returns:
-        The table and the blocks to paste into the overlays.
-    """
+    """Write ``sweep.json``, ``sweep.csv`` and ``sweep.md``; return the table and the blocks for the overlays."""
     points = sweep_points(entrants, curves, options.targets)
     best = best_points(points, options.targets)
     _write_csv(options.out / "sweep.csv", points)
@@ -248,11 +230,9 @@ def write_sweep(options: CompareOptions, entrants: Sequence[Entrant], curves: Se
     for column in shown.columns[2:]:
         shown[column] = shown[column].map(reward_cell if column in ("start", "final", "best") else amount)
     shown[""] = ["best" if row in best.values() else "" for row in points.index]
-    parts = [markdown_table(shown)]
-    parts.append(
-        f"Evaluated on {options.prompts}. The best point reached the highest target with all seeds for the least "
-        f"{RANKING_COST}; then lower targets decide, then the final reward, a mean of {LAST} evaluations."
-    )
+    about = f"Evaluated on {options.prompts}. The best point reached the highest target with all seeds for the least "
+    about += f"{RANKING_COST}; then lower targets decide, then the final reward, a mean of {LAST} evaluations."
+    parts = [markdown_table(shown), about]
     for method, row in best.items():
         count = sum(entrant.method == method for entrant in entrants)
         prompts = f"{options.command.recipe.stem}, {options.prompts}"
@@ -268,12 +248,11 @@ def write_sweep(options: CompareOptions, entrants: Sequence[Entrant], curves: Se
 def tuned_block(point: Entrant, budget: Budget) -> str:
     """Return the lines to paste into the overlay: the settings, and the budget of their search."""
     # With its class, the objective takes options under init_args; the class itself stays that of published:
-    objective: dict[str, Any] = {"class_path": point.recipe["model"]["objective"]["class_path"]}
-    tuned: dict[str, Any] = {"model": {"objective": objective}}
+    tuned: dict[str, Any] = {"model": {"objective": {"class_path": point.recipe["model"]["objective"]["class_path"]}}}
     for key, value in point.changed.items():
         set_value(tuned, key, value)
-    del objective["class_path"]
-    if not objective:
+    del tuned["model"]["objective"]["class_path"]
+    if not tuned["model"]["objective"]:
         del tuned["model"]["objective"]
     return yaml.safe_dump({"tuned": tuned, "found": asdict(budget)}, sort_keys=False, width=120)
 

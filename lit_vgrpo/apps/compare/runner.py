@@ -39,10 +39,7 @@ def is_finished(run: Run) -> bool:
 
 
 def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
-    """Run the unfinished runs, ``jobs`` processes at a time.
-
-    Returns:
-        The error of each failed run by the run's name.
+    """Run the unfinished runs, ``jobs`` processes at a time, and return the error of each failed run by its name.
 
     Raises:
         Stopped: Ctrl-C, SIGTERM or a closed terminal; all processes started here have ended.

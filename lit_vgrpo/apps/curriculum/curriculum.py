@@ -57,7 +57,7 @@ class Stage:
     def words(self, settings: Sequence[str]) -> list[str]:
         """Return the settings that apply to this stage; those only for this stage come last."""
         pairs = [_for_stage(word) for word in settings]
-        return [*(word for number, word in pairs if number is None), *(w for n, w in pairs if n == self.number)]
+        return [word for stage in (None, self.number) for number, word in pairs if number == stage]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,7 @@ class Curriculum:
     Settings are overlays, then overrides as ``key=value``; ``stage2.key=value`` is only for the second stage.
 
     Attributes:
-        file: The curriculum's file.
         run_dir: Requested run folder.
-        stages: The stages in order.
         saved: Settings in the file.
         typed: Settings on the command line, which apply after those in the file.
     """
@@ -115,11 +113,9 @@ class Curriculum:
     def write(self, run: Path) -> None:
         """Write ``config.yaml``: a curriculum that includes the typed settings."""
         settings = [*self.saved, *self.typed]
-        content = {
-            STAGES: [str(stage.recipe.absolute()) for stage in self.stages],
-            "overlays": [str(Path(word).absolute()) for word in settings if not is_override(word)],
-            "overrides": [word for word in settings if is_override(word)],
-        }
+        overlays = [str(Path(word).absolute()) for word in settings if not is_override(word)]
+        content = {STAGES: [str(stage.recipe.absolute()) for stage in self.stages], "overlays": overlays}
+        content["overrides"] = [word for word in settings if is_override(word)]
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_atomically(run / CONFIG_NAME, f"# lightning run {run / CONFIG_NAME} {RESUME}\n{text}")
 
@@ -149,15 +145,6 @@ def _misplaced(word: str, count: int) -> list[str]:
     if is_override(word) and key in FIXED and not (key == START and number == 1):
         return [f"{key} cannot be set: the curriculum decides it."]
     return []
-
-
-def merged_errors(stage_errors: Sequence[tuple[Stage, Sequence[str]]]) -> list[str]:
-    """Return each error once, with the stages that have it."""
-    stages: dict[str, list[str]] = {}
-    for stage, errors in stage_errors:
-        for error in errors:
-            stages.setdefault(error, []).append(str(stage.number))
-    return [f"Stage{'s' * (len(names) > 1)} {', '.join(names)}: {error}" for error, names in stages.items()]
 
 
 # --- running it -------------------------------------------------------------------------------------------------------
@@ -224,9 +211,9 @@ def new_run(curriculum: Curriculum) -> Path:
     Raises:
         UserError: The folder exists, and several processes would have to agree on another name.
     """
-    processes = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
     if not is_first_process():
         return curriculum.run_dir
+    processes = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
     if processes > 1 and curriculum.run_dir.exists():
         raise UserError(f"{curriculum.run_dir} exists. Set run_dir=/another/folder, or add {RESUME} to continue it.")
     run = reserve(curriculum.run_dir)

@@ -92,7 +92,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     plan = cli.datamodule.sizes.plan(image_ranks(trainer)[1])
     policy = policy_on_meta(module.policy, device.type)
     degree = getattr(trainer.strategy, "context_parallel", 1)
-    spec, evaluated = module.objective.rollout_spec(0), module.evaluator.spec
+    guidance = module.objective.rollout_spec(0).guidance
     for error in context_errors(policy, degree, module.evaluator.sides):
         raise LoadError(error)
     asked = demand(module.objective, policy, plan)
@@ -100,7 +100,6 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     averages = sum(type(callback).__name__ == "EMA" for callback in trainer.callbacks)  # type: ignore[attr-defined]
     in_cpu_memory = not on_gpu and "reference" not in asked.copies  # the module's reference
     copies = len(asked.copies) + averages + in_cpu_memory
-    vae = policy.pipeline.vae
     encoders = sum(bytes_of(tensors_of(encoder)) for encoder in policy.encoders())
     leave = on_gpu and module.policy.offload_encoders
     latent = 4 * torch.Size(policy.latent_shape).numel()
@@ -110,7 +109,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         **share.parts,
         "copies of the trained weights": copies * share.trained,
         "text encoders": 0 if leave else encoders,
-        "VAE": bytes_of(tensors_of(vae)),
+        "VAE": bytes_of(tensors_of(policy.pipeline.vae)),
         "reward models": models,
         "stored latents": 0 if moves_away else round(latent * asked.kept),
     }
@@ -118,7 +117,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     peak_of = cache(lambda asked: peak_of_pass(policy, asked) // degree)  # phases may ask for the same
     phases = {
         ENCODING: encoding_peak(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
-        ROLLOUT: peak_of(Pass(rollout, spec.guidance, False)) + asked.samples_with_copy * share.trained,
+        ROLLOUT: peak_of(Pass(rollout, guidance, False)) + asked.samples_with_copy * share.trained,
         DECODING: _decoding(policy, rollout),
         TRAINING: peak_of(asked.trained) + round(latent * asked.loss),
         STEP: share.step,
@@ -132,9 +131,8 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         batch = min(data.eval_batch_size, -(-images // image_ranks(trainer)[1]))
         sampled = at_most(images, module.rollout_batch_size) or batch
         with policy.sized(*module.evaluator.sides):
-            peak = max(
-                peak_of_pass(policy, Pass(sampled, evaluated.guidance, False)) // degree, _decoding(policy, batch)
-            )
+            asked_now = Pass(sampled, module.evaluator.spec.guidance, False)
+            peak = max(peak_of_pass(policy, asked_now) // degree, _decoding(policy, batch))
         phases[EVALUATION] = peak + bool(averages) * share.trained  # the averages are swapped in
     return Estimate(parts, phases, tuple(unknown))
 

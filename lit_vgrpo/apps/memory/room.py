@@ -9,7 +9,7 @@ import torch
 
 from lit_vgrpo.apps.memory.estimate import ADVICE, estimate
 from lit_vgrpo.errors import UserError, is_deliberate, one_line
-from lit_vgrpo.policies.meta import NotEstimated as NotEstimated
+from lit_vgrpo.policies.meta import NotEstimated
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import available_bytes
 from lit_vgrpo.training.micro_batch import shown
@@ -23,19 +23,21 @@ SMALLEST_RESERVE, RESERVED = 2**30, 20
 this many. A choice, not a measurement."""
 
 
-def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, list[str]]:
+def memory_report(cli: RecipeCLI, given: str | None = None) -> tuple[str, list[str]]:
     """Return the estimate as text, and an error if the recipe needs more than its device has.
 
-    A GPU counts as empty, even if other processes are using it; ``gpu_memory`` is the size of another GPU in bytes to
-    compare with. The batch sizes must fit the world size.
+    A GPU counts as empty, even if other processes are using it. The batch sizes must fit the world size.
+
+    Args:
+        given: Size of another GPU to compare with, such as ``80GiB``.
 
     Raises:
         NotEstimated: There is no estimate; the message is the reason.
     """
     is_absent = isinstance(cli.trainer.accelerator, AbsentGPU)
-    device = torch.device("cuda", 0) if is_absent or gpu_memory is not None else cli.trainer.strategy.root_device
-    if gpu_memory is not None:
-        name, size = "the given GPU", gpu_memory
+    device = torch.device("cuda", 0) if is_absent or given is not None else cli.trainer.strategy.root_device
+    if given is not None:
+        name, size = "the given GPU", gpu_memory_of(given)
     elif is_absent:
         name, size = "", 0
     elif device.type == "cuda":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,26 +24,12 @@ TASK_KEYS = ("heldout", "heldout_limit", "heldout_fraction")
 WATCHED = ("metrics.csv", "summary.json", "samples", f"{KEPT}/{SCORES_NAME}", f"{KEPT}/{IMAGES_NAME}")
 
 
-@dataclass(kw_only=True)
-class ReportOptions(Report):
-    """Options of ``lightning report``.
-
-    Attributes:
-        runs: The run folders.
-    """
-
-    runs: list[Path] = field(init=False)
-
-    def __post_init__(self) -> None:
-        settings = [word for word in self.words if is_override(word)]
-        if settings:
-            raise UserError(f"{settings[0]} has no effect on a report. Give run folders only.")
-        self.runs = [find_run(word)[0] for word in self.words]
-
-
-def report(options: ReportOptions) -> int:
+def report(options: Report) -> int:
     """Write or serve the report of runs: ``RUN [RUN ...] [--out FILE.html] [--serve] [--port 8008]``."""
-    runs = read_runs(options.runs)
+    if settings := [word for word in options.words if is_override(word)]:
+        raise UserError(f"{settings[0]} has no effect on a report. Give run folders only.")
+    folders = [find_run(word)[0] for word in options.words]
+    runs = read_runs(folders)
     if options.serve:
         require_packages()
         from lit_vgrpo.system.server import BACKLOG, serve_page
@@ -52,10 +37,10 @@ def report(options: ReportOptions) -> int:
         with listening_socket(LOOPBACK, options.port) as listener:
             listener.listen(BACKLOG)
             say(f"Report at http://{LOOPBACK}:{listener.getsockname()[1]}/ on this machine only. Ctrl-C stops it.")
-            serve_page(make_app(options.runs), listener)
+            serve_page(make_app(folders), listener)
         say("Stopped.")
         return 0
-    out = options.out or (options.runs[0] / REPORT_NAME if len(runs) == 1 else Path(REPORT_NAME))
+    out = options.out or (folders[0] / REPORT_NAME if len(runs) == 1 else Path(REPORT_NAME))
     if out.exists() and not (out.is_file() and out.read_bytes().startswith(MARK.encode())):
         raise UserError(f"{out} exists and is not a report. Give another --out FILE.html.")
     write_atomically(out, render(runs))
@@ -70,11 +55,7 @@ def report(options: ReportOptions) -> int:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunData]:
-    """Return the data of runs that a report can show together.
-
-    Raises:
-        UserError: A run cannot be read, or the runs have different rewards or held-out prompts.
-    """
+    """Return the data of runs; raise UserError if one cannot be read, or their rewards or held-out prompts differ."""
     runs = [read_run(folder) for folder in folders]
     tasks = [{f"data.{key}": (run.recipe.get("data") or {}).get(key) for key in TASK_KEYS} for run in runs]
     for run, task in zip(runs, tasks, strict=True):

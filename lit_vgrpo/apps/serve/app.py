@@ -58,10 +58,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-worker")
 
     async def score(self, sent: ScoreRequest, pixels: int) -> Scores:
-        """Wait for the scores of a request, whose images are decoded batch by batch.
-
-        Args:
-            pixels: Pixels of all its images and pictures.
+        """Wait for the scores of a request of so many pixels, whose images are decoded batch by batch.
 
         Raises:
             HTTPException: An image cannot be decoded.

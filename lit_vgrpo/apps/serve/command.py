@@ -21,11 +21,12 @@ BACKLOG = 256
 
 
 def serve(options: ServeReward) -> int:
-    """Serve a reward: ``RECIPE_OR_CLASS [key=value ...] [--host 127.0.0.1] [--port 8000] ...``.
+    """Serve a reward until Ctrl-C or SIGTERM: ``RECIPE_OR_CLASS [key=value ...] [--port 8000] ...``."""
+    if options.print_setup:
+        from lit_vgrpo.config.tree import judge_preset
 
-    Returns:
-        0 after Ctrl-C or SIGTERM; 2 for an error in the command line, or a reward that cannot be loaded.
-    """
+        say(judge_preset(options.words[0])["setup"].rstrip())
+        return 0
     require_packages()
     # SIGTERM acts like Ctrl-C; uvicorn handles both while it serves
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -90,21 +91,12 @@ def build_served(words: Sequence[str]) -> Weighted:
     return build_reward(words)
 
 
-def print_setup(options: ServeReward) -> int:
-    """Print the commands that install and start a judge; raise UserError if there is none of this name."""
-    from lit_vgrpo.config.tree import judge_preset
-
-    say(judge_preset(options.words[0])["setup"].rstrip())
-    return 0
-
-
 def opening(name: str, listener: socket.socket, options: ServeReward, device: str) -> list[str]:
     """Return the lines to print once requests are accepted."""
     from lit_vgrpo.rewards.connection import is_loopback
 
-    lines = [f"Serving {name} on {device} at {web_address(options.host, listener)}/score. Ctrl-C stops it."]
-    if not is_loopback(options.host) and options.token is None:
-        lines.append(
-            f"Warning: anyone who can reach {options.host} can use it. Add --token-env NAME, or listen on 127.0.0.1."
-        )
-    return lines
+    line = f"Serving {name} on {device} at {web_address(options.host, listener)}/score. Ctrl-C stops it."
+    if is_loopback(options.host) or options.token is not None:
+        return [line]
+    advice = "Add --token-env NAME, or listen on 127.0.0.1."
+    return [line, f"Warning: anyone who can reach {options.host} can use it. {advice}"]

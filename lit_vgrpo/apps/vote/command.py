@@ -7,8 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,48 +32,28 @@ LAST_LOOK_S = 1.5
 NOT_ASKED = "does not ask people. Set model.reward=VoteReward, and model.heldout_reward for the held-out images"
 
 
-@dataclass(kw_only=True)
-class VoteOptions(Vote):
-    """Options of ``lightning vote``.
-
-    Attributes:
-        run: The run folder; ``None`` for a recipe.
-        command: The recipe; ``None`` for a run folder.
-    """
-
-    run: Path | None = field(init=False, default=None)
-    command: Command | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        require_packages()
-        if not is_loopback(self.host):
-            self.token = self.token or secrets.token_urlsafe(16)
-        if not typed_path(self.words[0]).is_dir():
-            self.command = Command.parse(self.words, self.resume)
-            if STAGES in loaded(self.command.recipe):
-                raise UserError(f"{self.words[0]} is a curriculum. Run it, and vote on each run: lightning vote RUN")
-            return
-        self.run = find_run(self.words[0])[0]
-        if len(self.words) > 1 or self.resume:
-            raise UserError(f"{self.run} is a run folder and takes no settings. To train it, give its config.yaml.")
-
-
-def vote(options: VoteOptions) -> int:
-    """Serve the voting page of a run, or train a recipe with it: ``RUN|RECIPE [key=value ...] [--port 8009] ...``.
-
-    Returns:
-        Exit status: 0, or that of the training; 2 for an error in the command line.
-    """
-    if options.command is not None and not is_first_process():  # only the first rank serves the page
-        return train_recipe(options.command)
+def vote(options: Vote) -> int:
+    """Serve the page of a run, or train a recipe with it and return its status: ``RUN|RECIPE [key=value ...] ...``."""
+    require_packages()
+    if not is_loopback(options.host):
+        options.token = options.token or secrets.token_urlsafe(16)
+    name, *settings = options.words
+    if typed_path(name).is_dir():
+        run = find_run(name)[0]
+        if settings or options.resume:
+            raise UserError(f"{run} is a run folder and takes no settings. To train it, give its config.yaml.")
+        with listening_socket(options.host, options.port) as listener:
+            return _serve(options, listener, run)
+    command = Command.parse(options.words, options.resume)
+    if STAGES in loaded(command.recipe):
+        raise UserError(f"{name} is a curriculum. Run it, and vote on each run: lightning vote RUN")
+    if not is_first_process():  # only the first rank serves the page
+        return train_recipe(command)
     with listening_socket(options.host, options.port) as listener:  # before the weights: a taken port is known at once
-        if options.run is not None:
-            return _serve(options, listener, options.run)
-        assert options.command is not None
-        return train_recipe(options.command, partial(_page_during, options, listener))
+        return train_recipe(command, partial(_page_during, options, listener))
 
 
-def _serve(options: VoteOptions, listener: socket.socket, run: Path) -> int:
+def _serve(options: Vote, listener: socket.socket, run: Path) -> int:
     from lit_vgrpo.system.server import serve_page
 
     if not (run / FILE_NAME).is_file():
@@ -83,8 +62,7 @@ def _serve(options: VoteOptions, listener: socket.socket, run: Path) -> int:
     serve_page(_listen(options, listener, store, partial(has_ended, run, store)), listener)
     progress = store.progress()
     left = progress.needed - progress.given
-    missing = f"; still needed: {left}" if left else ""
-    say(f"Stopped. Every vote is in {store.path}{missing}.")
+    say(f"Stopped. Every vote is in {store.path}{f'; still needed: {left}' if left else ''}.")
     return 0
 
 
@@ -95,29 +73,21 @@ def has_ended(run: Path, store: VoteStore) -> bool:
     return (run / SUMMARY_NAME).stat().st_mtime_ns >= store.path.stat().st_mtime_ns
 
 
-def _page_during(options: VoteOptions, listener: socket.socket, cli: RecipeCLI) -> AbstractContextManager[object]:
-    """Return a context that serves the page while a recipe trains.
-
-    Raises:
-        UserError: The recipe does not ask people.
-    """
-    if not any(isinstance(reward, VoteReward) for reward in cli.model.reward.rewards):
-        raise UserError(f"The reward of {options.words[0]} {NOT_ASKED}.")
-    return _page(options, listener, cli.folder)
-
-
 @contextmanager
-def _page(options: VoteOptions, listener: socket.socket, folder: Path) -> Iterator[None]:
+def _page_during(options: Vote, listener: socket.socket, cli: RecipeCLI) -> Iterator[None]:
+    """Serve the page while a recipe trains; raise UserError if the recipe does not ask people."""
     from lit_vgrpo.system.server import served_in_thread
 
+    if not any(isinstance(reward, VoteReward) for reward in cli.model.reward.rewards):
+        raise UserError(f"The reward of {options.words[0]} {NOT_ASKED}.")
     is_over = threading.Event()
-    with served_in_thread(_listen(options, listener, _open(folder), is_over.is_set), listener):
+    with served_in_thread(_listen(options, listener, _open(cli.folder), is_over.is_set), listener):
         yield
         is_over.set()
         time.sleep(LAST_LOOK_S)
 
 
-def _listen(options: VoteOptions, listener: socket.socket, store: VoteStore, is_over: Callable[[], bool]) -> Any:
+def _listen(options: Vote, listener: socket.socket, store: VoteStore, is_over: Callable[[], bool]) -> Any:
     from lit_vgrpo.apps.vote.app import make_app
     from lit_vgrpo.system.server import BACKLOG
 

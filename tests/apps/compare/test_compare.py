@@ -14,22 +14,11 @@ from lit_vgrpo.apps.compare.plan import entrants, runs_of
 from lit_vgrpo.apps.compare.runner import is_finished, last_error, locked, prepare_run_folder
 
 
-@pytest.fixture
-def other(tmp_path):
-    """An overlay of one's own: V-GRPO with two updates."""
-    return overlay(tmp_path, "other", {"num_mc_samples": 1, "clip": 0.01}, {"updates_per_iteration": 2})
-
-
-def overlay(folder, name, init_args, data=None, sweep=None):
-    content = {
-        "published": {
-            "model": {"objective": {"class_path": "VGRPO", "init_args": init_args}},
-            "data": {"updates_per_iteration": 1, **(data or {})},
-        },
-        "sweep": sweep or {},
-    }
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
+def overlay(path, init_args, updates=1, sweep=None):
+    """Write an overlay of one's own."""
+    model = {"objective": {"class_path": "VGRPO", "init_args": init_args}}
+    published = {"model": model, "data": {"updates_per_iteration": updates}}
+    path.write_text(yaml.safe_dump({"published": published, "sweep": sweep or {}}, sort_keys=False))
     return path
 
 
@@ -41,14 +30,14 @@ def planned(recipe, *words):
 def make_finished(run, **changes):
     """Write the files of a finished run."""
     run.folder.mkdir(parents=True)
-    evaluations = [an_evaluation(0, 0.5)]
-    summary = {"outcome": "finished", "evaluations": evaluations, **changes}
+    summary = {"outcome": "finished", "evaluations": [an_evaluation(0, 0.5)], **changes}
     (run.folder / "summary.json").write_text(json.dumps(summary))
     run.fingerprint_file.write_text(run.fingerprint)
 
 
 @pytest.mark.slow
-def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, tmp_path, other, capsys):
+def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, tmp_path, capsys):
+    other = overlay(tmp_path / "other.yaml", {"num_mc_samples": 1, "clip": 0.01}, updates=2)
     (tmp_path / "breaks.py").write_text(
         "from lit_vgrpo import VGRPO\n\n\nclass Breaks(VGRPO):\n"
         "    def prepare(self, *args, **kwargs):\n        raise RuntimeError('no luck today')\n"
@@ -91,7 +80,7 @@ def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, 
 
 @pytest.mark.slow
 def test_a_sweep_goes_on_from_finished_runs(tiny_recipe, tmp_path, capsys):
-    path = overlay(tmp_path, "mine", {"num_mc_samples": 1}, sweep={"model.objective.soft_clip": [3.0, None]})
+    path = overlay(tmp_path / "mine.yaml", {"num_mc_samples": 1}, sweep={"model.objective.soft_clip": [3.0, None]})
     words = [str(tiny_recipe), "--methods", str(path), "--sweep", "--out", "sweep"]
     for run, reward in zip(planned(*words), (0.5, 0.7), strict=True):
         assert run.name == f"mine-{run.settings}-seed100"

@@ -15,11 +15,11 @@ def parsed(*words):
 
 def test_all_options():
     options = parsed(
-        "data.group_size=8", "--methods=vgrpo,nft", "--seeds", "2", "--first-seed=5", "--target", "0.7,0.6",
+        "data.group_size=8", "--methods=vgrpo,nft", "--seeds", "2", "--target", "0.7,0.6",
         "--settings", "tuned", "--iterations", "7", "--evaluate-every", "3", "--jobs", "4", "--out", "there",
     )  # fmt: skip
     assert options.methods == ["vgrpo", "nft"]
-    assert options.seeds == [5, 6]
+    assert options.seeds == [0, 1]
     assert options.targets == [0.6, 0.7]
     assert options.settings == ["tuned"]
     assert (options.iterations, options.evaluate_every, options.jobs) == (7, 3, 4)

@@ -1,29 +1,15 @@
 """Costs by hand-worked numbers, and the tables and files where seeds missed a target or failed."""
 
-import csv
 import json
 
 import pytest
 from commands import compare_options
+from helpers import read_csv
 from PIL import Image
 
+from lit_vgrpo.apps.compare import report
 from lit_vgrpo.apps.compare.plan import Budget, Entrant, Run
-from lit_vgrpo.apps.compare.report import (
-    Curve,
-    best_points,
-    cost_of,
-    costs_by_seed,
-    draw,
-    evaluation_table,
-    mean_costs,
-    reward_table,
-    summaries,
-    sweep_points,
-    target_table,
-    tuned_block,
-    write_race,
-    write_sweep,
-)
+from lit_vgrpo.apps.compare.report import Curve, cost_of, costs_by_seed, mean_costs, reward_table, summaries, write_race
 
 
 def evaluations(rewards, seconds=10.0, every=5):
@@ -45,7 +31,7 @@ def ratios(curves, target, base="vgrpo", ratio="cpu_ratio"):
 
 def costs(curves, target, base="vgrpo"):
     each = costs_by_seed(curves, [target])
-    return target_table(each, mean_costs(each, base), target, base)
+    return report.target_table(each, mean_costs(each, base), target, base)
 
 
 def cells(table, method, settings="published"):
@@ -136,18 +122,13 @@ def test_the_plot_shows_the_methods(tmp_path):
     curves = [curve("vgrpo", s, [0.2, 0.9 - s / 10]) for s in range(2)]
     curves += [curve("nft", 0, [0.2, 0.4]), curve("nft", 0, [0.2, 0.4], settings="tuned")]
     path = tmp_path / "compare.png"
-    draw(path, evaluation_table([*curves, Curve("dgpo", "published", 0, [], "boom")]), [0.5], "a race")
+    report.draw(path, report.evaluation_table([*curves, Curve("dgpo", "published", 0, [], "boom")]), [0.5], "a race")
     with Image.open(path) as image:
         pixels = image.convert("RGB")
         colours = {colour for _, colour in pixels.getcolors(pixels.width * pixels.height)}
     assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)} <= colours
     assert (0x00, 0x9E, 0x73) not in colours
     assert not list(tmp_path.glob("*.tmp*"))
-
-
-def rows_of(file):
-    with open(file, newline="") as opened:
-        return list(csv.DictReader(opened))
 
 
 @pytest.mark.slow
@@ -164,14 +145,14 @@ def test_the_files_of_a_race(tmp_path, monkeypatch):
     assert saved["versions"]["torch"]
     assert saved["costs"][0]["iteration"] == pytest.approx(5 * 3 / 7)
     assert saved["runs"][1]["evaluations"][1]["passes"] == 7000
-    table = rows_of("compare.csv")
+    table = read_csv("compare.csv")
     assert len(table) == 4
     assert {**table[1]} == {
         **{"method": "vgrpo", "settings": "published", "seed": "0", "iteration": "5", "reward": "0.9"},
         **{"images": "500", "passes": "7000", "forward_equivalents": "11000"},
         **{"cpu_seconds": "10.0", "train_seconds": "20.0"},
     }
-    targets = rows_of("targets.csv")
+    targets = read_csv("targets.csv")
     assert [row["seed"] for row in targets] == ["0", "1", "mean"]
     assert float(targets[2]["forward_equivalents"]) == pytest.approx(11_000 * 3 / 7)
     assert targets[2]["equivalents_ratio"] == "1.0"
@@ -191,8 +172,8 @@ def swept(*rewards_of_points, targets=(), seconds=(10,) * 3):
         for point, seeds, each in zip(points, rewards_of_points, seconds, strict=False)
         for n, rewards in enumerate(seeds)
     ]
-    table = sweep_points(points, curves, targets)
-    return table, best_points(table, targets).get("vgrpo")
+    table = report.sweep_points(points, curves, targets)
+    return table, report.best_points(table, targets).get("vgrpo")
 
 
 def test_a_sweep_picks_the_best_mean_of_the_last_two_evaluations():
@@ -241,7 +222,7 @@ def test_the_files_of_a_sweep(tmp_path, monkeypatch):
         curve("vgrpo", 100, [0.2, 0.8, 0.8], settings="sweep1"),
         Curve("vgrpo", "sweep2", 100, [], "boom"),
     ]
-    text = write_sweep(options, found, curves)
+    text = report.write_sweep(options, found, curves)
     # .5 lies halfway to the evaluation at 5 iterations
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("| vgrpo")]
     assert rows[1][2:] == ["lr=0.001, clip=0.1", *["0.200"], *["0.800"] * 2, "20.0", "22,000", "5,500", "-", "", ""]
@@ -250,10 +231,10 @@ def test_the_files_of_a_sweep(tmp_path, monkeypatch):
     assert "Evaluated on training prompts." in text
     block = "tuned:\n  model:\n    objective:\n      init_args:\n        clip: 0.1\n    optimizer:\n      lr: 0.001\n"
     block += "found:\n  points: 8\n  seeds: 2\n  iterations: 30\n  prompts: tiny_shapes\n"
-    assert tuned_block(found[1], Budget(8, 2, 30, "tiny_shapes")) == block
+    assert report.tuned_block(found[1], Budget(8, 2, 30, "tiny_shapes")) == block
     saved = json.loads((tmp_path / "sweep.json").read_text())
     assert [point["is_best"] for point in saved["points"]] == [True, False, False]
-    table = rows_of("sweep.csv")
+    table = read_csv("sweep.csv")
     assert len(table) == 3
     assert (table[1]["forward_equivalents"], table[1]["to 0.85"]) == ("22000.0", "")
     assert (tmp_path / "sweep.md").read_text().endswith(f"{text}\n")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from commands import check
 
-from lit_vgrpo import OptimizerConfig
+from lit_vgrpo import OptimizerConfig, rewards
 from lit_vgrpo.apps.memory import estimate as stages
 from lit_vgrpo.apps.memory.estimate import estimate, scorers
 from lit_vgrpo.apps.memory.room import memory_report
@@ -12,19 +12,7 @@ from lit_vgrpo.apps.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.policies.meta import policy_on_meta
-from lit_vgrpo.rewards import (
-    AestheticScore,
-    CLIPImageSimilarity,
-    Frames,
-    HPSv2,
-    JPEGCompressibility,
-    PickScore,
-    PythonReward,
-    Reward,
-    ShapesReward,
-    Weighted,
-    as_weighted,
-)
+from lit_vgrpo.rewards import Frames, HPSv2, JPEGCompressibility, PickScore, Reward, Weighted, as_weighted
 from lit_vgrpo.training.sharded import ZeRO
 
 pytestmark = pytest.mark.slow
@@ -53,15 +41,14 @@ def test_published_checkpoints_that_are_not_here_are_known():
     """Two models of ViT-H, one of them in half precision: 986 million parameters each."""
     assert scorers([PickScore(), HPSv2(dtype="bfloat16")], GPU) == (6 * 986_109_441, [])
     assert scorers([PickScore(), PickScore(device="cuda:1"), HPSv2(device="cpu")], GPU) == (4 * 986_109_441, [])
-    assert scorers([AestheticScore()], GPU) == (4 * (303_966_208 + 927_969), [])
-    assert scorers([CLIPImageSimilarity()], GPU) == (4 * 427_616_513, [])
+    assert scorers([rewards.AestheticScore()], GPU) == (4 * (303_966_208 + 927_969), [])
+    assert scorers([rewards.CLIPImageSimilarity()], GPU) == (4 * 427_616_513, [])
 
 
 def test_what_is_not_known_is_named():
-    rewards = [Own(), PickScore("some/other"), HPSv2(model="ViT-B-32"), ShapesReward(), PythonReward("builtins:len")]
-    size, unknown = scorers(rewards, GPU)
-    assert size == 0
-    assert unknown == ["own", "pickscore", "hpsv2", rewards[-1].name]
+    function = rewards.PythonReward("builtins:len")
+    given = [Own(), PickScore("some/other"), HPSv2(model="ViT-B-32"), rewards.ShapesReward(), function]
+    assert scorers(given, GPU) == (0, ["own", "pickscore", "hpsv2", function.name])
 
 
 def test_a_gpu_can_be_given(tiny_recipe, capsys):
@@ -101,14 +88,9 @@ def test_what_a_setting_changes(tiny_recipe):
     assert base[stages.STEP] == weights
     assert base["VAE"] > 0
     # Settings of which no two change the same part or phase are estimated at once.
-    found = of(
-        "model.policy.offload_encoders=true",
-        "trainer.callbacks=EMA",
-        "model.rollout_device=cpu",
-        "model.optimizer.kind=adamw8bit",
-        "model.rollout_batch_size=1",
-        "model.objective.num_mc_samples=4",
-    )
+    devices = ["model.policy.offload_encoders=true", "trainer.callbacks=EMA", "model.rollout_device=cpu"]
+    sizes = ["model.rollout_batch_size=1", "model.objective.num_mc_samples=4"]
+    found = of(*devices, *sizes, "model.optimizer.kind=adamw8bit")
     assert found["text encoders"] == 0
     assert found[stages.ENCODING] == base[stages.ENCODING] + encoders
     assert found["copies of the trained weights"] == weights
