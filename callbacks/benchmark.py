@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.gather import image_ranks
-from lit_vgrpo.core.ranges import Count, Seed, checked
+from lit_vgrpo.core.ranges import Count, checked
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.benchmark import read_benchmark
 from lit_vgrpo.data.benchmark_prompts import TASK, read_rows
@@ -27,15 +27,12 @@ class Benchmark(L.Callback):
     """Logs ``heldout/NAME/overall`` and ``heldout/NAME/TASK`` of a subset of a benchmark at every held-out evaluation.
 
     The images have the size and sampling settings of the run's evaluation, start from the same noise every time, and
-    are generated with EMA weights if there are any. Compare the values only within a run; for values comparable to a
-    paper's, use ``lightning eval RUN --benchmark NAME``.
+    are generated with EMA weights if there are any, one for each prompt. Compare the values only within a run; for
+    values comparable to a paper's, use ``lightning eval RUN --benchmark NAME``.
 
     Args:
         name: A shipped benchmark, or a YAML file in the same format.
         prompts: Number of prompts, taken from the tasks in turn.
-        images_per_prompt: Images per prompt.
-        seed: Seed of the noise.
-        reward: Scorer instead of the preset's, such as ``JPEGCompressibility``, with its options as in a recipe.
         prompt_file: Local copy of the prompt file, or a folder of several; null uses the hub's cache.
         pictures: Folder of the pictures that the benchmark edits.
 
@@ -44,19 +41,9 @@ class Benchmark(L.Callback):
     """
 
     def __init__(
-        self,
-        name: str,
-        prompts: Count = 64,
-        images_per_prompt: Count = 1,
-        seed: Seed = 0,
-        reward: str | dict[str, Any] | None = None,
-        prompt_file: str | None = None,
-        pictures: str | None = None,
+        self, name: str, prompts: Count = 64, prompt_file: str | None = None, pictures: str | None = None
     ) -> None:
-        preset = read_benchmark(name)
-        changes: dict[str, Any] = {"limit": prompts, **({} if reward is None else {"reward": reward})}
-        self.benchmark = preset.model_copy(update=changes)
-        self.images_per_prompt, self.seed = images_per_prompt, seed
+        self.benchmark = read_benchmark(name).model_copy(update={"limit": prompts})
         self.prompt_file, self.pictures = prompt_file, pictures
         self._evaluator: Evaluator | None = None
 
@@ -81,24 +68,18 @@ class Benchmark(L.Callback):
         """Return the means over all ranks' images, the same on every rank; called in every held-out evaluation."""
         run, trainer = module.evaluator, module.trainer
         if self._evaluator is None:
-            self._evaluator = Evaluator(
-                run.policy, self.reward, spec=run.spec, batch_size=run.batch_size, seed=self.seed, ledger=run.ledger
-            )
+            options: dict[str, Any] = {"spec": run.spec, "batch_size": run.batch_size, "ledger": run.ledger}
+            self._evaluator = Evaluator(run.policy, self.reward, seed=0, **options)
             self._evaluator.observers.clear()
         self._evaluator.start_over()
         size = trainer.datamodule.eval_batch_size  # type: ignore[attr-defined]
         rank, ranks = image_ranks(trainer)
-        share = HeldOutDataset(self.rows, self.images_per_prompt, size, ranks, rank)
+        share = HeldOutDataset(self.rows, 1, size, ranks, rank)
         for index in range(len(share)):
             self._evaluator.add(share[index])
         self._evaluator.means(module)
-        tasks = [row[TASK] for row in self.rows for _ in range(self.images_per_prompt)]
-        return self._by_task(tasks)
-
-    def _by_task(self, tasks: list[str]) -> dict[str, float]:
-        """Return the means of the first scorer by task, and the overall mean, without those that have no score."""
-        assert self._evaluator is not None
-        scorer, names = self.reward.part_names[0], list(dict.fromkeys(tasks))
+        tasks = [row[TASK] for row in self.rows]
+        scorer, names = self.reward.part_names[0], list(dict.fromkeys(tasks))  # of the first scorer
         values = self._evaluator.per_image(f"heldout/{scorer}")
         assert values is not None
         task_means = [values[torch.tensor([own == name for own in tasks])].nanmean() for name in names]

@@ -10,18 +10,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_vgrpo import metrics
 from lit_vgrpo.core.gather import raise_together
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.metrics import (
-    FeatureMoments,
-    KeptFeatures,
-    Reference,
-    feature_network,
-    frechet_distance,
-    kernel_distance,
-    reference_errors,
-    reference_statistics,
-)
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -47,13 +38,13 @@ class FID(L.Callback):
     kid: bool = False
 
     def __post_init__(self) -> None:
-        self.network = feature_network(self.features)
-        self._statistics: Reference | None = None
-        self._sums: tuple[FeatureMoments, KeptFeatures] | None = None
+        self.network = metrics.feature_network(self.features)
+        self._statistics: metrics.Reference | None = None
+        self._sums: tuple[metrics.FeatureMoments, metrics.KeptFeatures] | None = None
 
     def check(self) -> list[str]:
         """Return errors that can be found without loading weights, one line each."""
-        return [*self.network.check(), *reference_errors(self.reference)]
+        return [*self.network.check(), *metrics.reference_errors(self.reference)]
 
     def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
         errors = self.check()
@@ -79,7 +70,7 @@ class FID(L.Callback):
         """Add a batch of this rank's held-out images, ``(B, 3, H, W)`` in [0, 1]."""
         features = self.network(images)
         if self._sums is None:  # not before: tensors of Lightning's inference mode cannot be updated outside it
-            self._sums = FeatureMoments(self.network.dimension), KeptFeatures(self.network.dimension)
+            self._sums = metrics.FeatureMoments(self.network.dimension), metrics.KeptFeatures(self.network.dimension)
         moments, kept = self._sums
         moments.update(features)
         if self.kid:
@@ -94,16 +85,17 @@ class FID(L.Callback):
         count, dimension = moments.count, self.network.dimension
         if count <= dimension:
             rank_zero_warn(f"FID of {count} images with {dimension} features is biased upwards. Use kid=true.")
-        values = {f"heldout/fid@{count}": frechet_distance(*moments.mean_and_cov(), reference.mean, reference.cov)}
+        distance = metrics.frechet_distance(*moments.mean_and_cov(), reference.mean, reference.cov)
+        values = {f"heldout/fid@{count}": distance}
         if self.kid:
             assert reference.features is not None
             device = module.device if module.device.type == "cuda" else torch.device("cpu")  # MPS has no float64
-            values[f"heldout/kid@{count}"] = kernel_distance(kept.gathered().to(device), reference.features)
+            values[f"heldout/kid@{count}"] = metrics.kernel_distance(kept.gathered().to(device), reference.features)
         return values
 
-    def _prepare(self, module: L.LightningModule) -> Reference:
+    def _prepare(self, module: L.LightningModule) -> metrics.Reference:
         """Load the network and the reference once, on all ranks together."""
         if self._statistics is None:
             self.network.to(module.device)
-            self._statistics = reference_statistics(self.reference, self.network, keep_features=self.kid)
+            self._statistics = metrics.reference_statistics(self.reference, self.network, keep_features=self.kid)
         return self._statistics

@@ -50,22 +50,13 @@ class RewardHackAlarm(StopsRun):
         ValueError: A number or action is invalid, or the metric is the trained reward.
     """
 
-    def __init__(
-        self,
-        metric: str | None = UNTRAINED,
-        patience: PositiveInt = 2,
-        action: Action = "warn",
-    ) -> None:
+    def __init__(self, metric: str | None = UNTRAINED, patience: PositiveInt = 2, action: Action = "warn") -> None:
         if metric == TRAINED:
             raise ValueError(f"metric={metric} is the trained reward. Use {UNTRAINED}.")
-        self.metric = metric
-        self.patience = patience
-        self.action = action
+        self.patience, self.action = patience, action
         self.warnings: list[str] = []
         self.fingerprint = 0  # of the last evaluation
-        self.watches = {IMAGES: Divergence()}
-        if metric is not None:
-            self.watches[metric] = Divergence()
+        self.watches = {name: Divergence() for name in (IMAGES, metric) if name is not None}
 
     @property
     def state_key(self) -> str:
@@ -150,8 +141,7 @@ class Divergence:
     """Counter of consecutive evaluations with the trained score up and the watched score down.
 
     Both are compared value by value with the evaluation where the watched score was highest, since images always start
-    from the same noise. A change counts if it exceeds both :data:`MIN_CHANGE` of the previous value and, if there are
-    several values, two standard errors.
+    from the same noise.
     """
 
     def __init__(self) -> None:
@@ -168,9 +158,8 @@ class Divergence:
         if best is None or not is_alike or now.watched.nanmean() > best.watched.nanmean():
             self.reference, self.in_a_row = now, 0
             return 0
-        up = _rose(best.trained, now.trained)
-        down = _rose(-best.watched, -now.watched)
-        self.in_a_row = self.in_a_row + 1 if up and down else 0
+        diverges = _rose(best.trained, now.trained) and _rose(-best.watched, -now.watched)
+        self.in_a_row = self.in_a_row + 1 if diverges else 0
         return self.in_a_row
 
 

@@ -69,9 +69,7 @@ class Report(L.Callback):
     """
 
     def __init__(self, when: When = "evaluations", kept_images: Annotated[int, Range(0, 100)] = 6) -> None:
-        self.when = when
-        self.kept_images = kept_images
-        self._kept = KeptImages(kept_images)
+        self.when, self.kept_images, self._kept = when, kept_images, KeptImages(kept_images)
         self._evaluations_shown = 0
         self._due_at = -math.inf
         self._is_final = False
@@ -158,45 +156,37 @@ class KeptImages:
         if trainer.is_global_zero and trainer.state.fn == "fit":
             iteration = module.record.iteration + 1 if module.record is not None else trainer.current_epoch
             folder = run_folder(trainer) / KEPT
-            edited = {
-                place: f"{iteration:05d}_{slots[place]:06d}_edited.png" for place, *_ in chosen if asked[place][1]
-            }
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 table = folder / IMAGES_NAME
                 earlier = KEPT_FILE.findall(table.read_text(errors="replace")) if table.is_file() else []
                 _add_scores(folder, iteration, asked, scores)
-                entries: list[dict[str, Any]] = [
-                    {
-                        "file": f"{iteration:05d}_{slots[place]:06d}.png",
-                        "image": slots[place],
-                        "prompt": asked[place][0],
-                        "edited": edited.get(place),
-                        "reason": reason,
-                        "pair": pair,
-                        "scores": {name: x if math.isfinite(x := of[place]) else None for name, of in scores.items()},
-                    }
-                    for place, reason, pair in chosen
-                ]
-                for entry in entries:
-                    with new_file(folder / entry["file"]) as file:
-                        images[entry["image"]].save(file, format="PNG")
-                for place, name in edited.items():
-                    side_by_side = torch.cat([read_picture(file) for file in asked[place][1]], dim=-1)
-                    picture = to_pil(side_by_side[None] / 255)[0]
-                    picture.thumbnail((SIDE, SIDE))
-                    with new_file(folder / name) as file:
-                        picture.save(file, format="PNG")
+                entries: list[dict[str, Any]] = []
+                for place, reason, pair in chosen:
+                    prompt, edits = asked[place]
+                    name = f"{iteration:05d}_{slots[place]:06d}"
+                    file, edited = f"{name}.png", f"{name}_edited.png" if edits else None
+                    _save(images[slots[place]], folder / file)
+                    if edited is not None:
+                        side_by_side = torch.cat([read_picture(picture) for picture in edits], dim=-1)
+                        _save(to_pil(side_by_side[None] / 255)[0], folder / edited)
+                    own = {key: x if math.isfinite(x := of[place]) else None for key, of in scores.items()}
+                    entry = {"file": file, "image": slots[place], "prompt": prompt, "edited": edited, "reason": reason}
+                    entries.append({**entry, "pair": pair, "scores": own})
                 content = {"iteration": iteration, "of": len(slots), "images": entries}
                 write_atomically(table, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-                kept = {*edited.values(), *(entry["file"] for entry in entries)}
-                for name in {*earlier} - kept:  # of the previous evaluation
-                    (folder / name).unlink(missing_ok=True)
+                for file in {*earlier}.difference(*((entry["file"], entry["edited"]) for entry in entries)):
+                    (folder / file).unlink(missing_ok=True)  # of the previous evaluation
             except (OSError, ValueError, UserError) as error:
-                rank_zero_warn(
-                    f"Cannot write {folder}: {error}. Training continues, but the report will have no images."
-                )
+                rank_zero_warn(f"Cannot write {folder}: {error}. Training continues, but the report has no images.")
         return {}
+
+
+def _save(image: Image, path: Path) -> None:
+    """Write a kept image, at most ``SIDE`` pixels long, as a PNG file."""
+    image.thumbnail((SIDE, SIDE))
+    with new_file(path) as file:
+        image.save(file, format="PNG")
 
 
 def _add_scores(folder: Path, iteration: int, asked: list[Asked], scores: dict[str, list[float]]) -> None:

@@ -79,11 +79,7 @@ class Series:
 
 @dataclass
 class Plot:
-    """A plot of a few curves.
-
-    Attributes:
-        drawings: SVG by the names of :data:`AXES`; unknown costs are missing.
-    """
+    """A plot of a few curves, with its SVG by the names of :data:`AXES`; unknown costs are missing."""
 
     title: str
     series: list[Series]

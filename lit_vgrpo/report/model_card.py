@@ -110,22 +110,18 @@ def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, edit
     }
     model = run.recipe.get("model") or {}
     recipe = [line for line in run.config.splitlines() if not line.startswith(MACHINE_LINES)]
-    return (
-        environment()
-        .get_template("card.md.j2")
-        .render(
-            head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
-            run=run,
-            verdict=Verdict(run),
-            base=base,
-            edits=edits,
-            licence=[word for value in licence.values() for word in (value if isinstance(value, list) else [value])],
-            method=class_name(model.get("objective")) or "not known",
-            rewards=run.reward_names or [class_name(model.get("reward"))],
-            unseen=class_name(model.get("heldout_reward")),
-            recipe="\n".join(recipe).replace("````", "` ` ` `"),  # cannot end its block
-            **shown,
-        )
+    template = environment().get_template("card.md.j2")
+    return template.render(
+        head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
+        run=run,
+        verdict=Verdict(run),
+        base=base,
+        edits=edits,
+        licence=[word for value in licence.values() for word in (value if isinstance(value, list) else [value])],
+        method=class_name(model.get("objective")) or "not known",
+        rewards=run.reward_names or [class_name(model.get("reward"))],
+        recipe="\n".join(recipe).replace("````", "` ` ` `"),  # cannot end its block
+        **shown,
     )
 
 
@@ -146,9 +142,8 @@ def _until(run: RunData, iterations: int) -> RunData:
     """Return a run's data up to an iteration; the summary is kept only if that is the last one."""
     if run.num_iterations <= iterations:
         return run
-    trained, evaluated = (
-        [p for p in points if p.iteration <= iterations] for points in (run.iterations, run.evaluations)
-    )
+    points = (run.iterations, run.evaluations)
+    trained, evaluated = ([point for point in of if point.iteration <= iterations] for of in points)
     return replace(run, summary={}, iterations=trained, evaluations=evaluated)
 
 

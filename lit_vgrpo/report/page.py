@@ -20,21 +20,9 @@ from PIL import ExifTags, Image, ImageSequence
 
 from lit_vgrpo.core.pixels import save_webp
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.report import verdict
+from lit_vgrpo.report import run_data, verdict
 from lit_vgrpo.report.curves import plots
-from lit_vgrpo.report.run_data import (
-    AXES,
-    BENCHMARKS,
-    IMAGES_NAME,
-    KEPT,
-    LAYOUT,
-    TO_EDIT,
-    UNFINISHED,
-    RunData,
-    Say,
-    differences,
-    read_run,
-)
+from lit_vgrpo.report.run_data import TO_EDIT, RunData, Say
 from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.paths import read_regular, write_atomically
 from lit_vgrpo.training.resume import how_to_resume, newest_checkpoint
@@ -53,7 +41,7 @@ SIDE, MOVING_SIDE, EDITED_SIDE = 384, 256, 128
 PIXEL_ART = 128
 """Images up to this size are stored without loss, and enlarged without smoothing."""
 REASONS = {"best": "Best", "worst": "Worst", "disagreement": "Rewards disagree most"}
-UNDONE = ("failed", "interrupted", UNFINISHED)
+UNDONE = ("failed", "interrupted", run_data.UNFINISHED)
 """Outcomes after which a run may continue."""
 GRID = re.compile(r"before|after|iteration_\d+")
 """Names of sample grids, without their suffix."""
@@ -110,22 +98,17 @@ def read_pairs(run: Path, say: Say = lambda line: None) -> list[Pair]:
         with reading(file, say):
             moving = file.with_suffix(".webp")
             with Image.open(io.BytesIO(read_regular(moving if moving.exists() else file))) as sheet:
-                layout = json.loads(sheet.info.get(LAYOUT) or sheet.getexif()[ExifTags.Base.ImageDescription])
+                layout = json.loads(sheet.info.get(run_data.LAYOUT) or sheet.getexif()[ExifTags.Base.ImageDescription])
                 before, after = (_column(sheet, layout, column) for column in (0, 1))
                 edited: list[Any] = [None] * len(before)
                 if TO_EDIT in layout["labels"]:
                     edited = [cell for (cell,) in _column(sheet, layout, layout["labels"].index(TO_EDIT))]
                 duration = sheet.info.get("duration", 0)
             time = file.stem if file.stem in order else f"iteration {int(file.stem.split('_')[1])}"
-            pairs = [
-                Pair(
-                    str(prompt),
-                    {"before": video(a, duration), time: video(b, duration)},
-                    c and picture(c, EDITED_SIDE),
-                    _difference(a, b),
-                )
-                for prompt, a, b, c in zip(layout["prompts"], before, after, edited, strict=False)
-            ]
+            pairs = []
+            for prompt, a, b, c in zip(layout["prompts"], before, after, edited, strict=False):
+                images = {"before": video(a, duration), time: video(b, duration)}
+                pairs.append(Pair(str(prompt), images, c and picture(c, EDITED_SIDE), _difference(a, b)))
             return sorted(pairs, key=lambda pair: -pair.change)
     return []
 
@@ -164,10 +147,11 @@ def read_kept(run: Path, known: set[str], say: Say = lambda line: None) -> dict[
     Each has its ``picture``, ``prompt``, ``image`` (its number), ``scores`` as text, the ``pair`` of rewards that
     disagree, and the picture that is ``edited``, if any. ``say`` names a damaged table.
     """
-    table = run / KEPT / IMAGES_NAME
+    table = run / run_data.KEPT / run_data.IMAGES_NAME
     galleries: dict[str, list[dict[str, Any]]] = {}
     # The table may name any file on the disk, and the page is meant to be shared.
-    files = {file.name: file for file in (run / KEPT).glob("*.png") if file.is_file() and not file.is_symlink()}
+    pictures = (run / run_data.KEPT).glob("*.png")
+    files = {file.name: file for file in pictures if file.is_file() and not file.is_symlink()}
     with reading(table, say) if table.exists() else suppress(FileNotFoundError):
         for entry in json.loads(read_regular(table))["images"]:
             scores = {name: verdict.score(score) for name, score in entry["scores"].items()}
@@ -202,11 +186,7 @@ def picture(image: Image.Image, side: int = SIDE) -> Picture:
 
 
 def video(frames: Frames, duration: int) -> Picture:
-    """Return a video for the page as an animated WebP, lossless if it is small; a single frame is a :func:`picture`.
-
-    Args:
-        duration: Time per frame, milliseconds.
-    """
+    """Return a video, ``duration`` ms per frame, as WebP, lossless if small; one frame is a :func:`picture`."""
     if len(frames) == 1:
         return picture(frames[0])
     first, buffer = picture(frames[0], MOVING_SIDE), io.BytesIO()
@@ -219,7 +199,7 @@ def video(frames: Frames, duration: int) -> Picture:
 def read_benchmarks(run: Path, say: Say) -> list[dict[str, Any]]:
     """Return results of ``lightning eval --benchmark``, each with ``title``, ``protocol``, ``table`` and ``papers``."""
     results = []
-    for file in sorted((run / BENCHMARKS).glob("*.json")):
+    for file in sorted((run / run_data.BENCHMARKS).glob("*.json")):
         with reading(file, say):
             report = json.loads(read_regular(file))
             names = ("height", "width", "steps", "guidance", "images_per_prompt")
@@ -285,10 +265,8 @@ class RunPage:
         steps["Score it again, with confidence intervals"] = f"lightning eval {quote(f'{folder}')}"
         if self.pairs and self.pairs[0].edited is None:
             steps["Draw a prompt"] = f"lightning sample {quote(f'{folder}')} --prompt {quote(self.pairs[0].prompt)}"
-        steps["Write the weights for diffusers"] = (
-            f"lightning export {quote(f'{folder}')} --to {quote(self.name)}_export"
-        )
-        return list(steps.items())
+        export = f"lightning export {quote(f'{folder}')} --to {quote(self.name)}_export"
+        return [*steps.items(), ("Write the weights for diffusers", export)]
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -318,8 +296,8 @@ def render(runs: Sequence[RunData], live: bool = False) -> str:
         "title": ", ".join(run.name for run in runs),
         "live": live,
         "plots": drawn,
-        "axes": {axis: title for axis, title in AXES.items() if any(axis in plot.drawings for plot in drawn)},
-        "recipe_rows": differences([run.recipe for run in runs]),
+        "axes": {axis: title for axis, title in run_data.AXES.items() if any(axis in plot.drawings for plot in drawn)},
+        "recipe_rows": run_data.differences([run.recipe for run in runs]),
     }
     return environment().get_template("page.html.j2").render(page=page, mark=MARK)
 
@@ -327,24 +305,17 @@ def render(runs: Sequence[RunData], live: bool = False) -> str:
 @cache
 def environment() -> Environment:
     """Return the templates' environment, with the formats of numbers as ``say``."""
-    made = Environment(
-        loader=PackageLoader("lit_vgrpo.report"),
-        autoescape=True,  # prompts, paths and recipes may contain anything
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    options: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    # Prompts, paths and recipes may contain anything.
+    made = Environment(loader=PackageLoader("lit_vgrpo.report"), autoescape=True, **options)
     made.globals["say"] = verdict
     return made
 
 
 def write_report(folder: Path, out: Path, is_running: bool = False) -> None:
-    """Write the report of a run folder to a file, atomically.
+    """Write the report of a run folder to a file, atomically; raise UserError if it cannot be read or written.
 
     Args:
         is_running: True if called by the run itself while it trains.
-
-    Raises:
-        UserError: The run cannot be read, or the file cannot be written.
     """
-    write_atomically(out, render([read_run(folder, is_running)]))
+    write_atomically(out, render([run_data.read_run(folder, is_running)]))

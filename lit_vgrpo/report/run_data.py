@@ -162,7 +162,6 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
     """Return the data of a run folder, also of a killed or resumed run.
 
     Args:
-        folder: The run folder.
         is_running: True if called by the run itself; its summary is then from an earlier part.
 
     Raises:
@@ -182,12 +181,6 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
         point = evaluations.setdefault(one.iteration, Point({}, {}))
         point.costs.update(_numbers(dict(zip(AXES, costs, strict=True))))
         point.metrics.update(_numbers({**one.metrics, "reward": one.reward}))
-    start = _numbers(summary.get("heldout_metrics_start", {}))
-    if 0 in evaluations and evaluations[0].metrics.get(FINGERPRINT) == start.get(FINGERPRINT):
-        evaluations[0].metrics.update(start)  # older versions kept no other metrics
-    if summary and evaluations:
-        ends = {"reward": summary.get("heldout_reward_end"), **summary.get("reward_parts_end", {})}
-        evaluations[max(evaluations)].metrics.update(_numbers({**ends, **summary.get("heldout_metrics_end", {})}))
     return RunData(
         folder=folder,
         recipe=recipe,
@@ -242,11 +235,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_scores(run: Path, say: Say = lambda line: None) -> dict[int, PromptSums]:
-    """Return the scores of each evaluation by its iteration, without those that a resumed run has replaced.
-
-    Args:
-        say: Called with a line for every damaged line, except one that was cut off when the run was killed.
-    """
+    """Return each evaluation's scores by iteration, the latest of each; ``say`` names damaged lines, but no cut one."""
     file, shape = run / KEPT / SCORES_NAME, TypeAdapter(ScoresLine)
     by_iteration: dict[int, PromptSums] = {}
     for number, line in enumerate(file.read_bytes().splitlines(keepends=True) if file.is_file() else [], start=1):

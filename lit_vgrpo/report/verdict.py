@@ -189,13 +189,10 @@ class Verdict:
         """The result in one sentence."""
         reward, run = self.reward, self.run
         images, seconds, passes = (run.total(cost) for cost in ("images", "seconds", "passes"))
-        costs = [
-            counted(run.num_iterations, "iteration"),
-            "" if images is None else f"{amount(images)} images",
-            "" if seconds is None else duration(seconds),
-            "" if passes is None else f"{amount(passes)} network passes",
-        ]
-        cost = ", ".join(filter(None, costs))
+        cost = counted(run.num_iterations, "iteration")
+        cost += "" if images is None else f", {amount(images)} images"
+        cost += "" if seconds is None else f", {duration(seconds)}"
+        cost += "" if passes is None else f", {amount(passes)} network passes"
         if reward is None:
             return f"No held-out evaluation yet after {cost}."
         end = f"{score(reward.end)} {brackets(reward.intervals[1])}".rstrip()
@@ -239,17 +236,13 @@ class Verdict:
             is_reward = change.name in (UNTRAINED, *self.run.reward_names)
             is_new = is_reward and not self.cheating.is_likely
             if is_new and change.difference and change.direction < 0 < self.reward.direction:
-                yield (
-                    f"{change.name} fell from {score(change.start)} to {score(change.end)} while the reward rose. Look "
-                    "at the images for reward hacking."
-                )
+                fall = f"{change.name} fell from {score(change.start)} to {score(change.end)}"
+                yield f"{fall} while the reward rose. Look at the images for reward hacking."
         best = max(evaluations, key=lambda point: point.metrics["reward"])
         at_end = self.reward.intervals[1]
         if at_end is not None and best.metrics["reward"] > at_end.high:
-            yield (
-                f"The last evaluation is below the best one, {score(best.metrics['reward'])} at iteration "
-                f"{best.iteration}, which is in checkpoints/best.ckpt."
-            )
+            where = f"{score(best.metrics['reward'])} at iteration {best.iteration}"
+            yield f"The last evaluation is below the best one, {where}, which is in checkpoints/best.ckpt."
         if failed := evaluations[-1].metrics.get("failed", 0):
             yield f"{amount(failed)} held-out images could not be scored at the last evaluation."
 
