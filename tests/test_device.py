@@ -15,12 +15,9 @@ from lit_vgrpo.system.memory import idle_gpu
 def gpu(monkeypatch):
     """A GPU that is there, with nothing to compute on it; the calls that wait for it."""
     waited = []
-    for name, answer in {
-        "is_available": True,
-        "is_initialized": True,
-        "get_device_name": "NVIDIA Test",
-        "get_device_properties": SimpleNamespace(total_memory=80 * 2**30),
-    }.items():
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    answers = {"is_available": True, "is_initialized": True, "get_device_name": "NVIDIA Test"}
+    for name, answer in {**answers, "get_device_properties": properties}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: waited.append(args))
     return waited

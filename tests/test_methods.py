@@ -58,12 +58,7 @@ BY_GRADIENT = ("FlowBP", "ReFL", "DRaFT-K", "DRaFT-LV")
 # A pretended GPU loses the device of what the VAE's backward pass computes again.
 if os.environ.get("PRETEND_GPU") and not torch.cuda.is_available():
     TRAINED, ADAPTED = ([case for case in cases if case[0] not in BY_GRADIENT] for cases in (TRAINED, ADAPTED))
-FIRST = [
-    ("V-GRPO, one step", "lora"),
-    ("DiffusionNFT", "lora"),
-    ("AWM, anchor", "lora"),
-    ("Flow-GRPO, guidance, KL", "lora"),
-]
+FIRST = [(name, "lora") for name in ("V-GRPO, one step", "DiffusionNFT", "AWM, anchor", "Flow-GRPO, guidance, KL")]
 """No other weights, a copy, an anchor, the start; the other adapters are slow."""
 
 
@@ -156,20 +151,16 @@ class Loud:
         return 1e9 * loss, metrics
 
 
-class Overflowing(Loud, DGPO):
-    pass
+OVERFLOWING = {
+    "old": (DGPO, RolloutSpec("dpm++", S), {"noisiest": 5, "old_decay": 0.2}),
+    "anchor": (VGRPO, RolloutSpec(steps=2), {"anchor_weight": 1.0, "anchor_decay": 0.3}),
+}
 
 
-class OverflowingAnchor(Loud, VGRPO):
-    pass
-
-
-@pytest.mark.parametrize("copy", ["old", "anchor"])
+@pytest.mark.parametrize("copy", OVERFLOWING)
 def test_a_step_that_the_scaler_skips_moves_no_clock(tiny_sd3, tmp_path, copy):
-    objective = {
-        "old": Overflowing(RolloutSpec("dpm++", S), noisiest=5, old_decay=0.2),
-        "anchor": OverflowingAnchor(RolloutSpec(steps=2), anchor_weight=1.0, anchor_decay=0.3),
-    }[copy]
+    method, rollout, options = OVERFLOWING[copy]
+    objective = type("Overflowing", (Loud, method), {})(rollout, **options)
     module, ema = make_module(tiny_sd3, objective), EMA(0.5)
     trainer = make_trainer(tmp_path, 1, [ema], plugins=[Scaled()])
     trainer.fit(module, datamodule=make_data(heldout_limit=1, updates_per_iteration=2))

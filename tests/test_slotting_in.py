@@ -47,22 +47,26 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
     assert sum(isinstance(callback, RewardLogger) for callback in trainer.callbacks) == 1
 
 
-def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3):
+def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):
+    with pytest.raises(RuntimeError, match="datamodule=PromptDataModule"):
+        make_trainer(tmp_path).fit(make_module(tiny_sd3), DataLoader([1]))
     for policy in ("hub/name", SD3Policy):
         with pytest.raises(TypeError, match="policy=.*: Input should be an instance of Policy"):
             VGRPOModule(policy, VGRPO(), Brightness())
     with pytest.raises(TypeError, match=r"SGD\(...\) is already built. Pass a function that builds it"):
         make_module(tiny_sd3, optimizer=torch.optim.SGD([torch.zeros(1)], lr=1))
-    with pytest.raises(
-        TypeError, match=r"^optimizer=0.0001 builds nothing. Pass a class with its options, such as part"
+    for options, kind, line in (
+        (
+            {"optimizer": 1e-4},
+            TypeError,
+            "^optimizer=0.0001 builds nothing. Pass a class with its options, such as",
+        ),
+        ({"lr_scheduler": "cosine"}, TypeError, "^lr_scheduler='cosine' builds nothing"),
+        ({"evaluation": 5}, TypeError, "^evaluation=5: Input should be an instance of RolloutSpec"),
+        ({"heldout_reward": []}, ValueError, r"^rewards=\[\] is empty. Name at least one reward"),
     ):
-        make_module(tiny_sd3, optimizer=1e-4)
-    with pytest.raises(TypeError, match=r"^lr_scheduler='cosine' builds nothing"):
-        make_module(tiny_sd3, lr_scheduler="cosine")
-    with pytest.raises(TypeError, match=r"^evaluation=5: Input should be an instance of RolloutSpec"):
-        make_module(tiny_sd3, evaluation=5)
-    with pytest.raises(ValueError, match=r"^rewards=\[\] is empty. Name at least one reward"):
-        make_module(tiny_sd3, heldout_reward=[])
+        with pytest.raises(kind, match=line):
+            make_module(tiny_sd3, **options)
     with pytest.raises(RuntimeError, match=r"SD3Policy is not loaded and has no network. Call policy.load\(\) first."):
         SD3Policy(str(tiny_sd3)).encode(["a cat"])
 
@@ -156,20 +160,11 @@ class Hooks(L.Callback):
 def test_lightnings_callbacks_work_and_hooks_fire_as_documented(tiny_sd3, tmp_path):
     hooks, lightnings = Hooks(), L.pytorch.callbacks
     by_steps = ModelCheckpoint(tmp_path / "steps", every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    callbacks = [
-        *(hooks, lightnings.LearningRateMonitor(), by_steps, lightnings.Timer("00:01:00:00", interval="step")),
-        *(
-            lightnings.ThroughputMonitor(lambda batch: batch.images, window_size=2),
-            lightnings.DeviceStatsMonitor(cpu_stats=True),
-        ),
-    ]
-    options = {
-        "logger": CSVLogger(tmp_path),
-        "profiler": "simple",
-        "enable_checkpointing": True,
-        "log_every_n_steps": 2,
-    }
-    trainer = make_trainer(tmp_path, 4, callbacks, **options)
+    callbacks = [hooks, lightnings.LearningRateMonitor(), by_steps, lightnings.Timer("00:01:00:00", interval="step")]
+    callbacks += [lightnings.ThroughputMonitor(lambda batch: batch.images, window_size=2)]
+    callbacks += [lightnings.DeviceStatsMonitor(cpu_stats=True)]
+    options = {"profiler": "simple", "enable_checkpointing": True, "log_every_n_steps": 2}
+    trainer = make_trainer(tmp_path, 4, callbacks, logger=CSVLogger(tmp_path), **options)
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     module = make_module(tiny_sd3, lr_scheduler=schedule, evaluate_at_start=False)
     trainer.fit(module, datamodule=make_data(updates_per_iteration=2, heldout_limit=1))

@@ -1,23 +1,14 @@
-import csv
 import json
 
 import pytest
 import torch
-from helpers import make_data, make_module, make_trainer, weights
-from lightning.pytorch.loggers import CSVLogger
+from helpers import fit, make_data, make_module, make_trainer, weights
 from PIL import Image
 
 from lit_vgrpo import SD3Policy
-from lit_vgrpo.callbacks import EMA, Export, RewardLogger, RunSummary, SampleGrid, SurrogateDiagnostics
+from lit_vgrpo.callbacks import EMA, Export, RunSummary, SampleGrid
 from lit_vgrpo.system.paths import DRAFT_PREFIX
 from lit_vgrpo.training.checkpoint import RunCheckpoint
-
-
-def train(folder, tmp_path, callbacks, iterations=3, data=None, trainer=None, ckpt=None, **options):
-    module = make_module(folder, **options)
-    fitter = make_trainer(tmp_path, iterations, callbacks, **(trainer or {}))
-    fitter.fit(module, datamodule=make_data(**(data or {})), ckpt_path=ckpt)
-    return module, fitter
 
 
 def test_ema_equals_the_recursion_in_optimizer_steps(tiny_sd3, tmp_path):
@@ -54,7 +45,7 @@ def test_evaluation_sees_the_average_and_training_goes_on_from_the_weights(tiny_
                 seen.append([torch.equal(p, self.average.tensors["policy." + name]) for name, p in own.items()])
                 super().on_validation_end(trainer, pl_module)
 
-    train(tiny_sd3, tmp_path, [Peek(0.9)], iterations=1)
+    fit(tiny_sd3, tmp_path, [Peek(0.9)], iterations=1)
     during, after = seen
     assert all(during)
     assert not all(after)
@@ -80,7 +71,7 @@ def test_weights_come_back_when_evaluation_throws(tiny_sd3, tmp_path):
 
 def test_sample_grid(tiny_sd3, tmp_path):
     grid = SampleGrid(num_prompts=2, images_per_prompt=2, every_n_iterations=1)
-    module, _ = train(tiny_sd3, tmp_path, [grid])
+    module, _ = fit(tiny_sd3, tmp_path, [grid])
     pictures = {path.stem: Image.open(path) for path in (tmp_path / "samples").glob("*.png")}
     assert set(pictures) == {"before", "iteration_00001", "iteration_00002", "after"}
     assert {picture.size for picture in pictures.values()} == {pictures["after"].size}
@@ -98,11 +89,11 @@ def test_sample_grid(tiny_sd3, tmp_path):
 
 @pytest.mark.slow
 def test_sample_grid_on_resume_still_shows_the_start_as_reference(tiny_sd3, tmp_path):
-    _, trainer = train(tiny_sd3, tmp_path, [SampleGrid(2, 2)])
+    _, trainer = fit(tiny_sd3, tmp_path, [SampleGrid(2, 2)])
     first = (tmp_path / "samples" / "before.png").read_bytes()
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     again = SampleGrid(2, 2)
-    train(tiny_sd3, tmp_path, [again], iterations=4, ckpt=tmp_path / "x.ckpt")
+    fit(tiny_sd3, tmp_path, [again], iterations=4, ckpt=tmp_path / "x.ckpt")
     assert (tmp_path / "samples" / "before.png").read_bytes() == first
     plain = make_module(tiny_sd3)
     plain.configure_model()
@@ -111,13 +102,10 @@ def test_sample_grid_on_resume_still_shows_the_start_as_reference(tiny_sd3, tmp_
 
 def test_summary(tiny_sd3, tmp_path):
     data, limit = {"heldout_images_per_prompt": 2}, {"max_steps": 3}
-    module, _ = train(tiny_sd3, tmp_path, [RunSummary(), EMA(0.5)], iterations=4, data=data, trainer=limit, seed=5)
+    module, _ = fit(tiny_sd3, tmp_path, [RunSummary(), EMA(0.5)], iterations=4, data=data, trainer=limit, seed=5)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["outcome"] == "finished"
-    assert summary["iterations"] == 3
-    assert summary["optimizer_steps"] == 3
-    assert summary["images"] == 24
-    assert summary["seed"] == 5
+    expected = {"outcome": "finished", "iterations": 3, "optimizer_steps": 3, "images": 24, "seed": 5}
+    assert expected.items() <= summary.items()
     plain = make_module(tiny_sd3, seed=5)
     plain.configure_model()
     prompts = [prompt for prompt in make_data().heldout_prompts()[:2] for _ in range(2)]
@@ -140,7 +128,7 @@ def test_a_run_that_ends_far_below_its_start_has_diverged(tiny_sd3, tmp_path, fa
             start["reward"] = pl_module.evaluate()["heldout/reward"] + fall * start["reward_std"]
             super().on_train_end(trainer, pl_module)
 
-    train(tiny_sd3, tmp_path, [Fallen()], data={"heldout_images_per_prompt": 2}, iterations=1)
+    fit(tiny_sd3, tmp_path, [Fallen()], data={"heldout_images_per_prompt": 2}, iterations=1)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["outcome"] == outcome
     reason = summary.get("reason", "")
@@ -157,24 +145,13 @@ def test_a_failed_run_leaves_a_summary(tiny_sd3, tmp_path):
     assert (found["outcome"], found["reason"]) == ("failed", "TypeError: 'NoneType' object is not callable")
 
 
-def test_metrics_file_has_one_row_an_iteration(tiny_sd3, tmp_path):
-    logger = CSVLogger(tmp_path, name="", version="")
-    callbacks = [RewardLogger(), SurrogateDiagnostics(every_n_iterations=2)]
-    train(tiny_sd3, tmp_path, callbacks, trainer={"logger": logger, "check_val_every_n_epoch": 2})
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
-    trained = [row for row in rows if row["reward/mean"]]
-    assert [row["epoch"] for row in trained] == ["0", "1", "2"]
-    assert [bool(row["surrogate/cv"]) for row in trained] == [True, False, True]
-    assert sum(bool(row["heldout/reward"]) for row in rows) == 2  # at the start, and after two iterations
-
-
 @pytest.mark.slow
 def test_export_is_the_average_and_replaces_the_last_one_alone(tiny_sd3, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/model_index.json").write_text("of before")
     (tmp_path / "out/notes.txt").write_text("mine")
     ema = EMA(0.9)
-    module, _ = train(tiny_sd3, tmp_path, [ema, Export("out")])
+    module, _ = fit(tiny_sd3, tmp_path, [ema, Export("out")])
     saved = SD3Policy(str(tmp_path / "out"), max_sequence_length=1).load()
     for name, value in saved.named_parameters():
         assert torch.equal(value.detach(), ema.average.tensors["policy." + name])
@@ -187,5 +164,5 @@ def test_export_is_the_average_and_replaces_the_last_one_alone(tiny_sd3, tmp_pat
 def test_an_export_that_cannot_be_written_costs_no_checkpoint(tiny_sd3, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.warns(UserWarning, match=r"No export\. Cannot write .*taken/out: .*lightning export"):
-        train(tiny_sd3, tmp_path, [Export("taken/out"), RunCheckpoint()], trainer={"enable_checkpointing": True})
+        fit(tiny_sd3, tmp_path, [Export("taken/out"), RunCheckpoint()], trainer={"enable_checkpointing": True})
     assert (tmp_path / "checkpoints/last.ckpt").is_file()

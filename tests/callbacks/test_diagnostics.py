@@ -1,11 +1,9 @@
 """The gradient's signal-to-noise ratio by time."""
 
-import csv
-
 import numpy as np
 import pytest
 import torch
-from helpers import make_data, make_module, make_trainer, weights
+from helpers import fit, read_csv, weights
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_vgrpo import VGRPO, FlowGRPO, RolloutSpec
@@ -24,21 +22,17 @@ def test_the_ratio_in_float64():
     expected = np.sqrt(((mean**2).sum() - variance / 50) / variance)
     assert noise.snr() == pytest.approx(expected, rel=1e-5)
     assert noise.snr(4) == pytest.approx(2 * expected, rel=1e-5)
-
-
-def test_a_mean_that_is_noise_alone_is_none():
-    noise = GradientNoise()
+    noise = GradientNoise()  # a mean that is noise alone is none
     for sign in (1.0, -1.0, 1.0, -1.0):
         noise.add([torch.full((3,), sign)])
     assert noise.snr() == 0
 
 
 def train(folder, tmp_path, callback, objective=None, **sizes):
-    module = make_module(folder, objective or VGRPO(RolloutSpec(steps=3), num_mc_samples=2))
-    logger = CSVLogger(tmp_path, name="", version="")
-    trainer = make_trainer(tmp_path, 2, [callback], logger=logger)
-    trainer.fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=4, **sizes))
-    return module, list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    objective, data = objective or VGRPO(RolloutSpec(steps=3), num_mc_samples=2), {"heldout_limit": 1, **sizes}
+    logger = {"logger": CSVLogger(tmp_path, name="", version="")}
+    module, _ = fit(folder, tmp_path, [callback], 2, data, logger, objective=objective)
+    return module, read_csv(tmp_path / "metrics.csv")
 
 
 @pytest.mark.slow

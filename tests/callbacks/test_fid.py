@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import make_data, make_module, make_trainer
+from helpers import fit, make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import EMA, FID, RunSummary, averaged_weights
 from lit_vgrpo.metrics import FeatureMoments, feature_network, frechet_distance, kernel_distance, reference_statistics
@@ -16,12 +16,9 @@ SAME = 1e-4
 """Of a distance. A grey level of one pixel in every image moves it by less, an image too few or twice by far more."""
 
 
-def train(folder, tmp_path, callbacks, iterations=2, data=None, ckpt=None, **options):
-    module = make_module(folder)
-    trainer = make_trainer(tmp_path, iterations, callbacks, **options)
+def train(folder, tmp_path, callbacks, iterations=2, data=None, **trainer):
     sizes = {"heldout_limit": 4, "heldout_images_per_prompt": 2, "eval_batch_size": 3, **(data or {})}
-    trainer.fit(module, datamodule=make_data(**sizes), ckpt_path=ckpt)
-    return module, trainer
+    return fit(folder, tmp_path, callbacks, iterations, sizes, trainer)
 
 
 def distances(images, script, real):

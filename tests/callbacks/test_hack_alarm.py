@@ -126,12 +126,9 @@ def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path, capf
     assert resumed.watches[UNTRAINED].in_a_row == 3
 
 
-def test_the_trained_reward_is_no_other():
+def test_the_trained_reward_is_no_other_and_without_held_out_images_it_rests(tiny_sd3, tmp_path):
     with pytest.raises(ValueError, match="is the trained reward"):
         RewardHackAlarm(metric=TRAINED)
-
-
-def test_without_held_out_images_it_rests(tiny_sd3, tmp_path):
     alarm, module = RewardHackAlarm(), make_module(tiny_sd3, reward=JPEGCompressibility())
     make_trainer(tmp_path, 1, [alarm]).fit(module, datamodule=make_data(heldout=None))
     assert not alarm.warnings

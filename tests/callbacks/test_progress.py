@@ -7,16 +7,14 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from helpers import make_data, make_module, make_trainer
+from helpers import fit
 
 from lit_vgrpo.callbacks import ProgressBar
 
 pty = pytest.importorskip("pty", reason="needs a Unix terminal")
 
 
-def train(folder, tmp_path, **options):
-    trainer = make_trainer(tmp_path, 3, [ProgressBar(**options)], enable_progress_bar=True)
-    trainer.fit(make_module(folder), datamodule=make_data())
+WITH_BAR = {"enable_progress_bar": True}
 
 
 @contextmanager
@@ -43,7 +41,7 @@ def terminal(monkeypatch):
 
 
 def test_without_a_terminal_it_prints_lines(tiny_sd3, tmp_path, capsys):
-    train(tiny_sd3, tmp_path, lines=3)
+    fit(tiny_sd3, tmp_path, [ProgressBar(lines=3)], trainer=WITH_BAR)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("iteration")]
     rest = r"iteration {}/3, reward 0\.\d{{3}}, images/s [\d.]+, held-out 0\.\d{{3}}{}"
     assert len(lines) == 3
@@ -54,6 +52,6 @@ def test_without_a_terminal_it_prints_lines(tiny_sd3, tmp_path, capsys):
 @pytest.mark.slow
 def test_on_a_terminal_it_is_a_bar(tiny_sd3, tmp_path, monkeypatch):
     with terminal(monkeypatch) as sent:
-        train(tiny_sd3, tmp_path)
+        fit(tiny_sd3, tmp_path, [ProgressBar()], trainer=WITH_BAR)
     ends = r"3/3 \|█+\| \d\d:\d\d<00:00, reward=0\.\d{3}, images/s=[\d.]+, held-out=0\.\d{3}\s*$"
     assert re.search(ends, sent.decode())

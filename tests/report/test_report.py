@@ -217,10 +217,9 @@ def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux
         Path(row["image"]).unlink()
     assert report(["runs/edits"]) == 0  # from its copies
     page = Parsed("runs/edits/report.html")
-    shown = [image["src"] for image in page.all("img") if image["alt"] == "Picture to edit: make it green"]
-    assert len(shown) == len(
-        [image for image in page.all("img") if image["alt"].startswith(("before", "Best", "Worst"))]
-    )
+    images = page.all("img")
+    shown = [image["src"] for image in images if image["alt"] == "Picture to edit: make it green"]
+    assert len(shown) == len([image for image in images if image["alt"].startswith(("before", "Best", "Worst"))])
     assert len(set(shown)) == 2
     # one prompt with two pictures is two prompts for the intervals too
     assert [count for _, count in read_scores(Path("runs/edits"))[2]["reward"]] == [2, 2]
@@ -293,9 +292,8 @@ def test_a_killed_run_has_a_report(inside):
 
 @pytest.mark.slow
 def test_a_failed_run_shows_its_reason_and_only_commands_that_work(inside):
-    path = Path("runs/tiny/summary.json")
     reason = "RewardError: the judge does not answer"
-    path.write_text(json.dumps({**summary(), "outcome": "failed", "reason": reason}))
+    Path("runs/tiny/summary.json").write_text(json.dumps({**summary(), "outcome": "failed", "reason": reason}))
     assert report(["runs/tiny"]) == 0
     page = Parsed("runs/tiny/report.html")
     assert "The run failed after 4 iterations" in page.text
@@ -314,12 +312,7 @@ HONEST = {"diversity_across_prompts": 0.1, "sharpness": 0.05, "saturation": 0.1}
     ("start", "end", "likely", "words"),
     [
         ({}, ALIKE, True, "Probably: the reward rose, and images of different prompts became alike. Not checked with"),
-        (
-            {},
-            {"sharpness": 0.02, "saturation": 0.3},
-            True,
-            "and images became blurred and colours became oversaturated",
-        ),
+        ({}, {"sharpness": 0.02, "saturation": 0.3}, True, "images became blurred and colours became oversaturated"),
         ({}, {"sharpness": 0.2, "saturation": 0.03}, True, "and images became noisy or hard-edged and colours faded"),
         # an honest run changes its images too
         ({}, {"diversity_across_prompts": 0.07, "saturation": 0.15}, False, "No sign of it in the images"),
@@ -346,17 +339,14 @@ def test_did_it_cheat(start, end, likely, words):
         assert f"and {found.cheating.signs[0]}: +0.300" in found.sentence
 
 
+FALLS = "The reward falls, or all images look alike"
+HACKED = "The reward rises, but the images got worse"
+SECTIONS = [("finished", 0.1, FALLS), ("collapsed", 0.3, FALLS), ("reward hacking", 0.3, HACKED)]
+SECTIONS += [("finished", 0.2, "The reward does not move"), ("failed", 0.3, "Out of memory")]
+
+
 @pytest.mark.parametrize(
-    ("outcome", "end", "title"),
-    [
-        ("finished", 0.1, "The reward falls, or all images look alike"),
-        ("collapsed", 0.3, "The reward falls, or all images look alike"),
-        ("reward hacking", 0.3, "The reward rises, but the images got worse"),
-        ("finished", 0.2, "The reward does not move"),
-        ("failed", 0.3, "Out of memory"),
-        ("unfinished", 0.3, "It hangs"),
-        ("finished", 0.3, None),
-    ],
+    ("outcome", "end", "title"), [*SECTIONS, ("unfinished", 0.3, "It hangs"), ("finished", 0.3, None)]
 )
 def test_a_result_names_the_section_that_helps(outcome, end, title):
     points = [Point({"iterations": number}, {"reward": reward}) for number, reward in ((0, 0.2), (9, end))]
@@ -404,9 +394,7 @@ def test_refusals(inside, capsys):
     capsys.readouterr()
     config = Path("runs/other/config.yaml")
     config.write_text(config.read_text().replace("heldout: heldout.txt", "heldout: others.txt"))
-    line = (
-        "runs/tiny and runs/other are different tasks: data.heldout is heldout.txt in the first and others.txt in the"
-    )
+    line = "runs/tiny and runs/other are different tasks: data.heldout is heldout.txt in the first and others.txt in "
     assert_one_line(report, ["runs/tiny", "runs/other"], capsys, line)
     assert not Path("report.html").exists()
     Path("runs/tiny/metrics.csv").write_text("a,b\n1,2\n")

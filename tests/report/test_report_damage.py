@@ -91,13 +91,8 @@ BAD = ("x", [[1, [2]]], {"a": {"b": []}}, 10**400, -5)
 OF_SUMMARY = [(key, bad) for key in SUMMARY for bad in BAD if key not in ("outcome", "weights", "device", "date")]
 OF_SUMMARY = [(key, bad) for key, bad in OF_SUMMARY if not (key.endswith(("seconds", "end")) and bad == -5)]
 OF_SUMMARY += [(key, 5) for key in ("outcome", "weights", "device", "date")]
-NO_EVALUATIONS = (
-    1,
-    None,
-    {"iteration": 0},
-    {**EVALUATED, "iteration": "x"},
-    {**SUMMARY["evaluations"][0], "metrics": 5},
-)
+NO_EVALUATIONS = [1, None, {"iteration": 0}, {**EVALUATED, "iteration": "x"}]
+NO_EVALUATIONS += [{**SUMMARY["evaluations"][0], "metrics": 5}]
 OF_SUMMARY += [("evaluations", [entry]) for entry in NO_EVALUATIONS]
 
 
@@ -151,14 +146,11 @@ def test_one_line_names_what_is_left_out(run):
             assert [line[:31] for line in lines] in ([], ["r/samples/after.png is damaged "]), (key, bad, lines)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("metrics.csv", "a,b\n1,2\n"),
-        ("metrics.csv", bytes(range(256))),
-        *(("config.yaml", content) for content in ("5", "- a", "a: [", b"\xff", "trainer: 5", "data: a", "model: [1]")),
-    ],
-)
+NO_TABLES = [("metrics.csv", content) for content in ("a,b\n1,2\n", bytes(range(256)))]
+BAD_RECIPES = ("5", "- a", "a: [", b"\xff", "trainer: 5", "data: a", "model: [1]")
+
+
+@pytest.mark.parametrize(("name", "content"), [*NO_TABLES, *(("config.yaml", content) for content in BAD_RECIPES)])
 def test_a_table_or_recipe_that_is_none_is_refused_in_one_line(run, capsys, name, content):
     write(name, content)
     status, err = reported(capsys)
