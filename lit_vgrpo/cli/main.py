@@ -9,10 +9,6 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 
 from lit_vgrpo.cli.commands import app
 from lit_vgrpo.errors import RewardError, UserError, error_in_user_code, report
@@ -23,15 +19,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 EXPECTED_ERRORS = (UserError, ValueError, ImportError, OSError)
 """Errors shown as a message only; others are bugs and show a traceback."""
 
-COMMANDS = [
-    (command.name or command.callback.__name__).replace("_", "-")
-    for command in app.registered_commands
-    if command.callback is not None
-]
-
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command, or pass an unknown one to the Lightning SDK's command if it is installed.
+    """Run a command.
 
     Args:
         argv: Arguments after the program's name; ``None`` reads ``sys.argv`` and manages the process's streams and end.
@@ -44,15 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     args = [word for word in args if word != "--debug"]
     if not args or args[0] == "help":
         args = [*args[1:2], "--help"]
-    if argv is not None:
-        return _answer(args, debug)
-    if args and not args[0].startswith("-") and args[0] not in COMMANDS and (sdk := _lightning_sdk()) is not None:
-        return int(sdk() or 0)
-    ignore_broken_pipes()
-    if args[:1] == ["check"]:
-        # It compiles nothing, but bitsandbytes would prepare the compiler when it is imported: a CPU second.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if argv is None:
+        ignore_broken_pipes()
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        if args[0] == "check":
+            # It compiles nothing, but bitsandbytes would prepare the compiler when it is imported: a CPU second.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     return _answer(args, debug)
 
 
@@ -92,12 +79,3 @@ def _lines(error: Exception) -> list[str]:
         hint = " Overrides are written key=value." if "No such option" in message else ""
         return [message + "." * (message[-1] not in ".?") + hint]
     return [f"{error} (--debug shows the traceback)"]
-
-
-def _lightning_sdk() -> Callable[[], int | None] | None:
-    if Path(sys.argv[0]).stem != "lightning" or find_spec("lightning_sdk") is None:
-        return None
-    try:
-        return import_module("lightning_sdk.cli.entrypoint").main_cli
-    except (ImportError, AttributeError):
-        return None

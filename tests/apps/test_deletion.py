@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import COMMANDS
 
 import lit_vgrpo
-from lit_vgrpo.cli.main import COMMANDS
 
 PACKAGE = Path(lit_vgrpo.__file__).parent
 APPS = sorted(path.parent.name for path in PACKAGE.glob("apps/*/__init__.py"))

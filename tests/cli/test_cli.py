@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from commands import COMMANDS
 
 from lit_vgrpo import __version__
-from lit_vgrpo.cli.main import COMMANDS, main
+from lit_vgrpo.cli.main import main
 from lit_vgrpo.errors import RewardError
 
 
@@ -119,22 +120,3 @@ def test_output_that_nobody_reads_is_no_error(redirect):
     script = f'{slow}sys.argv[1:] = ["--help"]; sys.exit(main())\' {redirect}; echo status ${{PIPESTATUS[0]}} >&2'
     done = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True)
     assert done.stderr == "status 0\n"
-
-
-@pytest.mark.slow
-def test_other_subcommands_go_to_the_lightning_sdk_where_it_is_installed(tmp_path):
-    package = tmp_path / "lightning_sdk" / "cli"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").write_text("")
-    (package / "__init__.py").write_text("")
-    (package / "entrypoint.py").write_text("import sys\ndef main_cli():\n    print('sdk', sys.argv[1:])\n    return 3")
-    script = tmp_path / "lightning"
-    script.write_text("import sys\nfrom lit_vgrpo.cli.main import main\nsys.exit(main())\n")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-
-    def call(*args):
-        return subprocess.run([sys.executable, script, *args], capture_output=True, text=True, env=env, cwd=tmp_path)
-
-    done = call("login", "--force")
-    assert (done.returncode, done.stdout) == (3, "sdk ['login', '--force']\n")
-    assert call("run", "--help").stdout.strip().startswith("Usage: lightning run")

@@ -31,12 +31,8 @@ IMAGES = 9  # an odd number, so that two ranks have unequal shares
 RECIPE = """
 seed_everything: 7
 trainer:
-  max_epochs: 2
-  accelerator: cpu
-  devices: 1
-  callbacks:
-    - {class_path: EMA, init_args: {decay: 0.5}}
-    - {class_path: FID, init_args: {reference: real, features: net.pt, kid: true}}
+  {max_epochs: 2, accelerator: cpu, devices: 1, callbacks: [{class_path: EMA, init_args: {decay: 0.5}},
+  {class_path: FID, init_args: {reference: real, features: net.pt, kid: true}}]}
 model:
   policy: {class_path: SD3Policy, init_args: {checkpoint: CHECKPOINT, max_sequence_length: 1}}
   objective:
@@ -49,13 +45,8 @@ model:
       weights: [1, 0, 0]
   optimizer: {lr: 1.0e-2}
 data:
-  train: train.txt
-  heldout: heldout.txt
-  heldout_images_per_prompt: 3
-  eval_batch_size: 3
-  prompts_per_iteration: 2
-  group_size: 2
-  micro_batch_size: 4
+  {train: train.txt, heldout: heldout.txt, heldout_images_per_prompt: 3, eval_batch_size: 3,
+  prompts_per_iteration: 2, group_size: 2, micro_batch_size: 4}
 """
 
 

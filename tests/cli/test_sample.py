@@ -24,11 +24,7 @@ PROMPTS = ["a red circle on the left", "a blue square at the top"]
 RECIPE = """
 seed_everything: 7
 trainer:
-  max_epochs: 2
-  accelerator: cpu
-  devices: 1
-  logger: false
-  callbacks: [{class_path: EMA, init_args: {decay: 0.5}}]
+  {max_epochs: 2, accelerator: cpu, devices: 1, logger: false, callbacks: [{class_path: EMA, init_args: {decay: 0.5}}]}
 model:
   policy: {class_path: SD3Policy, init_args: {checkpoint: CHECKPOINT, max_sequence_length: 4, lora_rank: 2}}
   objective: {class_path: FlowGRPO, init_args: {rollout: {solver: flow_sde, steps: 3, guidance: 2.0}}}

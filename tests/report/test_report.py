@@ -24,26 +24,16 @@ HELDOUT = ("a green circle on the right", EVIL)
 RECIPE = """
 seed_everything: 7
 trainer:
-  max_epochs: 4
-  check_val_every_n_epoch: 2
-  accelerator: cpu
-  devices: 1
-  callbacks:
-    - {class_path: SampleGrid, init_args: {num_prompts: 2, images_per_prompt: 1, every_n_iterations: 2}}
+  {max_epochs: 4, check_val_every_n_epoch: 2, accelerator: cpu, devices: 1, callbacks: [{class_path: SampleGrid,
+  init_args: {num_prompts: 2, images_per_prompt: 1, every_n_iterations: 2}}]}
 model:
   policy: {class_path: SD3Policy, init_args: {checkpoint: CHECKPOINT, max_sequence_length: 1}}
   objective: {class_path: VGRPO, init_args: {num_mc_samples: 2, rollout: {steps: 2}}}
-  reward:
-    class_path: Weighted
-    init_args: {rewards: [helpers.Brightness, JPEGCompressibility], weights: [1, 0.01]}
+  reward: {class_path: Weighted, init_args: {rewards: [helpers.Brightness, JPEGCompressibility], weights: [1, 0.01]}}
   optimizer: {lr: 1.0e-2}
 data:
-  train: train.txt
-  heldout: heldout.txt
-  heldout_images_per_prompt: 3
-  prompts_per_iteration: 2
-  group_size: 2
-  micro_batch_size: 4
+  {train: train.txt, heldout: heldout.txt, heldout_images_per_prompt: 3, prompts_per_iteration: 2, group_size: 2,
+  micro_batch_size: 4}
 """
 
 

@@ -3,9 +3,13 @@
 from functools import partial
 from unittest.mock import patch
 
+from typer.main import get_command
+
 from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.cli.commands import app
 from lit_vgrpo.cli.main import main
+
+COMMANDS = list(get_command(app).commands)
 
 
 def command(name, args):
