@@ -21,12 +21,13 @@ from lit_vgrpo.data.benchmark_prompts import read_rows
 from lit_vgrpo.errors import UserError, counted, say, suggestion
 from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.options import Evaluate
+from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import INDEX, config_folder, find_pipeline_class
 from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
 from lit_vgrpo.report.run_data import BENCHMARKS
 from lit_vgrpo.system.hub import LoadError, base_name, local_folder
 from lit_vgrpo.system.paths import import_from_here, typed_path, write_atomically
-from lit_vgrpo.training.saved_weights import REFERENCE
+from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights
 
 POLICY = "model.policy"
 
@@ -110,11 +111,15 @@ def _subjects(word: str, benchmark: Benchmark, overrides: list[str], options: Ev
             label if saved is None else f"{label} {name}",
             {"weights": name, **about, "policy": tree["model"]["policy"]},
             solver,
-            partial(load_saved_policy, build_policy(tree), saved, name),
+            partial(_load, tree, saved, name),
             folder,
         )
         for name, about in weights.items()
     ]
+
+
+def _load(tree: dict[str, Any], saved: SavedWeights | None, variant: str) -> Policy:
+    return load_saved_policy(build_policy(tree), saved, variant)  # built only now: a subject that is done frees its own
 
 
 def _is_model(word: str) -> bool:

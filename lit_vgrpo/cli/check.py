@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from itertools import islice, pairwise
-from pathlib import Path
 
 import torch
 
@@ -71,7 +69,7 @@ def _check_stages(command: Command, memory: str | None) -> int:
 
 def _check_recipe(command: Command, memory: str | None) -> Policy:
     """Check a recipe and return its policy without loading it."""
-    from lit_vgrpo.apps.memory.room import memory_report
+    from lit_vgrpo.apps.memory.estimate import memory_report
 
     recipe, level = read_recipe(command), Header.of_file(command.recipe).evidence  # before code changes the folder
     try:
@@ -91,18 +89,9 @@ def _check_recipe(command: Command, memory: str | None) -> Policy:
         raise UserError(*errors)
     changed = " (before your changes)" if command.overlays or command.overrides else ""
     evidence = [f"Evidence{changed}: {level}."] if level else []
-    say("\n".join([cli.plan(), estimate, *cli.about_prompts(), *evidence, *other_command()]))
+    say("\n".join([cli.plan(), estimate, *cli.about_prompts(), *evidence]))
     say(f"{command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return cli.model.policy
-
-
-def other_command() -> list[str]:
-    """Return a warning if another package, such as lightning-sdk or litserve, installed the script ``lightning``."""
-    script = shutil.which("lightning")
-    owner = re.search(r"^from (\w+)", Path(script).read_text(errors="replace"), re.M) if script else None
-    if owner is None or owner[1] == "lit_vgrpo":
-        return []
-    return [f"The lightning command in this environment belongs to {owner[1]} ({script}). Use lit-vgrpo instead."]
 
 
 def further_errors(recipe: Recipe) -> list[str]:

@@ -136,7 +136,6 @@ def trials(
 
     Args:
         images: Each ``(1, 3, H, W)``.
-        rows: The prompt's row of each image.
         groups: ``(N,)``, index of each image's prompt.
         batch_size: Images per call of a reward, at most; one that compares gets all.
     """

@@ -62,11 +62,8 @@ class HeldOutEvaluation(L.LightningModule):
 
     Args:
         module: The run's module, whose policy, rewards, sampling and seed are used.
-        rows: The held-out prompts.
         data: The run's data module, for the images per prompt and the batch size.
-        saved: The checkpoint.
         variants: The sets of weights by name.
-        rewards: Rewards that score the images.
         fids: FID callbacks, updated with the held-out images.
         network: Feature network for the diversity; ``None`` leaves it out.
     """

@@ -26,8 +26,7 @@ def export(options: Export) -> int:
     """Write a run's weights: ``RUN --to DIR [options] [key=value ...]``."""
     folder, repository = read_target(options.to)
     run = ChosenRun.of(options)
-    recipe = recipe_of(run.folder, run.words, ["model.policy"], "an export")
-    policy = build_policy(recipe)
+    policy = build_policy(recipe_of(run.folder, run.words, ["model.policy"], "an export"))
     refuse_misfit(policy, options, run.folder)
     policy.quantisation = None  # no frozen weight is written, and a merge must not round them
     (saved, variant), dtype = run.read_weights(), DTYPES[options.dtype]

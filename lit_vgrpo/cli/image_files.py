@@ -53,7 +53,6 @@ def batches_of(
 
     Args:
         images: Each ``(1, 3, H, W)`` in [0, 1]; sizes may differ.
-        rows: The prompt's row of each image.
         size: Images per batch, at most.
     """
     for _, same_size in groupby(zip(images, rows, strict=True), key=lambda pair: pair[0].shape):

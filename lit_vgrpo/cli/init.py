@@ -19,11 +19,10 @@ NAME = "my_run"
 
 
 def write_starter(text: str, source: str | None = None) -> int:
-    """Write a recipe, prompts and a reward that run unchanged on a tiny pipeline, or copy a recipe and its prompts.
+    """Write a recipe, prompts and a reward that run unchanged on a tiny pipeline, or copy a source and its prompts.
 
     Args:
         text: The folder to write, new or empty; its name must be a valid run name.
-        source: The recipe to copy; ``None`` for the starter.
     """
     name = Path(text).expanduser().absolute().name
     if not re.fullmatch(r"\w[\w.-]*", name):

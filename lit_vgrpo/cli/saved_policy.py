@@ -26,7 +26,6 @@ class ChosenRun:
     """The run that a command names.
 
     Attributes:
-        folder: The run folder.
         words: Overrides of the run's recipe.
         checkpoint: Checkpoint to read; ``None`` takes the last good one.
         no_ema: Use the trained weights themselves, not their average.

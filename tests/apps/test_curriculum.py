@@ -37,14 +37,11 @@ def finish(folder, outcome="finished"):
     (folder / "summary.json").write_text(json.dumps({"outcome": outcome}))
 
 
-def test_stages_are_recipes_beside_the_file_or_shipped_ones_in_its_order(here):
+def test_stages_and_overlays_are_found_beside_the_file_or_shipped(here, monkeypatch):
     (here / "three.yaml").write_text("stages: [second, tiny_shapes, ./first.yaml]\n")
     stages = curriculum("three.yaml").stages
     assert [stage.folder for stage in stages] == ["1_second", "2_tiny_shapes", "3_first"]
     assert stages[0].recipe.parent == (here / "three.yaml").parent.relative_to(here)
-
-
-def test_overlays_are_found_beside_the_file_as_recipes_are(here, monkeypatch):
     (here / "set.yaml").write_text("stages: [first]\noverlays: [small, strategy/ddp]\n")
     (here / "small.yaml").write_text("data: {group_size: 4}\n")
     (here / "elsewhere").mkdir()

@@ -11,7 +11,7 @@ from commands import check, run
 from helpers import repeating
 from safetensors.torch import load_file, save_file
 
-from lit_vgrpo.cli.check import checkpoint_bytes, disk_errors, other_command
+from lit_vgrpo.cli.check import checkpoint_bytes, disk_errors
 from lit_vgrpo.launch.build import build
 
 
@@ -152,17 +152,6 @@ def test_a_reward_that_always_fails(tiny_recipe, capsys):
     (tiny_recipe.parent / "fails.py").write_text("def divide(images, prompts):\n    return [1 / 0 for _ in prompts]\n")
     assert check([str(tiny_recipe), "model.reward={python: 'fails:divide', name: mine}"]) == 2
     assert lines(capsys) == ['Reward "mine" failed on random images: fails.py:2: ZeroDivisionError: division by zero.']
-
-
-def test_the_command_of_another_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert other_command() == []
-    script = tmp_path / "lightning"
-    said = f"The lightning command in this environment belongs to lightning_sdk ({script}). Use lit-vgrpo instead."
-    for module, lines in (("lit_vgrpo.cli.main", []), ("lightning_sdk.cli.entrypoint", [said])):
-        script.write_text(f"#!/usr/bin/python\nimport sys\nfrom {module} import main\n")
-        script.chmod(0o755)
-        assert other_command() == lines
 
 
 def test_too_little_disk_and_a_run_dir_that_cannot_be_written(tiny_recipe, monkeypatch):

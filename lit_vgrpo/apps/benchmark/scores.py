@@ -33,11 +33,9 @@ class Subject:
     """A model with a set of weights, one column of the table.
 
     Args:
-        label: Its name in the table.
         identity: What determines its images apart from the benchmark: model, weights and options.
         solver: The ODE solver that samples them.
         load: Returns the loaded policy.
-        folder: Folder of its scores.
         scores: Each reward's score by image index, NaN if it failed; image ``i`` belongs to prompt
             ``i // images_per_prompt``.
         errors: Last error of each reward that failed for some image.

@@ -1,14 +1,33 @@
-"""``lightning compare``: train several methods on the same task."""
+"""``lightning compare``: train several methods on the same task, each run in a process, several at a time."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
 from lit_vgrpo.apps.compare.options import CompareOptions
-from lit_vgrpo.apps.compare.plan import entrants, runs_of
+from lit_vgrpo.apps.compare.plan import Run, entrants, runs_of
 from lit_vgrpo.apps.compare.report import Curve, write_race, write_sweep
-from lit_vgrpo.apps.compare.runner import Stopped, locked, run_all
-from lit_vgrpo.errors import counted, say
+from lit_vgrpo.errors import counted, one_line, say
 from lit_vgrpo.options import Compare
-from lit_vgrpo.system.paths import typed_path
+from lit_vgrpo.system.paths import start_folder, typed_path
+from lit_vgrpo.system.signals import handle_stop_signals, how_it_ended
+from lit_vgrpo.training.folder import FolderLock, candidates
+from lit_vgrpo.training.resume import ENDED, read_summary
+
+POLL_S = 0.2
+GRACE_S = 5.0
+"""Time that a process has to end after SIGTERM."""
+
+
+class Stopped(Exception):
+    """The comparison was asked to stop by the signal of this number."""
 
 
 def compare(typed: Compare) -> int:
@@ -30,3 +49,110 @@ def compare(typed: Compare) -> int:
     if errors:
         say(f"{len(errors)} of {len(runs)} runs failed. Run the same command to retry them.", error=True)
     return 1 if errors else 0
+
+
+def is_complete(run: Run) -> bool:
+    """Return ``True`` if the run folder holds a run that finished and was evaluated."""
+    summary = read_summary(run.folder) or {}
+    return summary.get("outcome") in ENDED and bool(summary.get("evaluations"))
+
+
+def is_finished(run: Run) -> bool:
+    """Return ``True`` if a complete run of this recipe and seed exists."""
+    return run.fingerprint_file.is_file() and run.fingerprint_file.read_text() == run.fingerprint and is_complete(run)
+
+
+def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
+    """Run the unfinished runs, ``jobs`` processes at a time, and return the error of each failed run by its name.
+
+    Raises:
+        Stopped: Ctrl-C, SIGTERM or a closed terminal; all processes started here have ended.
+    """
+    waiting, errors = [run for run in runs if not is_finished(run)], dict[str, str]()
+    active: dict[str, tuple[Run, subprocess.Popen[bytes]]] = {}
+    caught: list[int] = []  # handled between polls, so that no started process is lost
+    say(f"{len(runs) - len(waiting)} of {len(runs)} runs are already finished.", error=True)
+    with handle_stop_signals(lambda signum, frame: caught.append(signum)):
+        try:
+            while waiting or active:
+                if caught:
+                    raise Stopped(caught[0])
+                while waiting and len(active) < jobs:
+                    run = waiting.pop(0)
+                    active[run.name] = run, _start(run)
+                time.sleep(POLL_S)
+                for name, (run, process) in list(active.items()):
+                    if process.poll() is not None:
+                        del active[name]
+                        if error := _error_of(run, process.returncode):
+                            errors[name] = error
+                        say(f"{name}: {error or 'finished'} (log: {run.log})", error=True)
+        finally:
+            _stop([process for _, process in active.values()])
+    return errors
+
+
+def _start(run: Run) -> subprocess.Popen[bytes]:
+    prepare_run_folder(run)
+    run.fingerprint_file.write_text(run.fingerprint)
+    command = [sys.executable, "-m", "lit_vgrpo", "run", str(run.recipe)]
+    command += [f"seed_everything={run.seed}", f"run_dir={run.folder}"]
+    with open(run.log, "wb") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=start_folder(),
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"},
+            # A separate group: Ctrl-C in the terminal reaches only this process, which stops the runs.
+            start_new_session=True,
+        )
+
+
+def prepare_run_folder(run: Run) -> None:
+    """Rename what is in a run's place, which may hold files of the user."""
+    if run.folder.exists():
+        free = (path for path in candidates(run.folder.with_name(f"{run.name}.old")) if not path.exists())
+        run.folder.rename(next(free))
+
+
+def _error_of(run: Run, returncode: int) -> str:
+    if returncode == 0:
+        return "" if is_complete(run) else "ended early, or without an evaluation"
+    return last_error(run.log) if returncode > 0 else f"{how_it_ended(returncode)}; if memory ran out, try --jobs 1"
+
+
+def last_error(log: Path) -> str:
+    """Return the last line of a failed process's traceback, or of its log."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (")]
+    if starts:
+        lines = [line for line in lines[starts[-1] + 1 :] if not line[0].isspace()][:1] or lines
+    return one_line(lines[-1]) if lines else "failed without output"
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Terminate the processes and their children; kill those that do not end in time."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a comparison's folder; raise UserError if another process holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock()
+    lock.take(folder)
+    try:
+        yield
+    finally:
+        lock.release()

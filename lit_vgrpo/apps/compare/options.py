@@ -54,8 +54,6 @@ class CompareOptions(Compare):
     Attributes:
         methods: Names of shipped overlays, or files.
         settings: Kinds of settings; ``None`` takes all that an overlay has.
-        targets: Target held-out rewards in ascending order.
-        command: The base recipe and its overrides.
         texts: Its values from the environment, as written.
         base: The base recipe as plain values; in a sweep with other held-out prompts, see :func:`set_sweep_prompts`.
         prompts: Name of the prompts that methods are evaluated on.

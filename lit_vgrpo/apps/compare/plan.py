@@ -56,7 +56,6 @@ class Overlay:
     """A method's file: its published settings, the tuned ones, and the grid of their search.
 
     Attributes:
-        name: The file's stem.
         published: Recipe part that is merged over the base recipe.
         tuned: Recipe part that is merged over ``published``; empty if nothing was tuned.
         budget: The search that ``tuned`` comes from; ``None`` if unknown.
@@ -81,7 +80,6 @@ class Entrant:
     Attributes:
         settings: ``published`` or ``tuned``; in a sweep ``sweep0``, ``sweep1``, ...
         recipe: The merged recipe as plain values, without seed and folder.
-        changed: The swept keys with their values.
         budget: The search that the overlay's tuned settings come from; ``None`` if unknown.
     """
 

@@ -1,7 +1,8 @@
-"""Memory that a recipe needs on a rank, from configuration files only, without reading weights."""
+"""Memory that a recipe needs on a rank, from configuration files only, compared with what the device has."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -12,9 +13,10 @@ import torch
 from lit_vgrpo.apps.memory.shares import bytes_of, restored_at_once, shares, tensors_of
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import image_ranks
+from lit_vgrpo.errors import UserError, is_deliberate, one_line
 from lit_vgrpo.objectives.reward_gradient import RewardGradient, window
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.meta import AutocastOnMeta, policy_on_meta
+from lit_vgrpo.policies.meta import AutocastOnMeta, NotEstimated, policy_on_meta
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.clip import AestheticScore
 from lit_vgrpo.rewards.function import PythonReward
@@ -22,9 +24,11 @@ from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.hub import LoadError, file_at_hand
+from lit_vgrpo.system.memory import available_bytes
 from lit_vgrpo.training.context_parallel import context_errors
 from lit_vgrpo.training.memory_passes import LiveMemory, Pass, demand
 from lit_vgrpo.training.micro_batch import shown
+from lit_vgrpo.training.strategies import AbsentGPU
 
 if TYPE_CHECKING:
     from lit_vgrpo.launch.recipe_cli import RecipeCLI
@@ -50,6 +54,9 @@ PUBLISHED = {
     "vision of openai/clip-vit-large-patch14": 303_966_208 + 927_969,
 }
 """Parameter counts of the default checkpoints and open_clip models; the last is the part of the aesthetic score."""
+SMALLEST_RESERVE, RESERVED = 2**30, 20
+"""Memory reserved on a GPU for CUDA, its libraries and fragmentation: at least this many bytes, and one part in
+this many. A choice, not a measurement."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,61 @@ class Estimate:
         rows.append((f"peak, in {self.peak_phase}", shown(self.peak)))
         width = max(len(name) for name, _ in rows)
         return "\n".join(["Estimated memory per rank:", *(f"{name:<{width}}  {size:>10}" for name, size in rows)])
+
+
+def memory_report(cli: RecipeCLI, given: str | None = None) -> tuple[str, list[str]]:
+    """Return the estimate as text, and an error if the recipe needs more than its device has.
+
+    A GPU counts as empty, even if other processes are using it. The batch sizes must fit the world size.
+
+    Args:
+        given: Size of another GPU to compare with, such as ``80GiB``.
+
+    Raises:
+        NotEstimated: There is no estimate; the message is the reason.
+    """
+    is_absent = isinstance(cli.trainer.accelerator, AbsentGPU)
+    device = torch.device("cuda", 0) if is_absent or given is not None else cli.trainer.strategy.root_device
+    if given is not None:
+        name, size = "the given GPU", gpu_memory_of(given)
+    elif is_absent:
+        name, size = "", 0
+    elif device.type == "cuda":
+        name, size = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        name, size = "this machine's free memory", available_bytes() // max(1, cli.trainer.num_devices)
+    free = size if device.type == "cpu" else max(0, size - max(SMALLEST_RESERVE, size // RESERVED))
+    try:
+        needed = estimate(cli, device)
+    except NotEstimated:
+        raise
+    except LoadError as error:
+        raise UserError(str(error)) from error
+    except Exception as error:  # such as shapes that depend on values: a missing estimate must not fail the check
+        if is_deliberate(error):  # the run's first update would raise it too
+            raise UserError(str(error)) from error
+        raise NotEstimated(f"{type(error).__name__}: {one_line(error)}") from error
+    hint = "" if size and device.type == "cuda" else " Compare with a GPU: --memory 80GiB."
+    text = f"{needed.table()}\n{f'Available: {shown(free)}, {name}.' if size else 'This machine has no GPU.'}{hint}"
+    if needed.unknown:
+        text += f"\nNot included, because their size is unknown: models of the reward {', '.join(needed.unknown)}."
+    too_large = (
+        f"The recipe needs about {shown(needed.peak)} per rank, in {needed.peak_phase}; {shown(free)} is available "
+        f"({name}). Set {ADVICE[needed.peak_phase]}."
+    )
+    return text, [too_large] if size and needed.peak > free else []
+
+
+def gpu_memory_of(text: str) -> int:
+    """Return the bytes of a GPU size as sold, a number of GiB with or without a unit; raise UserError if it is invalid.
+
+    >>> gpu_memory_of("80GB") == gpu_memory_of("80") == 80 * 2**30
+    True
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise UserError(f"{text} is not a GPU size. Write it as --memory 80GiB.")
+    return round(float(match[1]) * 2**30)
 
 
 def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:

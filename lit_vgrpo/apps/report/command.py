@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lit_vgrpo.config.recipe import is_override
 from lit_vgrpo.errors import UserError, say
@@ -15,9 +15,6 @@ from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.sockets import LOOPBACK, listening_socket, require_packages
 from lit_vgrpo.training.folder import find_run
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 TASK_KEYS = ("heldout", "heldout_limit", "heldout_fraction")
 """Settings of the data that choose the held-out prompts."""
@@ -62,14 +59,13 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
         task["the rewards"] = ", ".join(run.reward_names)
         for key, value in task.items():
             if value != tasks[0][key]:
-                raise UserError(
-                    f"{runs[0].folder} and {run.folder} are different tasks: {key} is {tasks[0][key]} in the first and "
-                    f"{value} in the second. Compare runs with the same held-out prompts and rewards."
-                )
+                which = f"{key} is {tasks[0][key]} in the first and {value} in the second"
+                advice = "Compare runs with the same held-out prompts and rewards."
+                raise UserError(f"{runs[0].folder} and {run.folder} are different tasks: {which}. {advice}")
     return runs
 
 
-def make_app(folders: Sequence[Path]) -> FastAPI:
+def make_app(folders: Sequence[Path]) -> Any:
     """Return the server of runs' report at ``/``, and at ``/version`` of a text that changes with their files."""
     from fastapi.responses import HTMLResponse, PlainTextResponse
 

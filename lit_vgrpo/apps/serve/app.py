@@ -44,7 +44,6 @@ class Worker:
     Args:
         reward: The reward, called only from the worker's thread.
         batch_size: Images per call of the reward, or fewer large ones.
-        device: Device of the images.
 
     Attributes:
         scored_images: Images scored so far.
@@ -90,11 +89,9 @@ def make_app(
     """Return the application of one reward.
 
     Args:
-        worker: Scores the requests.
         name: The reward's name, shown at ``/health``.
         token: Required as ``Authorization: Bearer`` except at ``/health``; None requires no token.
         max_bytes: A larger request is refused with 413 while it is read.
-        max_images: Images per request.
         max_pixels: Pixels per image; a request may have ``LARGEST_IMAGES`` times as many.
         is_local: Refuse requests to host names other than this machine's.
     """

@@ -41,7 +41,6 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
     """Return the page and its server. FastAPI refuses votes that are not sent as JSON, so no other site can send one.
 
     Args:
-        store: The votes.
         token: Secret in the page's address; ``None`` serves only this machine.
         is_over: Returns True once training has ended.
     """

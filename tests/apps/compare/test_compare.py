@@ -10,8 +10,8 @@ import pytest
 import yaml
 from commands import compare, compare_options
 
+from lit_vgrpo.apps.compare.command import is_finished, last_error, locked, prepare_run_folder
 from lit_vgrpo.apps.compare.plan import entrants, runs_of
-from lit_vgrpo.apps.compare.runner import is_finished, last_error, locked, prepare_run_folder
 
 
 def overlay(path, init_args, updates=1, sweep=None):

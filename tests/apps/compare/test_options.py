@@ -38,9 +38,7 @@ def test_defaults_come_from_the_recipe():
     assert options.iterations == 60
     assert options.evaluate_every == 5
     assert options.out == Path("runs/compare-tiny_shapes")
-
-
-def test_a_sweep_uses_other_seeds_and_fewer_iterations():
+    # A sweep uses other seeds and fewer iterations.
     options = parsed("--sweep")
     assert options.seeds == [100]
     assert options.iterations == 30
@@ -48,13 +46,12 @@ def test_a_sweep_uses_other_seeds_and_fewer_iterations():
     assert not set(parsed("--sweep", "--seeds", "3").seeds) & set(parsed("--seeds", "3").seeds)
 
 
-def heldout(*words):
-    options = parsed(*words)
-    data = options.base["data"]
-    return data.get("heldout"), data.get("heldout_fraction"), options.prompts
-
-
 def test_a_sweep_does_not_see_the_races_prompts():
+    def heldout(*words):
+        options = parsed(*words)
+        data = options.base["data"]
+        return data.get("heldout"), data.get("heldout_fraction"), options.prompts
+
     assert heldout()[:2] == ("shipped:prompts/shapes_heldout.jsonl", None)
     assert heldout("--sweep") == (None, 0.2, "training prompts")
     assert heldout("--sweep", "data.heldout_images_per_prompt=2") == (None, 0.2, "training prompts")

@@ -160,7 +160,7 @@ def test_the_published_sizes_come_out(sd3_folder, flux_folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, capsys, monkeypatch):
-    monkeypatch.setattr("lit_vgrpo.apps.memory.room.available_bytes", lambda: 2**20)
+    monkeypatch.setattr("lit_vgrpo.apps.memory.estimate.available_bytes", lambda: 2**20)
     assert check([str(tiny_recipe), DECODED_ALONE]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("The recipe needs about ")

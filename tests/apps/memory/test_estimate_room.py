@@ -6,8 +6,7 @@ from commands import check
 
 from lit_vgrpo import OptimizerConfig, rewards
 from lit_vgrpo.apps.memory import estimate as stages
-from lit_vgrpo.apps.memory.estimate import estimate, scorers
-from lit_vgrpo.apps.memory.room import memory_report
+from lit_vgrpo.apps.memory.estimate import estimate, memory_report, scorers
 from lit_vgrpo.apps.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.policies import SD3Policy
@@ -43,9 +42,7 @@ def test_published_checkpoints_that_are_not_here_are_known():
     assert scorers([PickScore(), PickScore(device="cuda:1"), HPSv2(device="cpu")], GPU) == (4 * 986_109_441, [])
     assert scorers([rewards.AestheticScore()], GPU) == (4 * (303_966_208 + 927_969), [])
     assert scorers([rewards.CLIPImageSimilarity()], GPU) == (4 * 427_616_513, [])
-
-
-def test_what_is_not_known_is_named():
+    # What is not known is named.
     function = rewards.PythonReward("builtins:len")
     given = [Own(), PickScore("some/other"), HPSv2(model="ViT-B-32"), rewards.ShapesReward(), function]
     assert scorers(given, GPU) == (0, ["own", "pickscore", "hpsv2", function.name])
