@@ -106,8 +106,7 @@ class CollapseStop(StopsRun):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         reasons = [line for line in (self._flat(pl_module), self._fallen(trainer, pl_module)) if line]
-        reasons = trainer.strategy.broadcast(reasons)  # rank 0 decides for all
-        if reasons:
+        if reasons := trainer.strategy.broadcast(reasons):  # rank 0 decides for all
             self.end_run(trainer, COLLAPSED, f"Collapsed: {' '.join(reasons)}")
 
     def state_dict(self) -> dict[str, Any]:

@@ -112,11 +112,7 @@ class Report(L.Callback):
 
 
 class KeptImages:
-    """Writes ``RUN/report/`` at every held-out evaluation: each prompt's scores, and a few images.
-
-    Args:
-        number: Best images to keep, plus the same number of worst ones and of ones on which two rewards disagree.
-    """
+    """Writes ``RUN/report/`` at every held-out evaluation: each prompt's scores, and ``number`` images per reason."""
 
     def __init__(self, number: int) -> None:
         self.number = number

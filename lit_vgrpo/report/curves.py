@@ -132,18 +132,15 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
 
 def _plots(title: str, runs: Sequence[RunData], metrics: dict[str, str]) -> list[Plot]:
     """Return one plot of a run's metrics, or a plot of each metric of several runs, without empty ones."""
-    groups = [metrics] if len(runs) == 1 else [{metric: label} for metric, label in metrics.items()]
-    result = []
+    several, result = len(runs) > 1, []
+    groups = [{metric: label} for metric, label in metrics.items()] if several else [metrics]
     for group in groups:
-        curves = [
-            (run, metric, label if len(runs) == 1 else run.name) for run in runs for metric, label in group.items()
-        ]
-        candidates = [_series(*curve, n, title.startswith("Held-out")) for n, curve in enumerate(curves)]
+        curves = [(run, metric, run.name if several else label) for run in runs for metric, label in group.items()]
         series: list[Series] = []
-        for one in candidates:
-            # A sum of one reward is that reward.
-            if one is not None and (len(runs) > 1 or not any(one.is_like(other) for other in series)):
-                series.append(one)
+        for number, curve in enumerate(curves):
+            one = _series(*curve, number, title.startswith("Held-out"))
+            if one is not None and (several or not any(one.is_like(other) for other in series)):
+                series.append(one)  # a sum of one reward is that reward
         name = title if len(groups) == 1 else f"{title}: {next(iter(group.values()))}"
         # A curve that is 0 throughout, such as that of a clip that is off, shows nothing.
         result += [Plot(name, series)] if any(one.ys.any() and len(one.ys) > 1 for one in series) else []

@@ -44,11 +44,9 @@ def add_card(
 
     Args:
         folder: The export, whose weights are written.
-        run: The run folder.
         written: Final name of what diffusers loads: folder of a pipeline or an adapter, or file of an adapter.
         variant: Set of weights, ``trained`` or ``EMA``.
         iterations: Iterations after which they were saved.
-        dtype: Dtype of the written files.
         merged: True if an adapter was merged into the weights.
         is_whole: False if the weights were saved in the middle of an iteration.
 
@@ -95,7 +93,6 @@ def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, edit
         base_card: The base model's card, if it is on this machine.
         is_adapter: The export is loaded on top of the base model.
         base: Name of the model that training started from.
-        edits: The model edits pictures.
         shown: Additional values for the template.
     """
     licence = base_licence(base_card)

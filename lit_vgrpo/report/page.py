@@ -218,6 +218,7 @@ class RunPage:
         self.name = run.name
         self.verdict = Verdict(run)
         self.pairs = read_pairs(run.folder, run.left_out.append)
+        self.most_changed = self.pairs[:MOST_CHANGED]
         shown = {picture.source for pair in self.pairs for picture in pair.images.values()}
         self.galleries = read_kept(run.folder, shown, run.left_out.append)
         self.benchmarks = read_benchmarks(run.folder, run.left_out.append)
@@ -232,18 +233,12 @@ class RunPage:
         return [(title, part, part / whole) for title, part in phases.items() if part >= 0.0005 * whole > 0]
 
     @property
-    def most_changed(self) -> list[Pair]:
-        """Images shown as evidence."""
-        return self.pairs[:MOST_CHANGED]
-
-    @property
     def figures(self) -> list[tuple[str, str]]:
         """Cost, date and commit, as shown in the result."""
         run, summary = self.run, self.run.summary
-        cpu = summary.get("cpu_seconds")
         is_gpu = "cpu" not in str(summary.get("device", "cpu")).lower()
         seconds = run.total("seconds")
-        hours = seconds if is_gpu else cpu
+        hours = seconds if is_gpu else summary.get("cpu_seconds")
         shown = {
             "Iterations": verdict.amount(run.num_iterations),
             "Images": verdict.amount(run.total("images")),

@@ -69,12 +69,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """Metrics after a number of iterations, and the cost of training until then.
-
-    Attributes:
-        costs: By the names of :data:`AXES`; unknown ones are missing.
-        metrics: By name; finite numbers only.
-    """
+    """Finite metrics after a number of iterations, and the known costs until then, by the names of :data:`AXES`."""
 
     costs: dict[str, float]
     metrics: dict[str, float]
@@ -274,9 +269,8 @@ def difference(before: list[tuple[float, int]] | None, after: list[tuple[float, 
 def differences(recipes: Sequence[Mapping[Any, Any]]) -> list[tuple[str, list[str]]]:
     """Return the settings in which several recipes differ, with the value of each."""
     settings = [_settings(recipe) for recipe in recipes]
-    rows = [
-        (key, [each.get(key, ABSENT) for each in settings]) for key in dict.fromkeys(k for s in settings for k in s)
-    ]
+    keys = dict.fromkeys(key for each in settings for key in each)
+    rows = [(key, [each.get(key, ABSENT) for each in settings]) for key in keys]
     return [(key, texts) for key, texts in rows if len(set(texts)) > 1]
 
 

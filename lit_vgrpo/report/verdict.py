@@ -92,11 +92,11 @@ class Change:
         return 1 if low > 0 else -1 if high < 0 else 0
 
 
+@dataclass(eq=False)
 class Verdict:
     """Result of a run."""
 
-    def __init__(self, run: RunData) -> None:
-        self.run = run
+    run: RunData
 
     @cached_property
     def changes(self) -> list[Change]:
@@ -111,8 +111,7 @@ class Verdict:
             if name not in end.metrics or name in ("failed", "reward_std", FINGERPRINT):
                 continue
             before, after = (self.run.scores.get(point.iteration, {}).get(name) for point in (start, end))
-            is_first = start is end
-            first, paired = (None, None) if is_first else (start.metrics.get(name), difference(before, after))
+            first, paired = (None, None) if start is end else (start.metrics.get(name), difference(before, after))
             change = Change(name, first, end.metrics[name], (interval(before), interval(after)), paired)
             is_sum = [score(one.start) + score(one.end) == score(first) + score(change.end) for one in changes[:2]]
             if name not in rewards or not any(is_sum):  # a sum of one reward is that reward
@@ -162,22 +161,17 @@ class Verdict:
         return class_name((self.run.recipe.get("model") or {}).get("heldout_reward"))
 
     @property
-    def other_changes(self) -> list[Change]:
-        """The rewards and metrics that :attr:`evidence` lacks."""
-        return [change for change in self.changes if change not in self.evidence]
-
-    @property
     def headline(self) -> str:
         """The result without numbers."""
-        outcome = {"interrupted": "was interrupted"}.get(self.run.outcome, self.run.outcome)
-        if outcome in ("failed", "was interrupted"):
-            return f"The run {outcome} after {counted(self.run.num_iterations, 'iteration')}"
+        ended = {"failed": "failed", "interrupted": "was interrupted"}.get(self.run.outcome)
+        if ended is not None:
+            return f"The run {ended} after {counted(self.run.num_iterations, 'iteration')}"
         if self.reward is None:
             return "No held-out evaluation yet"
         if self.reward.start is None:
             return "Held-out reward, evaluated once"
         course = {1: "rose", -1: "fell", 0: "did not change measurably"}[self.reward.direction]
-        so_far = " so far" if outcome == RUNNING else ""
+        so_far = " so far" if self.run.outcome == RUNNING else ""
         return f"Reward {course}{so_far}{self._and_signs}"
 
     @property
@@ -232,10 +226,9 @@ class Verdict:
             return
         if self.reward.direction < 0:
             yield "The held-out reward fell."
+        names = () if self.cheating.is_likely else (UNTRAINED, *self.run.reward_names)
         for change in self.changes:
-            is_reward = change.name in (UNTRAINED, *self.run.reward_names)
-            is_new = is_reward and not self.cheating.is_likely
-            if is_new and change.difference and change.direction < 0 < self.reward.direction:
+            if change.name in names and change.difference and change.direction < 0 < self.reward.direction:
                 fall = f"{change.name} fell from {score(change.start)} to {score(change.end)}"
                 yield f"{fall} while the reward rose. Look at the images for reward hacking."
         best = max(evaluations, key=lambda point: point.metrics["reward"])
