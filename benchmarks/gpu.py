@@ -435,11 +435,11 @@ def race(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
 
 
 def _compared(place: Place, methods: str, words: list[str]) -> Row:
-    from lit_vgrpo.apps.compare.command import compare
+    from lit_vgrpo.cli.main import main
 
     out = place.folder / "race"
     given = ["tiny_shapes", place.accelerator, "--methods", methods, *words, "--target", "0.7", "--jobs", "1"]
-    status = compare([*given, "--out", str(out)])
+    status = main(["compare", *given, "--out", str(out)])
     if status != 0:
         raise RuntimeError(f"lightning compare ended with status {status}")
     found: Row = {}
