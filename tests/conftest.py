@@ -120,6 +120,27 @@ def tiny_clip(tmp_path_factory, tiny):
     return tiny.build_clip(tmp_path_factory.mktemp("clip"))
 
 
+@pytest.fixture(scope="session")
+def script(tmp_path_factory):
+    """A feature network for FID."""
+    import torch
+    from feature_networks import SmallNetwork, save_script
+
+    torch.manual_seed(1)
+    return str(save_script(SmallNetwork(), tmp_path_factory.mktemp("network") / "small.pt"))
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory):
+    """A folder of pictures for FID."""
+    from feature_networks import pictures
+
+    folder = tmp_path_factory.mktemp("real")
+    for index, data in enumerate(pictures(0, 11)):
+        (folder / f"{index}.png").write_bytes(data)
+    return str(folder)
+
+
 @pytest.fixture
 def tiny_recipe(tmp_path, monkeypatch, tiny_sd3):
     """A recipe of two iterations, in an empty folder that is the working directory."""

@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import Brightness, make_data, make_module, make_trainer, same, weights
 from test_methods import Scaled
+from test_resume import SaveAfter
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA
@@ -38,13 +39,10 @@ class Table(L.Callback):
         self.rows.append({key: float(value) for key, value in trainer.callback_metrics.items()})
 
 
-def anchored():
-    return VGRPO(RolloutSpec(steps=2), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3)
-
-
 def train(folder, tmp_path, reward, iterations, callbacks=(), ckpt=None, **options):
     ema, table = EMA(0.5), Table()
-    module = make_module(folder, anchored(), reward, evaluate_at_start=False)
+    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3)
+    module = make_module(folder, objective, reward, evaluate_at_start=False)
     trainer = make_trainer(tmp_path, iterations, [ema, table, *callbacks], **options)
     data = make_data(heldout=None, updates_per_iteration=2, micro_batch_size=4)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt)
@@ -67,20 +65,9 @@ def test_a_constant_reward_moves_nothing(tiny_sd3, tmp_path, plugins):
     assert "update" not in module.ledger.counts
 
 
-class SaveBetweenUpdates(L.Callback):
-    """Saves after the first update of an iteration, which may be left out."""
-
-    def __init__(self, path, iteration):
-        self.path, self.iteration = path, iteration
-
-    def on_before_zero_grad(self, trainer, pl_module, optimizer):
-        if pl_module.record.iteration == self.iteration and not self.path.exists():
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.slow
 def test_the_iterations_beside_it_train_and_it_resumes(tiny_sd3, tmp_path):
-    save = SaveBetweenUpdates(tmp_path / "within.ckpt", 1)
+    save = SaveAfter(tmp_path / "within.ckpt", "on_before_zero_grad", 1)  # the first update, which is left out
     whole, trainer, ema, table = train(tiny_sd3, tmp_path, ConstantAt(1), 3, [save])
     assert (whole.objective.num_updates, ema.num_updates, trainer.global_step) == (4, 4, 6)
     assert [row["policy/updates"] for row in table.rows] == [2, 0, 2]

@@ -60,17 +60,6 @@ def make(sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
     return lambda name: make_family(name, sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder)
 
 
-@pytest.fixture(scope="session")
-def real(tmp_path_factory):
-    """A folder of pictures, for FID."""
-    from feature_networks import pictures
-
-    folder = tmp_path_factory.mktemp("real")
-    for index, data in enumerate(pictures(0, 6)):
-        (folder / f"{index}.png").write_bytes(data)
-    return str(folder)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "method"), CASES)
 @pytest.mark.filterwarnings("ignore:FID of")

@@ -1,7 +1,6 @@
 """Small runs with callbacks that look at all ranks' images: ``rank_worker.py SPEC.json``."""
 
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -11,13 +10,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import lightning as L
 import torch
-from helpers import Brightness, make_data, make_module, make_trainer
+from helpers import Breaking, Brightness, make_data, make_module, make_trainer
 from processes import small_strategy
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.callbacks import EMA, FID, CollapseStop, RewardHackAlarm
 from lit_vgrpo.callbacks.report import KeptImages
-from lit_vgrpo.core.sharding import local
 from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.rewards import JPEGCompressibility, Weighted
 from lit_vgrpo.training import strategies as _  # noqa: F401  known to Lightning by name from here on
@@ -33,14 +31,6 @@ class OnOneRank(RewardHackAlarm):
             for watch in self.watches.values():
                 watch.add = lambda now: self.patience
         super().on_train_epoch_end(trainer, pl_module)
-
-
-class Breaking(L.Callback):
-    """After an update of iteration 1 a weight of the last rank is not finite."""
-
-    def on_before_zero_grad(self, trainer, pl_module, optimizer):
-        if pl_module.record.iteration == 1 and trainer.global_rank == trainer.world_size - 1:
-            local(next(p for p in pl_module.policy.parameters() if p.requires_grad)).view(-1)[0] = math.inf
 
 
 def run(spec, name, callbacks, **options):

@@ -1,10 +1,9 @@
 import json
 import math
 
-import lightning as L
 import pytest
 import torch
-from helpers import make_data, make_module, make_trainer
+from helpers import Breaking, make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import CollapseStop, RunSummary
 from lit_vgrpo.launch.build import build
@@ -104,14 +103,6 @@ def test_a_resumed_run_goes_on_with_the_best_and_the_count(tiny_sd3, tmp_path):
     # The best checkpoint was not copied, so the best of the new folder is its own.
     assert (saver.best.value, saver.best.iteration) == (0.0, 3)
     assert torch.load(tmp_path / "again/checkpoints/best.ckpt", weights_only=True)["global_step"] == 3
-
-
-class Breaking(L.Callback):
-    """After the update of iteration 1 a weight is infinite."""
-
-    def on_before_zero_grad(self, trainer, pl_module, optimizer):
-        if pl_module.record.iteration == 1:
-            next(p for p in pl_module.policy.parameters() if p.requires_grad).data.view(-1)[-1] = math.inf
 
 
 def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(tiny_recipe, capfd):

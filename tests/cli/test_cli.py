@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from commands import COMMANDS
+from saved_runs import assert_one_line
 
 from lit_vgrpo import __version__
 from lit_vgrpo.cli.main import main
@@ -49,22 +50,15 @@ def test_every_command_has_help(name, capsys):
 )
 def test_an_error_is_one_line(args, line, capsys, monkeypatch):
     monkeypatch.delenv("NO_SUCH_NAME", raising=False)
-    assert main(args) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(line)
-    assert err.count("\n") == 1
+    assert_one_line(main, args, capsys, line, starts=True)
 
 
-def test_a_rank_that_is_no_number_is_named(capsys, monkeypatch):
+def test_a_rank_that_is_no_number_is_named_and_debug_shows_the_traceback(capsys, monkeypatch):
+    assert main(["run", "tiny_shape", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_RANK", "abc")
     assert main(["recipes"]) == 2
     assert capsys.readouterr().err == "LOCAL_RANK=abc in the environment is not a whole number. Run: unset LOCAL_RANK\n"
-
-
-def test_debug_shows_the_traceback(capsys):
-    assert main(["run", "tiny_shape", "--debug"]) == 2
-    assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

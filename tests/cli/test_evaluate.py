@@ -26,6 +26,7 @@ from lit_vgrpo.training.folder import CONFIG_NAME
 pytestmark = pytest.mark.slow
 
 VARIANTS = ["EMA", "reference"]
+EDITS = "data.heldout=shipped:prompts/edit_heldout.jsonl"
 SAME = 4 * grey_level()  # a grey level in one of the quarters whose means are the features
 IMAGES = 9  # an odd number, so that two ranks have unequal shares
 RECIPE = """
@@ -125,10 +126,7 @@ def test_the_numbers_are_those_of_the_run(inside, evaluated):
         assert found[name] == pytest.approx(value, abs=SAME), name
     assert list(end["reward_parts_end"]) == list(report["rewards"])
     assert end["heldout_metrics_end"].keys() == {f"fid@{IMAGES}", f"kid@{IMAGES}"}
-
-
-def test_the_json_says_what_was_evaluated(inside, evaluated):
-    report, _ = evaluated
+    # The JSON says what was evaluated.
     assert report["checkpoint"] == {"file": "runs/tiny/checkpoints/last.ckpt", "iteration": 2, "optimizer_steps": 2}
     assert report["prompts"] == {
         "file": "heldout.txt",
@@ -143,7 +141,7 @@ def test_the_json_says_what_was_evaluated(inside, evaluated):
     assert "jpeg (held out) " in table(report)
 
 
-def test_failed_images_are_counted_and_left_out(evaluated):
+def test_the_csv_has_a_line_for_every_image_and_failed_ones_are_counted_and_left_out(evaluated):
     report, scores = evaluated
     colour = report["variants"]["EMA"]["means"]["colour"]
     assert (colour["count"], colour["failed"]) == (6, 3)
@@ -151,9 +149,6 @@ def test_failed_images_are_counted_and_left_out(evaluated):
     assert [row["colour"] for row in scores if row["prompt"] == "something else"] == [""] * 6
     assert any(line.split() == ["failed:", "colour", "3", "3"] for line in table(report).splitlines())
 
-
-def test_the_csv_has_a_line_for_every_image(evaluated):
-    report, scores = evaluated
     assert list(scores[0]) == ["prompt", "image", "variant", "reward", "brightness", "jpeg", "colour"]
     for variant in VARIANTS:
         own = [row for row in scores if row["variant"] == variant]
@@ -207,13 +202,10 @@ def test_differences_are_taken_image_by_image():
     assert found["variants"]["trained"]["means"]["reward"]["mean"] == 2.0
 
 
-def test_an_interval_resamples_prompts_and_not_images():
+def test_an_interval_resamples_prompts_and_diversity_is_the_distance_within_a_prompt():
     # within a prompt all images are alike, so that sixteen images say no more than two prompts do
     found = results({"trained": scored([0.0] * 8 + [1.0] * 8)}, images_per_prompt=8)["variants"]["trained"]["means"]
     assert (found["reward"]["low"], found["reward"]["mean"], found["reward"]["high"]) == (0.0, 0.5, 1.0)
-
-
-def test_diversity_is_the_distance_within_a_prompt():
     across, up, unsound = [1.0, 0.0], [0.0, 1.0], [math.nan, 0.0]
     features = torch.tensor([across, up, unsound, across, across, across, unsound, up, unsound])
     found = results({"trained": scored([1.0] * 9, features)}, images_per_prompt=3)["variants"]["trained"]["means"]
@@ -293,10 +285,7 @@ def test_a_clip_network_measures_the_similarity_of_image_and_prompt(inside, tiny
         (["runs/tiny", "model.optimizer.lr=1"], "model.optimizer.lr has no effect on an evaluation."),
         (["runs/tiny", "ckpt_path=x"], "ckpt_path has no effect on an evaluation. Use --checkpoint FILE."),
         (["runs/tiny", "data.heldout=shapes"], "data.heldout: shapes does not exist."),
-        (
-            ["runs/tiny", "data.heldout=shipped:prompts/edit_heldout.jsonl"],
-            "data.heldout: SD3Policy cannot edit pictures, but row 1 of the held-out prompts",
-        ),
+        (["runs/tiny", EDITS], "data.heldout: SD3Policy cannot edit pictures, but row 1 of the held-out prompts"),
         (["runs/tiny", "data.heldout=null"], "The run's recipe has no held-out prompts. Set data.heldout=prompts.txt."),
         (["runs/tiny", "--features=none.pt"], "none.pt does not exist."),
         (["runs/tiny", "--fid-reference=none"], "reference=none is neither a folder nor"),
@@ -308,13 +297,9 @@ def test_mistakes_are_one_line(inside, capsys, words, line):
     assert not list(Path("runs").glob("*/eval*"))
 
 
-def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
+def test_a_checkpoint_names_its_run_and_a_run_without_one_is_refused(inside, tmp_path, capsys):
     shutil.copy(f"runs/tiny/{CONFIG_NAME}", tmp_path)
-    assert evaluate([str(tmp_path)]) == 2
-    assert f"{tmp_path} has no checkpoint yet. Train it: " in capsys.readouterr().err
-
-
-def test_a_checkpoint_names_its_run(inside):
+    assert_one_line(evaluate, [str(tmp_path)], capsys, f"{tmp_path} has no checkpoint yet. Train it: ")
     path = Path("runs/tiny/checkpoints/last.ckpt")
     found = ChosenRun.of(evaluate_options([str(path), "strategy/zero2", "data.eval_batch_size=4"]))
     assert (f"{found.folder}", f"{found.checkpoint}") == ("runs/tiny", str(path))

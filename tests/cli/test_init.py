@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from saved_runs import assert_one_line
 from stand_ins import StandIns
 
 from lit_vgrpo.cli.init import FILES
@@ -69,9 +70,8 @@ def test_a_shipped_recipe_is_copied_with_its_prompts(source, tmp_path, monkeypat
 def test_nothing_is_overwritten(written, capsys):
     (written / "runs").mkdir()
     for name, said in ((str(written), "is not empty"), ("recipe.yaml", "is a file")):
-        assert main(["init", name]) == 2
-        out, err = capsys.readouterr()
-        assert (out, err) == ("", f"{name} {said} and will not be overwritten. Choose a new folder.\n")
+        line = f"{name} {said} and will not be overwritten. Choose a new folder.\n"
+        assert_one_line(main, ["init", name], capsys, line, starts=True)
     before = (shipped_root() / "starter" / "train.txt").read_text()
     assert (written / "train.txt").read_text() == before
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from commands import run
 from helpers import prompt_file, read_csv
-from lightning.pytorch.callbacks import ProgressBar
+from saved_runs import assert_one_line
 
 from lit_vgrpo.launch.build import build
 
@@ -37,11 +37,7 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(tiny_recipe, capfd, override, line):
-    assert run([str(tiny_recipe), override]) == 2
-    out, err = capfd.readouterr()
-    assert err.startswith(line)
-    assert err.count("\n") == 1
-    assert out == ""
+    assert_one_line(run, [str(tiny_recipe), override], capfd, line, starts=True)
     assert not list(Path().glob("runs/*"))
 
 
@@ -87,13 +83,6 @@ def test_a_run_leaves_a_folder_that_is_itself_a_recipe(tiny_recipe, capsys):
     assert yaml.safe_load((again / "config.yaml").read_text()) == saved
 
 
-def test_another_progress_bar_replaces_ours(tiny_recipe):
-    cli = build([str(tiny_recipe), "trainer.callbacks=[RichProgressBar]"])
-    bars = [callback for callback in cli.trainer.callbacks if isinstance(callback, ProgressBar)]
-    assert [type(bar).__name__ for bar in bars] == ["RichProgressBar"]
-    cli.give_back()
-
-
 @pytest.mark.slow
 def test_what_is_behind_a_checkpoint_is_not_done_again(tiny_recipe, capfd):
     timed = "trainer.callbacks=[{class_path: Timer, init_args: {duration: '00:01:00:00'}}]"
@@ -122,9 +111,11 @@ def test_loggers_and_checkpoints_can_be_chosen(tiny_recipe):
     assert not Path("runs/tiny/checkpoints").exists()
     assert not Path("runs/tiny/tensorboard").exists()
     assert metrics("runs/tiny")
-    cli = build([str(tiny_recipe), "trainer.callbacks+=ModelCheckpoint", "trainer.callbacks+=RewardLogger"])
+    chosen = [f"trainer.callbacks+={name}" for name in ("ModelCheckpoint", "RewardLogger", "RichProgressBar")]
+    cli = build([str(tiny_recipe), *chosen])
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
-    assert names.count("RewardLogger") == names.count("ModelCheckpoint") == 1
+    assert [names.count(name) for name in ("RewardLogger", "ModelCheckpoint", "RichProgressBar")] == [1, 1, 1]
+    assert "ProgressBar" not in names, "another bar replaces ours"
     assert cli.checkpoints.every_n_iterations == 0
 
 

@@ -120,9 +120,8 @@ def test_files_that_are_no_images_are_a_line_each(folder, capsys):
     Path("torn.png").write_bytes(whole.getvalue()[:2000])
     Path("text.png").write_text("no image")
     lines = errors_of(capsys, ["JPEGCompressibility", "torn.png", "noise.png", "text.png"])
-    assert lines == [
-        f"{name} is not a readable image. Leave it out, or save it again." for name in ("torn.png", "text.png")
-    ]
+    advice = "is not a readable image. Leave it out, or save it again."
+    assert lines == [f"torn.png {advice}", f"text.png {advice}"]
 
 
 @pytest.mark.parametrize(
@@ -145,11 +144,10 @@ def test_mistakes_are_one_line(folder, capsys, words, said):
 
 def test_a_prompt_that_the_reward_needs_is_asked_for_before_weights_are_loaded(folder, capsys, monkeypatch):
     monkeypatch.setattr("lit_vgrpo.rewards.ShapesReward.load", lambda self: pytest.fail("loaded"))
-    lines = errors_of(capsys, ["ShapesReward", "noise.png", "red.jpg"])
-    assert lines == [
-        'Reward "shapes" cannot score 2 of 2 prompts. The first: Prompt "" must name one colour. '
-        "Write prompts such as 'a red circle on the left'.",
-        "No prompt was given. Add --prompt TEXT, or --prompts FILE with one prompt per image.",
-    ]
+    first, second = errors_of(capsys, ["ShapesReward", "noise.png", "red.jpg"])
+    assert first.startswith(
+        'Reward "shapes" cannot score 2 of 2 prompts. The first: Prompt "" must name one colour. Write'
+    )
+    assert second == "No prompt was given. Add --prompt TEXT, or --prompts FILE with one prompt per image."
     (line,) = errors_of(capsys, ["ShapesReward", "noise.png", "red.jpg", "--prompt", "a cat"])
     assert 'Prompt "a cat" must name one' in line

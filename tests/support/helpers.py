@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import socket
 
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 
 from lit_vgrpo import VGRPO, OptimizerConfig, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
+from lit_vgrpo.core.sharding import local
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.rewards import Reward, ShapesReward
 
@@ -42,6 +44,15 @@ class SaveAt(L.Callback):
             trainer.save_checkpoint(self.path)
 
     on_before_zero_grad = on_before_backward
+
+
+class Breaking(L.Callback):
+    """After an update of iteration 1 a weight of the last rank is infinite."""
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if pl_module.record.iteration == 1 and trainer.global_rank == trainer.world_size - 1:
+            weight = next(p for p in pl_module.policy.parameters() if p.requires_grad)
+            local(weight).view(-1)[0] = math.inf
 
 
 def repeating(values, slow):

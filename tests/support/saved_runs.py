@@ -34,12 +34,12 @@ def train(*words):
     assert run(["tiny.yaml", *words]) == 0
 
 
-def assert_one_line(command, words, capsys, line):
-    """The command refuses its words with one line that holds ``line``, and prints nothing else."""
+def assert_one_line(command, words, capsys, line, starts=False):
+    """The command refuses its words with one line that holds, or starts with, ``line``, and prints nothing else."""
     assert command(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert line in err
+    assert err.startswith(line) if starts else line in err
     assert err.count("\n") == 1, err
 
 
