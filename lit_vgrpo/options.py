@@ -84,9 +84,7 @@ class SavedRun:
 
     words: list[str]
     no_ema: Annotated[bool, Option("--no-ema", help="Use the trained weights themselves, not their average.")] = False
-    named: Annotated[str | None, Option("--checkpoint", help="Checkpoint to read; by default the last good one.")] = (
-        None
-    )
+    named: Annotated[str | None, Option("--checkpoint", help="Checkpoint; by default the last good one.")] = None
 
 
 @dataclass(kw_only=True)

@@ -31,11 +31,7 @@ COPIES_OF_WEIGHTS = 4
 
 
 def check_command(command: Command, memory: str | None) -> int:
-    """Check a recipe, or all stages of a curriculum, without training; raise UserError with all errors found.
-
-    Args:
-        memory: Size of the GPU to compare with, such as 80GiB; ``None`` takes this machine's.
-    """
+    """Check a recipe, or a curriculum's stages, for this machine or ``memory``; raise UserError with all errors."""
     if STAGES in loaded(command.recipe):
         return _check_stages(command, memory)
     _check_recipe(command, memory)

@@ -80,11 +80,7 @@ def check_login(options: Export) -> None:
 
 
 def upload(folder: Path, repository: str, options: Export) -> bool:
-    """List an export's files, and upload them in one commit; return False if that was not confirmed.
-
-    Raises:
-        UserError: The hub refuses, or cannot be reached.
-    """
+    """List an export's files and upload them in one commit; return False if unconfirmed, raise UserError if refused."""
     from huggingface_hub import HfApi
 
     api = HfApi()

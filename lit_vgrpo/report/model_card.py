@@ -145,11 +145,7 @@ def _until(run: RunData, iterations: int) -> RunData:
 
 
 def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path | None = None) -> str:
-    """Return the line of Python that loads a policy's pipeline from a folder or hub name.
-
-    Args:
-        index: Folder with the pipeline's index, if the source does not exist yet.
-    """
+    """Return the line of Python that loads a pipeline from a hub name or folder, whose index is in ``index`` so far."""
     optional = type(policy.pipeline)._optional_components
     is_start = source == _base(policy)
     folder = config_folder(policy.checkpoint, policy.revision) if is_start else index
@@ -163,8 +159,7 @@ def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path
 def sample_call(policy: Policy, model: Mapping[str, Any]) -> str:
     """Return the line of Python that samples as the run's evaluation did; a picture to edit is not resized.
 
-    Args:
-        model: The recipe's ``model``; without a rollout in it, steps and guidance are left to the pipeline.
+    Without a rollout in ``model``, the recipe's part, steps and guidance are left to the pipeline.
     """
     plan = model.get("evaluation") or ((model.get("objective") or {}).get("init_args") or {}).get("rollout") or {}
     sides = zip(("height", "width"), policy.image_size or (1, 1), strict=True)

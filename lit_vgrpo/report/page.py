@@ -308,9 +308,5 @@ def environment() -> Environment:
 
 
 def write_report(folder: Path, out: Path, is_running: bool = False) -> None:
-    """Write the report of a run folder to a file, atomically; raise UserError if it cannot be read or written.
-
-    Args:
-        is_running: True if called by the run itself while it trains.
-    """
+    """Write a run's report atomically, also while it ``is_running``; raise UserError if that fails."""
     write_atomically(out, render([run_data.read_run(folder, is_running)]))

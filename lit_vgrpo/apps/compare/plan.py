@@ -237,11 +237,7 @@ def find_overlay(text: str) -> Path:
 
 
 def read_overlay(path: Path) -> Overlay:
-    """Read an overlay file; with ``like:``, its ``published:`` is merged over that of the method named there.
-
-    Raises:
-        UserError: The file is not an overlay, or sets keys that must be the same for every method.
-    """
+    """Read an overlay file, merged over that of ``like:``; raise UserError if it is none, or sets other keys."""
     content = {key: value or {} for key, value in resolved(loaded(path), path).items()}
     if unknown := [key for key in content if key not in KEYS]:
         raise UserError(*(unknown_option(key, f"the overlay {path}", KEYS) for key in unknown))

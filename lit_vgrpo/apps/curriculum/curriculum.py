@@ -206,11 +206,7 @@ def _run_stages(curriculum: Curriculum, run: Path) -> int:
 
 
 def new_run(curriculum: Curriculum) -> Path:
-    """Return the run folder of a new curriculum, which the first process creates with its ``config.yaml``.
-
-    Raises:
-        UserError: The folder exists, and several processes would have to agree on another name.
-    """
+    """Return the folder of a new run, created by the first process; raise UserError if several find it taken."""
     if not is_first_process():
         return curriculum.run_dir
     processes = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)

@@ -87,12 +87,9 @@ class Estimate:
 
 
 def memory_report(cli: RecipeCLI, given: str | None = None) -> tuple[str, list[str]]:
-    """Return the estimate as text, and an error if the recipe needs more than its device has.
+    """Return the estimate as text, and an error if the recipe needs more than its device, or a ``given`` GPU, has.
 
     A GPU counts as empty, even if other processes are using it. The batch sizes must fit the world size.
-
-    Args:
-        given: Size of another GPU to compare with, such as ``80GiB``.
 
     Raises:
         NotEstimated: There is no estimate; the message is the reason.

@@ -57,11 +57,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-worker")
 
     async def score(self, sent: ScoreRequest, pixels: int) -> Scores:
-        """Wait for the scores of a request of so many pixels, whose images are decoded batch by batch.
-
-        Raises:
-            HTTPException: An image cannot be decoded.
-        """
+        """Return the scores of a request of so many pixels, decoded by batches; HTTPException for a corrupt image."""
         size, calls = max(1, min(self.batch_size, CALL_PIXELS * len(sent.images) // pixels)), []
         for part in (slice(start, start + size) for start in range(0, len(sent.images), size)):
             images, rows = await asyncio.to_thread(decoded, sent.images[part], pixels), sent.rows[part]
@@ -125,11 +121,7 @@ def make_app(
 
 
 async def whole_body(request: Request) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        HTTPException: Its client went away, or is so slow that it would keep others out.
-    """
+    """Return the body of a request; raise HTTPException if its client left, or is so slow that it keeps others out."""
     body, clock = bytearray(), asyncio.get_running_loop().time
     start = clock()
     try:
@@ -146,11 +138,7 @@ async def whole_body(request: Request) -> bytes:
 
 
 def read_request(body: bytes, max_images: int, max_pixels: int) -> tuple[ScoreRequest, int]:
-    """Return the request in a body, and the pixels of all its images and pictures, from the headers of their files.
-
-    Raises:
-        HTTPException: It is not valid, or too large.
-    """
+    """Return a body's request and the pixels of its images, by their headers; raise HTTPException if not valid."""
     if sum(map(body.count, (b",", b"[", b"{"))) > max_images * MOST_VALUES:
         raise HTTPException(413, f"more than {MOST_VALUES} JSON values per image")
     try:
@@ -175,11 +163,7 @@ def read_request(body: bytes, max_images: int, max_pixels: int) -> tuple[ScoreRe
 
 
 def decoded(files: Sequence[bytes], max_pixels: int) -> Tensor:
-    """Return the images in PNG files of the same size, uint8, shape ``(B, 3, H, W)``.
-
-    Raises:
-        HTTPException: A file is not a PNG file of 8 bits per channel, is corrupt or larger.
-    """
+    """Return the images in PNG files of one size, uint8, ``(B, 3, H, W)``; raise HTTPException for other files."""
     images = []
     for data in files:
         with png(data, max_pixels) as picture:
