@@ -145,8 +145,8 @@ class KeptImages:
         places = [place for place, slot in enumerate(slots) if slot in available]
         chosen = choose(scores, asked, places, self.number)
         wanted = {slots[place] for place, _, _ in chosen}
-        own = {slot: picture for slot, picture in zip(self._slots, self._pictures, strict=False) if slot in wanted}
-        images = {slot: image for chosen_images in all_gather_objects(own) for slot, image in chosen_images.items()}
+        kept = {slot: picture for slot, picture in zip(self._slots, self._pictures, strict=False) if slot in wanted}
+        images = {slot: image for chosen_images in all_gather_objects(kept) for slot, image in chosen_images.items()}
         self.start_over()
         trainer = module.trainer
         if trainer.is_global_zero and trainer.state.fn == "fit":

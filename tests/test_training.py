@@ -49,7 +49,7 @@ class Sometimes(Brightness):
 
     def __call__(self, images, prompts, rows):
         scores = super().__call__(images, prompts, rows)
-        scores[0] = math.nan
+        scores[0] = torch.nan
         return scores
 
 
