@@ -32,6 +32,10 @@ COPIES_OF_WEIGHTS = 4
 
 def check_command(command: Command, memory: str | None) -> int:
     """Check a recipe, or a curriculum's stages, for this machine or ``memory``; raise UserError with all errors."""
+    if memory is not None:
+        from lit_vgrpo.apps.memory.estimate import gpu_memory_of
+
+        gpu_memory_of(memory)  # a wrong size is an error of the command, not of the recipe
     if STAGES in loaded(command.recipe):
         return _check_stages(command, memory)
     _check_recipe(command, memory)

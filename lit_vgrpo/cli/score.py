@@ -113,10 +113,10 @@ def score_table(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> st
 
 def _csv_of(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Return a CSV table with failed cells empty and the reasons in the last column."""
-    rows = [
-        {**one["parts"], **one, "failures": "; ".join(f"{name}: {why}" for name, why in one["failures"].items())}
-        for one in scores
-    ]
+    rows = []
+    for one in scores:
+        why = "; ".join(f"{name}: {reason}" for name, reason in one["failures"].items())
+        rows.append([one["image"], one["prompt"], *map(one["parts"].get, names), one["total"], why])
     table = pd.DataFrame(rows, columns=["image", "prompt", *names, "total", "failures"])
     return table.to_csv(index=False, lineterminator="\n")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import reduce
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -90,7 +91,7 @@ def _node(tree: Any, key: str) -> Any:
 def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
     """Return the error of the first class or option in a value that does not exist, or ``None``."""
     if isinstance(node, list):
-        errors = (_misnamed(item, hint, (*place, number)) for number, item in enumerate(node))
+        errors = (_misnamed({} if item is None else item, hint, (*place, number)) for number, item in enumerate(node))
         return next(filter(None, errors), None)
     key, kinds = typed_key(place), dict.fromkeys(_kinds(hint))
     classes = [kind for kind in kinds if kind.__module__.startswith(NAMED_IN) and not issubclass(kind, Enum)]
@@ -99,7 +100,7 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
     if not classes or node is None:
         return None
     owner: Any = None
-    if isinstance(name, str) and not (name is node and {str, dict} & others):
+    if isinstance(name, str) and not (name is node and {str, dict, float, int, bool} & others):
         if not isinstance(owner := _class_named(name, classes), type):
             return owner and f"{key}{owner}"
     elif name is None and dict not in others:
@@ -107,8 +108,11 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
     elif isinstance(name, str) or others:
         return None
     if owner is None:
-        given = "" if options else f"={node}"
-        return f"{key}{given} names no class. Write {{class_path: NAME, init_args: {{OPTION: VALUE}}}}."
+        if all(map(is_dataclass, classes)):
+            return None
+        form = "{class_path: NAME, init_args: {OPTION: VALUE}}"
+        form = f"[{form}]" if "list[" in str(hint) and not isinstance(place[-1], int) else form
+        return f"{key}{'' if isinstance(node, Mapping) else f'={node}'} names no class. Write {form}."
     if "class_path" in options:
         if misplaced := [option for option in options if option not in CLASS_KEYS]:
             form = f"{{class_path: {name}, init_args: {{{misplaced[0]}: VALUE}}}}"
@@ -119,7 +123,7 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
     known = options_of_class(owner)
     hints: dict[str, Any] = {}
     for base in reversed(owner.__mro__):
-        with suppress(NameError):  # a hint that exists for type checkers only
+        with suppress(Exception):  # a hint that exists for type checkers only, or is no type
             hints |= typing.get_type_hints(base.__init__)
     for option, value in options.items():
         if option not in known:
@@ -130,28 +134,43 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
 
 
 def _kinds(hint: Any) -> list[type]:
-    """Return the classes that a hint accepts, also in a list or made by a callable; ``dict`` for other values."""
+    """Return the classes that a hint accepts, also in a list or made by a callable; ``str`` for a literal."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if not arguments or origin in (dict, typing.Literal):
-        return [hint] if inspect.isclass(hint) else [dict] if arguments else []
+    if origin in (dict, typing.Literal):
+        return [dict if origin is dict else str]
+    if not arguments:
+        return [hint] if inspect.isclass(hint) else []
     return [kind for inner in (arguments[-1:] if origin is Callable else arguments) for kind in _kinds(inner)]
 
 
 def _class_named(name: str, kinds: Sequence[type]) -> type | str | None:
     """Return a class by its path, or its name among the subclasses of some classes; an error, or ``None`` if unsure."""
-    module, _, short = name.rpartition(".")
-    if not module:
-        known = {kind.__name__: kind for kind in _with_subclasses(kinds)}
-        return known.get(name, f"={name} is not a known class. {suggestion(name, known)}")
+    if "." not in name:
+        bases = [kind for kind in kinds if kind.__subclasses__()]
+        known = [kind for kind in _with_subclasses(kinds) if _is_offered(kind) and kind not in bases]
+        matches = [kind for kind in known if kind.__name__ == name]
+        if len(matches) == 1:
+            return matches[0]
+        hint = "Write it as package.module.Class." if matches else suggestion(name, [kind.__name__ for kind in known])
+        return f"={name} is not a known class. {hint}"
     try:
-        found = getattr(import_module(module), short)
+        found = resolve_name(name)
+    except Exception as error:  # also of a module of the user
+        return f": {one_line(error)}"
+    try:
         if issubclass(found, tuple(kinds)):
             return found
-    except (ImportError, AttributeError) as error:
-        return f": {one_line(error)}"
-    except TypeError:  # a function that makes one, or a protocol
-        return None
-    return f"={name} is not a {kinds[0].__name__}. Name one of its classes."
+    except TypeError:  # a protocol, or not a class
+        if inspect.isclass(found) or "return" in getattr(found, "__annotations__", {}):
+            return None
+    wanted = next((kind.__name__ for kind in kinds if not is_dataclass(kind)), kinds[0].__name__)
+    return f"={name} is not {'an' if wanted[0] in 'AEIOU' else 'a'} {wanted}. Name one of its classes."
+
+
+def _is_offered(kind: type) -> bool:
+    """Return whether a class is public, and no base that only others are made from."""
+    package = sys.modules.get(kind.__module__.rpartition(".")[0])
+    return not inspect.isabstract(kind) and kind.__name__ in getattr(package, "__all__", [kind.__name__])
 
 
 def _with_subclasses(kinds: Iterable[type]) -> Iterator[type]:
@@ -176,8 +195,12 @@ def _parser_error(error: BaseException, tree: Mapping[str, Any]) -> str:
         expected = [*literals, "a mapping"] if "a dot import path" in text else expected
     if value is not None and expected and key:
         return f"{key}={value[1]}: expected {' or '.join(dict.fromkeys(expected))}."
-    named = (typed_key(place) for place, value in leaves(tree) if isinstance(value, str) and f".{value}'" in text)
+    named = (typed_key(place) for place, value in leaves(tree) if isinstance(value, str) and _names(text, value))
     return f"{key or next(named, '')}: {one_line(reason)}".removeprefix(": ")
+
+
+def _names(text: str, class_path: str) -> bool:
+    return f".{class_path.rpartition('.')[2]}'" in text
 
 
 def _type_name(kind: str) -> str:

@@ -55,9 +55,9 @@ def encode_png(image: Tensor) -> bytes:
 def resized_as_pil(images: Tensor, height: int, width: int) -> Tensor:
     """Return images resized with bicubic weights and antialiasing, the same on every device.
 
-    As in PIL, the width comes first, and each direction is rounded to levels: at most 1 % of the pixels differ from
-    PIL's, by one level. Torchvision rounds uint8 this way only on the CPU. Elsewhere it rounds once, and 10 to 22 % of
-    the pixels differ, by up to 8 levels.
+    As in PIL, the width comes first, and each direction is rounded to levels: of images at most twice as tall as wide,
+    1 % of the pixels differ from PIL's, by one level. Torchvision rounds uint8 this way only on the CPU. Elsewhere it
+    rounds once, and 10 to 22 % of the pixels differ, by up to 8 levels.
 
     Args:
         images: Shape ``(..., H, W)``, uint8.

@@ -35,7 +35,7 @@ PASSES = {
     "sd3_pickscore": {"rollout": (0, 40), "update": (4, 0)},
     "sd3_pickscore_awm": {"rollout": (0, 14), "reference": (0, 6), "ema": (0, 6), "update": (6, 0)},
     "sd3_pickscore_dgpo": {"rollout": (0, 20), "reference": (0, 4), "old": (0, 4), "update": (4, 0)},
-    "sd3_pickscore_fast": {"rollout": (0, 10), "update": (3.5, 0)},  # groups of 2
+    "sd3_pickscore_fast": {"rollout": (0, 10), "update": (1.5, 0)},  # groups of 2
     "sd3_pickscore_flowgrpo": {"rollout": (0, 20), "reference": (0, 18), "update": (18, 0)},
     "sd3_pickscore_flowbp": {"rollout": (0, 50), "update": (4, 4)},  # the negative prompt's passes keep no graph
     "sd3_pickscore_nft": {"rollout": (0, 10), "old": (0, 9), "reference": (0, 9), "update": (9, 0)},

@@ -32,6 +32,19 @@ LINES = [
         "trainer.callbacks[0]: decay is an option of the class. Write {class_path: EMA, init_args: {decay: VALUE}}.",
     ),
     ("model.policy=3", "model.policy=3 names no class. Write {class_path: NAME, init_args: {OPTION: VALUE}}."),
+    ("trainer.callbacks=[null]", "trainer.callbacks[0] names no class. Write {class_path: NAME, "),
+    ("trainer.callbacks=3", "trainer.callbacks=3 names no class. Write [{class_path: NAME, "),
+    ("trainer.callbacks=[os.getcwd]", "trainer.callbacks[0]=os.getcwd is not a Callback. Name one of its classes."),
+    ("model.objective=os.path", "model.objective=os.path is not an Objective. Name one of its classes."),
+    (
+        "model.objective.times={gridd: 3}",
+        "model.objective.times.gridd is not an option of TimeGrid. Did you mean grid?",
+    ),
+    (
+        ["model.objective=DGPO", "model.objective.old_decay=abc"],
+        "model.objective.old_decay='abc': Input should be a valid number",
+    ),
+    ("model.evaluation.steps=a", "model.evaluation.steps=a: expected int"),
     ("model.optimizer.lrr=3", "model.optimizer.lrr is not an option of OptimizerConfig. Did you mean lr?"),
     (
         [f"model.optimizer={ADAM}", "model.optimizer.lrr=3"],

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,15 +73,20 @@ def has_ended(run: Path, store: VoteStore) -> bool:
     return (run / SUMMARY_NAME).stat().st_mtime_ns >= store.path.stat().st_mtime_ns
 
 
-@contextmanager
-def _page_during(options: Vote, listener: socket.socket, cli: RecipeCLI) -> Iterator[None]:
-    """Serve the page while a recipe trains; raise UserError if the recipe does not ask people."""
-    from lit_vgrpo.system.server import served_in_thread
-
+def _page_during(options: Vote, listener: socket.socket, cli: RecipeCLI) -> AbstractContextManager[None]:
+    """Return :func:`_page` of a recipe, before its run writes a file; raise UserError if it does not ask people."""
     if not any(isinstance(reward, VoteReward) for reward in cli.model.reward.rewards):
         raise UserError(f"The reward of {options.words[0]} {NOT_ASKED}.")
+    return _page(options, listener, cli.folder)
+
+
+@contextmanager
+def _page(options: Vote, listener: socket.socket, folder: Path) -> Iterator[None]:
+    """Serve the page while a recipe trains."""
+    from lit_vgrpo.system.server import served_in_thread
+
     is_over = threading.Event()
-    with served_in_thread(_listen(options, listener, _open(cli.folder), is_over.is_set), listener):
+    with served_in_thread(_listen(options, listener, _open(folder), is_over.is_set), listener):
         yield
         is_over.set()
         time.sleep(LAST_LOOK_S)
