@@ -117,7 +117,7 @@ def loaded(reward):
         (Frames(PickScore("a")), Frames(PickScore("b")), False),
         (HTTPReward("http://a"), HTTPReward("http://b", batch_size=3), True),
         (VLMJudge("http://a", "m"), VLMJudge("http://b", "m"), True),
-        (VLMJudge("http://a", "m"), VLMJudge("http://a", "m", temperature=1.0), False),
+        (VLMJudge("http://a", "m"), VLMJudge("http://a", "m", extra_body={"temperature": 1.0}), False),
         (PythonReward(score), PythonReward(score, concurrent=True), True),
         (PythonReward(score), PythonReward(score, options={(0, 1): 2, "a": {3}}), False),
         (Weighted([PickScore("a")]), Weighted([PickScore("a")], overlap=False), True),
