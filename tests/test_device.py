@@ -35,9 +35,8 @@ def test_a_phase_ends_when_the_gpu_is_done(gpu):
     with timed(seconds, "decode"):
         assert len(gpu) == 1
     assert len(gpu) == 2
-    watch = Stopwatch()
-    watch.start()
-    watch.stop()
+    with Stopwatch().running():
+        assert len(gpu) == 3
     assert len(gpu) == 4
 
 
