@@ -5,17 +5,14 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from lit_vgrpo import rewards
-from lit_vgrpo.config.parts import part_of_words
-from lit_vgrpo.config.tree import JUDGE, judge_names, judge_preset
 from lit_vgrpo.errors import UserError, counted, nearest, say
 from lit_vgrpo.options import ServeReward
-from lit_vgrpo.rewards.connection import is_loopback
-from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.system.sockets import listening_socket, require_packages, web_address
+
+if TYPE_CHECKING:
+    from lit_vgrpo.rewards import Weighted
 
 MEGABYTE = 1_000_000
 KEEP_ALIVE_S = 75
@@ -26,6 +23,8 @@ BACKLOG = 256
 def serve(options: ServeReward) -> int:
     """Serve a reward until Ctrl-C or SIGTERM: ``RECIPE_OR_CLASS [key=value ...] [--port 8000] ...``."""
     if options.print_setup:
+        from lit_vgrpo.config.tree import judge_preset
+
         say(judge_preset(options.words[0])["setup"].rstrip())
         return 0
     require_packages()
@@ -41,7 +40,10 @@ def serve(options: ServeReward) -> int:
 
 
 def _serve_on(listener: socket.socket, options: ServeReward) -> int:
+    import torch
+
     from lit_vgrpo.apps.serve.app import Worker, make_app
+    from lit_vgrpo.rewards.connection import is_loopback
     from lit_vgrpo.system.server import serve_page
 
     reward = build_served(options.words)
@@ -69,8 +71,13 @@ def _serve_on(listener: socket.socket, options: ServeReward) -> int:
     return 0
 
 
-def build_served(words: Sequence[str]) -> rewards.Weighted:
+def build_served(words: Sequence[str]) -> Weighted:
     """Build a reward; a judge's preset needs only the packages that its environment has."""
+    from lit_vgrpo import rewards
+    from lit_vgrpo.config.parts import part_of_words
+    from lit_vgrpo.config.tree import JUDGE, judge_names
+    from lit_vgrpo.system.paths import import_from_here
+
     if words[0] in judge_names():
         import_from_here()
         reward = part_of_words([f"{JUDGE}:{words[0]}", *words[1:]], "reward", rewards.Reward)
@@ -84,6 +91,8 @@ def build_served(words: Sequence[str]) -> rewards.Weighted:
 
 def opening(name: str, listener: socket.socket, options: ServeReward, device: str) -> list[str]:
     """Return the lines to print once requests are accepted."""
+    from lit_vgrpo.rewards.connection import is_loopback
+
     line = f"Serving {name} on {device} at {web_address(options.host, listener)}/score. Ctrl-C stops it."
     if is_loopback(options.host) or options.token is not None:
         return [line]
