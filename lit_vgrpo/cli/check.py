@@ -32,17 +32,16 @@ COPIES_OF_WEIGHTS = 4
 
 def check_command(command: Command, memory: str | None) -> int:
     """Check a recipe, or a curriculum's stages, for this machine or ``memory``; raise UserError with all errors."""
-    if memory is not None:
-        from lit_vgrpo.apps.memory.estimate import gpu_memory_of
+    from lit_vgrpo.apps.memory.estimate import gpu_memory_of
 
-        gpu_memory_of(memory)  # a wrong size is an error of the command, not of the recipe
+    gpu_bytes = None if memory is None else gpu_memory_of(memory)
     if STAGES in loaded(command.recipe):
-        return _check_stages(command, memory)
-    _check_recipe(command, memory)
+        return _check_stages(command, gpu_bytes)
+    _check_recipe(command, gpu_bytes)
     return 0
 
 
-def _check_stages(command: Command, memory: str | None) -> int:
+def _check_stages(command: Command, gpu_bytes: int | None) -> int:
     from lit_vgrpo.apps.curriculum.curriculum import Curriculum
 
     curriculum, weights = Curriculum.of(command), list[dict[str, object]]()
@@ -50,7 +49,7 @@ def _check_stages(command: Command, memory: str | None) -> int:
     for stage in curriculum.stages:
         say(f"Stage {stage.number} of {len(curriculum.stages)}: {stage.name}")
         try:
-            policy = _check_recipe(Command.parse(curriculum.check_words(stage)), memory)
+            policy = _check_recipe(Command.parse(curriculum.check_words(stage)), gpu_bytes)
             options = {f"model.policy.{name}": getattr(policy, name) for name in WEIGHT_OPTIONS}
             weights.append({"model.policy": type(policy).__name__, **options})
         except UserError as error:
@@ -67,7 +66,7 @@ def _check_stages(command: Command, memory: str | None) -> int:
     return 0
 
 
-def _check_recipe(command: Command, memory: str | None) -> Policy:
+def _check_recipe(command: Command, gpu_bytes: int | None) -> Policy:
     """Check a recipe and return its policy without loading it."""
     from lit_vgrpo.apps.memory.estimate import memory_report
 
@@ -81,7 +80,7 @@ def _check_recipe(command: Command, memory: str | None) -> Policy:
     rehearse(cli)
     errors = reward_errors(cli)
     try:
-        estimate, too_large = memory_report(cli, memory)
+        estimate, too_large = memory_report(cli, gpu_bytes)
         errors += too_large
     except NotEstimated as reason:
         estimate = f"memory: not estimated, {reason}"

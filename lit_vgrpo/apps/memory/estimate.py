@@ -86,8 +86,8 @@ class Estimate:
         return "\n".join(["Estimated memory per rank:", *(f"{name:<{width}}  {size:>10}" for name, size in rows)])
 
 
-def memory_report(cli: RecipeCLI, given: str | None = None) -> tuple[str, list[str]]:
-    """Return the estimate as text, and an error if the recipe needs more than its device, or a ``given`` GPU, has.
+def memory_report(cli: RecipeCLI, gpu_bytes: int | None = None) -> tuple[str, list[str]]:
+    """Return the estimate as text, and an error if the recipe needs more than its device, or a GPU of a size, has.
 
     A GPU counts as empty, even if other processes are using it. The batch sizes must fit the world size.
 
@@ -95,9 +95,9 @@ def memory_report(cli: RecipeCLI, given: str | None = None) -> tuple[str, list[s
         NotEstimated: There is no estimate; the message is the reason.
     """
     is_absent = isinstance(cli.trainer.accelerator, AbsentGPU)
-    device = torch.device("cuda", 0) if is_absent or given is not None else cli.trainer.strategy.root_device
-    if given is not None:
-        name, size = "the given GPU", gpu_memory_of(given)
+    device = torch.device("cuda", 0) if is_absent or gpu_bytes is not None else cli.trainer.strategy.root_device
+    if gpu_bytes is not None:
+        name, size = "the given GPU", gpu_bytes
     elif is_absent:
         name, size = "", 0
     elif device.type == "cuda":
