@@ -50,21 +50,17 @@ def clip_pixels(processor: Any, images: Any, model: Any) -> Tensor:
 
     They are PIL images, or a tensor ``(b, 3, H, W)``: uint8, or floats in [0, 1], whose gradient is kept.
     """
-    prepare, options = processor.image_processor, {}
-    if not (isinstance(images, Tensor) and images.is_floating_point()):
-        if isinstance(images, Tensor):
-            if (
-                (edge := prepare.size.get("shortest_edge"))
-                and prepare.do_resize
-                and prepare.resample == Image.Resampling.BICUBIC
-            ):
-                images, options = resized_as_pil(images, *shortest_edge(images, edge)), {"do_resize": False}
-            else:  # where torchvision rounds as PIL does
-                images = images.cpu()
-        pixels: Tensor = prepare(list(images), return_tensors="pt", **options)["pixel_values"]
-        return pixels.to(model.device, model.dtype)
-    raw = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
-    pixels = clip_normalised(prepare(list(images), **raw)["pixel_values"], prepare.image_mean, prepare.image_std)
+    prepare = processor.image_processor
+    if not isinstance(images, Tensor):
+        pixels: Tensor = prepare(list(images), return_tensors="pt")["pixel_values"]
+    elif images.is_floating_point():
+        raw = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
+        pixels = clip_normalised(prepare(list(images), **raw)["pixel_values"], prepare.image_mean, prepare.image_std)
+    else:
+        edge, is_bicubic = prepare.size.get("shortest_edge"), prepare.resample == Image.Resampling.BICUBIC
+        resizes = not (edge and is_bicubic and prepare.do_resize)  # itself, which rounds as PIL does on the CPU alone
+        images = images.cpu() if resizes else resized_as_pil(images, *shortest_edge(images, edge))
+        pixels = prepare(list(images), return_tensors="pt", **({} if resizes else {"do_resize": False}))["pixel_values"]
     return pixels.to(model.device, model.dtype)
 
 

@@ -143,11 +143,14 @@ class ModelReward(Reward):
     def load_for(self, images: Tensor) -> None:
         """Load the model and move it to its device, which may follow the images."""
         self.load()
-        self._model.to(images.device if self.device == "auto" else self.device)
+        self._model.to(self._device_for(images))
 
     def rounded(self, images: Tensor) -> Tensor:
         """Return images as uint8 on the model's device."""
-        return to_uint8(images).to(images.device if self.device == "auto" else self.device)
+        return to_uint8(images).to(self._device_for(images))
+
+    def _device_for(self, images: Tensor) -> torch.device | str:
+        return images.device if self.device == "auto" else self.device
 
     @abstractmethod
     def _build(self) -> nn.Module:
