@@ -24,15 +24,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler
+from shared_passes import CORRELATION, GROUP, SHAPE, small_network
 from torch import Tensor, nn
 
 from lit_vgrpo import VGRPO
 from lit_vgrpo.core.probability_paths import RectifiedFlow
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import Conditioning, Rollout, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
+from lit_vgrpo.objectives.gradient_noise import GradientNoise
 
-GROUP, SHAPE, STEPS, CORRELATION = 24, (16, 64, 64), 10, 0.5
+STEPS = 10
 SETTINGS: dict[str, dict[str, Any]] = {
     "4 pairs of each image's own": {"share_pairs": "none"},
     "1 pair": {"num_mc_samples": 1},
@@ -66,19 +69,7 @@ class Network(nn.Module):
         super().__init__()
         self.path = RectifiedFlow()
         self.device = torch.device("cpu")
-        self.network = SD3Transformer2DModel(
-            sample_size=64,
-            patch_size=8,
-            in_channels=16,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=4,
-            joint_attention_dim=32,
-            caption_projection_dim=64,
-            pooled_projection_dim=32,
-            out_channels=16,
-            pos_embed_max_size=64,
-        )
+        self.network = small_network(patch_size=8)
 
     def forward(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
         return self.network(z, cond.tensors["tokens"], cond.tensors["pooled"], 1000 * t)[0]
@@ -115,8 +106,8 @@ def pretrain(policy: Network, cond: Conditioning, steps: int) -> None:
 
 def cost(objective: VGRPO, trained: int) -> int:
     """Return a group's forward-pass equivalents."""
-    shared = {"none": 0, "pure_noise": 1, "group": objective.num_mc_samples}[objective.share_passes]
-    return GROUP * STEPS + 3 * (shared + trained * (objective.num_mc_samples - shared))
+    passes = objective.passes_per_image(Sizes(1, trained, micro_batch_size=trained))
+    return round(GROUP * passes["rollout"] + 3 * trained * passes["update"])
 
 
 def gradient(policy: Network, objective: VGRPO, rollout: Rollout, rewards: Tensor, trained: int) -> Tensor:
@@ -142,9 +133,11 @@ def gradient(policy: Network, objective: VGRPO, rollout: Rollout, rewards: Tenso
 
 
 def groups_to_unit_snr(draws: Tensor) -> float:
-    """Return variance over squared mean of ``(R, K)`` draws, both unbiased and summed over K."""
-    mean, variance = draws.mean(dim=0), draws.var(dim=0).sum()
-    return (variance / (mean.square().sum() - variance / len(draws)).clamp(min=1e-30)).item()
+    """Return the variance of ``(R, K)`` draws over their squared mean, both unbiased and summed over K."""
+    noise = GradientNoise()
+    for draw in draws:
+        noise.add([draw])
+    return noise.snr() ** -2
 
 
 def main() -> None:

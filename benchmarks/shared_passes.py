@@ -24,14 +24,11 @@ GROUP, SHAPE, CORRELATION = 24, (16, 64, 64), 0.5
 TIMES = (0.99, 0.96, 0.91, 0.86, 0.7)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=64, help="draws of the noise per time")
-    draws = parser.parse_args().draws
-    torch.manual_seed(0)
-    network = SD3Transformer2DModel(
+def small_network(patch_size: int) -> SD3Transformer2DModel:
+    """Return a small SD3 transformer for these latents, with random weights."""
+    return SD3Transformer2DModel(
         sample_size=64,
-        patch_size=4,
+        patch_size=patch_size,
         in_channels=16,
         num_layers=2,
         attention_head_dim=16,
@@ -42,6 +39,14 @@ def main() -> None:
         out_channels=16,
         pos_embed_max_size=64,
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=64, help="draws of the noise per time")
+    draws = parser.parse_args().draws
+    torch.manual_seed(0)
+    network = small_network(patch_size=4)
     prompt, pooled = torch.randn(1, 4, 32), torch.randn(1, 32)
     common, own = torch.randn(1, *SHAPE), torch.randn(GROUP, *SHAPE)
     images = math.sqrt(CORRELATION) * common + math.sqrt(1 - CORRELATION) * own
