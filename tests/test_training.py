@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Brightness, fit, read_csv, weights
+from helpers import fit, read_csv, weights
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_vgrpo.callbacks import RewardLogger, SurrogateDiagnostics
@@ -42,23 +42,6 @@ def test_a_checkpoint_holds_no_frozen_tensor_and_loads_weights_only(tiny_sd3, tm
     assert size < 3 * trained + 200_000  # weights and Adam's two moments, plus names
     with pytest.raises(RuntimeError, match="lacks .* trained tensors"):  # from another recipe
         fit(tiny_sd3, tmp_path, ckpt=tmp_path / "lora.ckpt")
-
-
-class Sometimes(Brightness):
-    """NaN for the first image of each batch."""
-
-    def __call__(self, images, prompts, rows):
-        scores = super().__call__(images, prompts, rows)
-        scores[0] = torch.nan
-        return scores
-
-
-def test_failed_images_are_counted_and_do_not_train(tiny_sd3, tmp_path):
-    with pytest.warns(UserWarning, match='Reward "brightness" failed'):
-        module, trainer = fit(tiny_sd3, tmp_path, [RewardLogger()], 1, reward=Sometimes())
-    assert trainer.callback_metrics["reward/failed"] == 1
-    assert module.record.rewards.isnan().tolist() == [True] + [False] * 7
-    assert all(value.isfinite().all() for value in weights(module).values())
 
 
 def test_metrics_have_one_row_an_iteration(tiny_sd3, tmp_path):

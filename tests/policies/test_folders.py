@@ -362,11 +362,18 @@ def test_folders_as_published_are_not_refused(families, tmp_path, shape):
 
 SD2_UNET = {"attention_head_dim": [2, 4], "use_linear_projection": True, "upcast_attention": True}
 FLOW = with_scheduler("FlowMatchEulerDiscreteScheduler", shift=3.0)
+
+
+def sd15_scheduler(folder):
+    with_scheduler("PNDMScheduler", skip_prk_steps=True)(folder)
+    edited(SCHEDULER, clip_sample=False)(folder)  # published, though the class has no such option
+
+
 V = {"prediction_type": "v_prediction"}
 LEADING = {**V, "timestep_spacing": "leading"}
 ZERO_SNR = {**V, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 FLAGS = {
-    "SD 1.5": ("unet_eps", "unet", {}, with_scheduler("PNDMScheduler", skip_prk_steps=True)),
+    "SD 1.5": ("unet_eps", "unet", {}, sd15_scheduler),
     "SD 2.1": ("unet_v", "unet", SD2_UNET, with_scheduler("DDIMScheduler", clip_sample=False, **LEADING)),
     "NoobAI v": ("sdxl", "unet", {"upcast_attention": None}, with_scheduler("EulerDiscreteScheduler", **ZERO_SNR)),
     "SD 3": ("sd3", "transformer", {"qk_norm": None}, FLOW),
