@@ -96,7 +96,7 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
     key, kinds = typed_key(place), dict.fromkeys(_kinds(hint))
     classes = [kind for kind in kinds if kind.__module__.startswith(NAMED_IN) and not issubclass(kind, Enum)]
     others = kinds.keys() - {*classes, type(None)}
-    name, options = (node.get("class_path"), node) if isinstance(node, Mapping) else (node, {})
+    name = node.get("class_path") if isinstance(node, Mapping) else node
     if not classes or node is None:
         return None
     owner: Any = None
@@ -113,11 +113,17 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
         form = "{class_path: NAME, init_args: {OPTION: VALUE}}"
         form = f"[{form}]" if "list[" in str(hint) and not isinstance(place[-1], int) else form
         return f"{key}{'' if isinstance(node, Mapping) else f'={node}'} names no class. Write {form}."
-    if "class_path" in options:
-        if misplaced := [option for option in options if option not in CLASS_KEYS]:
-            form = f"{{class_path: {name}, init_args: {{{misplaced[0]}: VALUE}}}}"
+    return _misnamed_option(node, owner, place) if isinstance(node, Mapping) else None
+
+
+def _misnamed_option(node: Mapping[Any, Any], owner: Any, place: Place) -> str | None:
+    """Return the error of the first option of a class that does not exist, or of a class in one, or ``None``."""
+    key, options = typed_key(place), node
+    if "class_path" in node:
+        if misplaced := [option for option in node if option not in CLASS_KEYS]:
+            form = f"{{class_path: {node['class_path']}, init_args: {{{misplaced[0]}: VALUE}}}}"
             return f"{key}: {misplaced[0]} is an option of the class. Write {form}."
-        options = options.get("init_args") or {}
+        options = node.get("init_args") or {}
     if not isinstance(options, Mapping):
         return None
     known = options_of_class(owner)
@@ -195,12 +201,9 @@ def _parser_error(error: BaseException, tree: Mapping[str, Any]) -> str:
         expected = [*literals, "a mapping"] if "a dot import path" in text else expected
     if value is not None and expected and key:
         return f"{key}={value[1]}: expected {' or '.join(dict.fromkeys(expected))}."
-    named = (typed_key(place) for place, value in leaves(tree) if isinstance(value, str) and _names(text, value))
+    classes = {place: value.rpartition(".")[2] for place, value in leaves(tree) if isinstance(value, str)}
+    named = (typed_key(place) for place, name in classes.items() if f".{name}'" in text)
     return f"{key or next(named, '')}: {one_line(reason)}".removeprefix(": ")
-
-
-def _names(text: str, class_path: str) -> bool:
-    return f".{class_path.rpartition('.')[2]}'" in text
 
 
 def _type_name(kind: str) -> str:
