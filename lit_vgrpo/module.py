@@ -28,6 +28,7 @@ from lit_vgrpo.rollout.iteration import Iteration, Replay
 from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector
 from lit_vgrpo.training.checkpoint_file import read_sound
+from lit_vgrpo.training.compilation import compile_if_it_pays
 from lit_vgrpo.training.evaluation import EvaluationSpec, Evaluator
 from lit_vgrpo.training.micro_batch import choose_micro_batch_size
 from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, OptimizerCallable, OptimizerConfig
@@ -259,6 +260,7 @@ class VGRPOModule(L.LightningModule):
         for copy in (self.reference, *self.objective.copies.values()):
             copy.follow()
         self.reward.enter_run(move_root_dir(self.trainer))
+        compile_if_it_pays(self)
         choose_micro_batch_size(self)
         if not self.is_resumed and self.trainer.global_step == 0:
             self.evaluator.load_state_dict({"history": []})  # not that of an earlier fit

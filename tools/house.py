@@ -25,7 +25,7 @@ PRIVATE_API_ALLOWED = ("training/checkpoint.py", "training/trainer_internals.py"
 PUBLIC_DESPITE_UNDERSCORE = {
     *("_exit", "_asdict"),  # the standard library
     *("_cdata", "_version", "_local_tensor", "_parameters", "_buffers", "_modules", "_foreach_copy_"),  # torch
-    *("_foreach_lerp_", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_foreach_lerp_", "_scaled_dot_product_flash_attention_for_cpu", "_compiled_call_impl"),
     *("_cp_plan", "_fix_state_dict_keys_on_load", "_keys_to_ignore_on_load_unexpected"),  # diffusers
     "_optional_components",
 }

@@ -265,6 +265,11 @@ class Objective(ABC):
                 passes[name] = asked * (times if copy.decay != 0 else sizes.later_share)
         return passes
 
+    def compares_passes(self, sizes: Sizes) -> bool:
+        """Return whether the loss compares a pass with others of the same weights, as a ratio does."""
+        copies = self.copies_needed().values()
+        return any(c.keeps and (c.asked == "rollout" or c.needs_pass(sizes.updates_per_iteration)) for c in copies)
+
     def decodes_per_image(self) -> float:
         """Return the VAE's passes with gradient per image."""
         return 0

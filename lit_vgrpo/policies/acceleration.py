@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ MOST_GRAPHS = 64
 """Recompile limit: kinds of blocks x with and without gradient x adapter folded or not x three kinds of sizes."""
 
 
-def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_network(
+    network: Any, backend: str | Callable[..., Any] = "inductor", exact: bool = True, rows: int | None = None
+) -> None:
     """Compile a network's repeated blocks in place, for passes with and without gradient; parameters keep their names.
 
     Blocks of one kind share compiled code. Passes with and without gradient are compiled separately, and in 16 bits
@@ -31,6 +34,8 @@ def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor"
     Args:
         network: A diffusers model.
         backend: Backend of ``torch.compile``; tests use a faster one.
+        exact: Round intermediate results as above. Otherwise only passes of one kind may be compared.
+        rows: A pass on this many rows compiles for any number. Else torch compiles for one, and again at the second.
 
     Raises:
         LoadError: The network has no repeated blocks.
@@ -41,9 +46,20 @@ def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor"
     from torch._dynamo import config  # torch.compile has an argument for the limit from 2.12 on
 
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
-    options = {"emulate_precision_casts": True} if backend == "inductor" else None
+    options = {"emulate_precision_casts": True} if exact and backend == "inductor" else None
     for block in blocks:
         block.compile(backend=backend, options=options)
+        if rows is not None:
+            block._compiled_call_impl = partial(_called_with_any, block._compiled_call_impl, rows)
+
+
+def _called_with_any(compiled: Any, rows: int, *args: Any, **kwargs: Any) -> Any:
+    from torch._dynamo import maybe_mark_dynamic
+
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.ndim and len(value) == rows:
+            maybe_mark_dynamic(value, 0)
+    return compiled(*args, **kwargs)
 
 
 def repeated_blocks(network: Any) -> list[nn.Module]:

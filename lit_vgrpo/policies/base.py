@@ -72,7 +72,8 @@ class Policy(nn.Module):
         embedding_cache: Folder that caches prompt embeddings; ``None`` for no cache.
         embedding_cache_gb: Maximum size of the folder; the least recently used embeddings are deleted first.
         offload_encoders: Keep the text encoders in CPU memory while they are not used.
-        compile: Compile the network with ``torch.compile``, for rollouts and training.
+        compile: Compile the network with ``torch.compile``, for rollouts and training; ``auto`` does so in a
+            run on a GPU in 16 bits that is long enough to gain from it.
         attention_backend: One of diffusers' attention backends by name; ``None`` leaves the choice to diffusers.
         fold_lora: Merge the adapter into the weights during ODE sampling; ``None`` does so where possible. float32
             only.
@@ -134,7 +135,7 @@ class Policy(nn.Module):
         embedding_cache: str | None = None,
         embedding_cache_gb: PositiveFloat = 20.0,
         offload_encoders: bool = False,
-        compile: bool = False,
+        compile: bool | Literal["auto"] = False,
         attention_backend: str | None = None,
         fold_lora: bool | None = None,
         variant: str | None = None,
@@ -145,7 +146,7 @@ class Policy(nn.Module):
             raise ValueError("train_only and lora_rank are both set, but lora_rank trains only an adapter. Remove one.")
         if fold_lora and (lora_rank is None or dtype != "float32"):  # 16 bits would round small updates away
             raise ValueError("fold_lora=true needs lora_rank and dtype=float32. Remove fold_lora.")
-        if quantisation is not None and (lora_rank is None or compile or fold_lora):
+        if quantisation is not None and (lora_rank is None or compile is True or fold_lora):
             raise ValueError(f"quantisation={quantisation} needs lora_rank, without compile and without fold_lora.")
         self.given: Any = None  # a pipeline in memory, until load; its name is then the checkpoint
         if not isinstance(checkpoint, str | PathLike):
@@ -173,7 +174,7 @@ class Policy(nn.Module):
         self.vae_tiling = vae_tiling
         self.embedding_cache, self.embedding_cache_gb = embedding_cache, embedding_cache_gb
         self.offload_encoders = offload_encoders
-        self.compile_network = compile
+        self.compile_network: bool | Literal["auto"] = compile
         self.attention_backend = attention_backend
         self.fold_lora = fold_lora
         self.pipeline: Any = None
@@ -278,7 +279,7 @@ class Policy(nn.Module):
                 network.enable_gradient_checkpointing()
             if self.attention_backend is not None:
                 set_attention_backend(network, self.attention_backend)
-        if self.compile_network:
+        if self.compile_network is True:
             compile_network(self.network)
         self.path = self.build_path()
         self.latent_shape = self.find_latent_shape()
@@ -625,7 +626,7 @@ class Policy(nn.Module):
             yield
             return
         if self._folded is None or self._folded.source is not self.network:
-            self._folded = FoldedNetwork(self.network, self.compile_network)
+            self._folded = FoldedNetwork(self.network, self.compile_network is True)
         with self._folded.sampling(), self.using(self._folded.network):
             yield
 
