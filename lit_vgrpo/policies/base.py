@@ -67,7 +67,8 @@ class Policy(nn.Module):
         gradient_checkpointing: Save activation memory at the cost of a second forward pass.
         decode_batch_size: Images per VAE pass; smaller batches are padded, so that an image does not depend on its
             batch.
-        decode_dtype: Autocast type of the VAE while it decodes; 16 bits change images by about a grey level.
+        decode_dtype: Autocast type of the VAE while it decodes; 16 bits change images by about a grey level. ``auto``
+            is float16 on a GPU if no pixel of an image decoded from noise then changes by half a grey level.
         vae_tiling: Decode large images in overlapping tiles, which changes them slightly.
         embedding_cache: Folder that caches prompt embeddings; ``None`` for no cache.
         embedding_cache_gb: Maximum size of the folder; the least recently used embeddings are deleted first.
@@ -130,7 +131,7 @@ class Policy(nn.Module):
         negative_prompt: str = "",
         gradient_checkpointing: bool = False,
         decode_batch_size: BatchSize = BATCH_SIZE,
-        decode_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        decode_dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32",
         vae_tiling: bool = False,
         embedding_cache: str | None = None,
         embedding_cache_gb: PositiveFloat = 20.0,
@@ -170,7 +171,9 @@ class Policy(nn.Module):
         self.dtype = DTYPES[dtype]
         self.negative_prompt = negative_prompt
         self.gradient_checkpointing = gradient_checkpointing
-        self.decode_batch_size, self.decode_dtype = decode_batch_size, DTYPES[decode_dtype]
+        self.decode_batch_size = decode_batch_size
+        self.decode_dtype = DTYPES.get(decode_dtype, torch.float32)  # auto's until the first decode, and in estimates
+        self._tries_float16 = decode_dtype == "auto"
         self.vae_tiling = vae_tiling
         self.embedding_cache, self.embedding_cache_gb = embedding_cache, embedding_cache_gb
         self.offload_encoders = offload_encoders
@@ -699,12 +702,23 @@ class Policy(nn.Module):
     @in_own_precision
     def _decoded(self, latents: Tensor, halved: bool = False) -> Tensor:
         place([self.pipeline.vae], self.device)
+        if self._tries_float16 and self.device.type == "cuda":
+            self._choose_decode_dtype()
         with self.autocast(self.decode_dtype):
             latents = self.vae_latents(latents)
             if halved:
                 pooled = F.avg_pool2d(latents.flatten(0, -4), 2, ceil_mode=True)
                 latents = pooled.unflatten(0, latents.shape[:-3])
             return (self.vae_decode(latents).float() / 2 + 0.5).clamp(0, 1)
+
+    @torch.no_grad()
+    def _choose_decode_dtype(self) -> None:
+        """Decode in float16 from now on if the images then round as in float32; NaN of an overflow does not."""
+        self._tries_float16 = False
+        noise = self.prior([torch.Generator().manual_seed(0)])  # the same on every rank and after a resume
+        exact, self.decode_dtype = self._decoded(noise), torch.float16
+        if not (self._decoded(noise) - exact).abs().max() < 0.5 / 255:
+            self.decode_dtype = torch.float32
 
     @torch.no_grad()
     @in_own_precision

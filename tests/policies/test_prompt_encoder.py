@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from pretended_gpu import pretended_gpu
 
 from lit_vgrpo.policies import SD3Policy, prompt_encoder
 from lit_vgrpo.policies.embeddings import encoder_fingerprint
@@ -191,3 +192,21 @@ def test_sixteen_bits_change_images_by_a_few_grey_levels(dtype, levels):
     assert found.dtype == torch.float32
     assert next(rounded.pipeline.vae.parameters()).dtype == torch.float32  # as it is exported
     assert 0 < (found - whole.decode(latents)).abs().max() <= levels / 255
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_auto_decodes_in_float16_where_no_pixel_changes_by_half_a_grey_level(overflows):
+    """In float16, values above 65,504 are infinite."""
+    plain, policy = (SD3Policy("shipped:assets/tiny_sd3", decode_dtype=name).load() for name in ("float32", "auto"))
+    latents = plain.prior([torch.Generator().manual_seed(seed) for seed in range(3)])
+    for one in (plain, policy):
+        if overflows:  # undone by the norm that follows
+            one.pipeline.vae.decoder.conv_in.weight.data *= 1e6
+    exact = plain.decode(latents)
+    assert torch.equal(policy.decode(latents), exact)
+    assert policy.decode_dtype == torch.float32  # a CPU gains nothing
+    with pretended_gpu():
+        found = policy.to("cuda").decode(latents.to("cuda")).cpu()
+        assert policy.decode_dtype == (torch.float32 if overflows else torch.float16)
+        assert torch.equal(found, exact) is overflows
+        assert (found - exact).abs().max() < 0.7 / 255
