@@ -1,4 +1,4 @@
-"""Seconds per image of the rewards, each at its real size, with random weights: nothing is downloaded.
+"""Milliseconds per image of the rewards, each at its real size, with random weights: nothing is downloaded.
 
     python benchmarks/reward_speed.py                                    # all of them, on the CPU
     python benchmarks/reward_speed.py HPSv2 PickScore --dtype bfloat16
@@ -180,11 +180,11 @@ def main() -> None:
 
     torch.manual_seed(0)
     logging.disable(logging.WARNING)  # open_clip warns that the weights are random
-    print(f"{'reward':<15} {'parameters':>10} {'dtype':>9} {'s / image':>10} {'CPU s':>8}")
+    print(f"{'reward':<15} {'parameters':>10} {'dtype':>9} {'ms / image':>10} {'CPU ms':>8}")
     for name in args.rewards or REWARDS:
         row = measure(name, args.dtype, args.device, args.batch, args.side, args.repeats)
-        line = f"{name:<15} {row['million_parameters']:>8} M {row['dtype']:>9} {row['seconds_per_image']:>10.4f}"
-        print(f"{line} {row['cpu_seconds_per_image']:>8.4f}", flush=True)
+        line = f"{name:<15} {row['million_parameters']:>8} M {row['dtype']:>9} {1e3 * row['seconds_per_image']:>10.2f}"
+        print(f"{line} {1e3 * row['cpu_seconds_per_image']:>8.1f}", flush=True)
         old = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
         RESULTS.write_text(json.dumps(merged(old, [row]), indent=2) + "\n")
         gc.collect()

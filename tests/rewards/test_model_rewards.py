@@ -116,6 +116,21 @@ def test_bfloat16_weights_give_float32_scores_nearby(tiny_reward, images, kind):
     torch.testing.assert_close(scores, exact, atol=tolerance, rtol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [PickScore, HPSv2, ImageReward, AestheticScore])
+def test_sixteen_bits_keep_the_order_of_images(tiny_reward, kind):
+    """Spearman's correlation over 512 images of one prompt was .9992 to .9999 in bfloat16, .9999 in float16."""
+    coarse = torch.rand(512, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    pictures = torch.nn.functional.interpolate(coarse, (64, 64), mode="bilinear")
+    ranks = torch.stack([
+        tiny_reward(kind, batch_size=64, dtype=dtype)(pictures, PROMPTS[:1] * 512, [{}] * 512).argsort().argsort()
+        for dtype in ("float32", "bfloat16", "float16")
+    ])  # fmt: skip
+    _, bfloat16, float16 = torch.corrcoef(ranks.double())[0].tolist()
+    assert bfloat16 >= 0.999
+    assert float16 >= 0.9999
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_the_model_is_frozen_and_loaded_once(tiny_reward, images, kind):
     reward = tiny_reward(kind)
