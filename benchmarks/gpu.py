@@ -3,6 +3,7 @@
     python benchmarks/gpu.py                          # everything, some 25 minutes on one H200
     python benchmarks/gpu.py --parts runs,answers     # some parts
     python benchmarks/gpu.py --device cpu             # tiny sizes: tries this script, and says nothing about speed
+    python benchmarks/gpu.py --parts as_typed --before COMMIT    # an earlier build and every switch: as_typed.py
 
 Needs no weights: networks of the real architectures get random ones. Each part is a process of its own, and a step that
 fails is a row with its error. Prints a table and writes it, with what it ran on, to ``gpu.json``; rows of parts that
@@ -73,12 +74,16 @@ class Place:
         folder: for what is written on the way.
         prompts: prompts per iteration of the real recipes.
         recipes: of which the part ``iteration`` times one iteration.
+        before: folder or commit of an earlier build, for the part ``as_typed``.
+        seconds: after which that part starts nothing more.
     """
 
     device: str
     folder: Path
     prompts: int = 48
     recipes: tuple[str, ...] = ("sd3_pickscore", "wan_pickscore")
+    before: str | None = None
+    seconds: float = 540
 
     @property
     def is_gpu(self) -> bool:
@@ -317,6 +322,7 @@ def real_recipe(place: Place, recipe: str = "sd3_pickscore") -> list[str]:
 
     builders: dict[str, Callable[[Path], Path]] = {
         "sd3_pickscore": lambda folder: build_sd3(folder, small=True, t5=True, shift=3.0),
+        "sd3_pickscore_fast": lambda folder: build_sd3(folder, small=True, t5=True, shift=3.0),
         "wan_pickscore": build_wan,
         "sdxl_preference": lambda folder: build_sdxl(folder, small=True),
         "qwen_image_pickscore": build_qwen_image,
@@ -384,6 +390,7 @@ REAL_SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen_image_pickscore": {"transformer": QWEN, "vae": QWEN_VAE, "text_encoder": QWEN_ENCODER},
     "wan_pickscore": {"transformer": WAN, "vae": WAN_VAE, "text_encoder": {"d_model": 4096}},
 }
+REAL_SIZES["sd3_pickscore_fast"] = REAL_SIZES["sd3_pickscore"]
 """The published sizes of the networks and VAEs, and the widths of the text encoders."""
 
 
@@ -452,15 +459,44 @@ def _compared(place: Place, methods: str, words: list[str]) -> Row:
     return found
 
 
+# --- 7: as typed, before and after ---
+
+
+def as_typed(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """A recipe in an earlier build and in this one, and every switch alone; writes ``as_typed.md``."""
+    import as_typed as part
+
+    words = [*real_recipe(place, part.RECIPE), "data.prompts_per_iteration=2", "data.heldout=null"]
+    words += ["trainer.callbacks=[]"]
+
+    def step() -> Row:
+        rows: list[Row] = []
+
+        def write(found: list[Row]) -> None:
+            rows[:] = found
+            if any(row["part"] == "run" and row["name"] == "now" for row in found):
+                Path("as_typed.md").write_text(part.report(found, about(place.device)["device"]))
+
+        part.measure(words, place.before, place.device, place.folder, place.seconds, write)
+        print(Path("as_typed.md").read_text(), file=sys.stderr)
+        return {"rows": json.dumps(rows)}
+
+    yield part.RECIPE, step
+
+
 # --- the script ---
 
 PARTS = {"runs": runs, "answers": answers, "speed": speed, "memory": memory, "iteration": iteration, "race": race}
+PARTS["as_typed"] = as_typed
 
 
-def measured(part: str, device: str, folder: str, prompts: str, recipes: str, out: Path) -> None:
+def measured(
+    part: str, device: str, folder: str, prompts: str, recipes: str, before: str, seconds: str, out: Path
+) -> None:
     """Write a row for every step of a part when it ends; a failed step's row has its error."""
     rows = []
-    for what, step in PARTS[part](Place(device, Path(folder), int(prompts), tuple(recipes.split(",")))):
+    place = Place(device, Path(folder), int(prompts), tuple(recipes.split(",")), before or None, float(seconds))
+    for what, step in PARTS[part](place):
         row: Row = {"part": part, "what": what}
         try:
             row["found"] = step()
@@ -500,7 +536,10 @@ def main(words: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--parts", default=",".join([*PARTS][:-1]), help="of " + ", ".join(PARTS))
+    parser.add_argument("--before", default="", help="commit or folder of an earlier build, for as_typed")
+    parser.add_argument("--seconds", type=float, default=540, help="after which as_typed starts nothing more")
+    parser.add_argument("--dry-run", dest="device", action="store_const", const="cpu", help="as --device cpu")
     parser.add_argument("--prompts", type=int, default=48, help="prompts per real iteration")
     parser.add_argument("--recipes", default=",".join(Place.recipes), help="to iterate; of " + ", ".join(REAL_SIZES))
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
@@ -516,7 +555,9 @@ def main(words: list[str] | None = None) -> int:
     rows = [row for row in old if row["part"] not in parts]
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:
-            rows += _in_its_own_process(part, args.device, folder, str(args.prompts), args.recipes)
+            rows += _in_its_own_process(
+                part, args.device, folder, str(args.prompts), args.recipes, args.before, str(args.seconds)
+            )
             args.out.write_text(json.dumps({**about(args.device), "rows": rows}, indent=2) + "\n")
     print(table(rows))
     return 1 if any("error" in row for row in rows) else 0
