@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -14,17 +13,18 @@ from tqdm import tqdm
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.errors import say
+from lit_vgrpo.system.process import bar, shows_bars
 from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
 
-FORMAT = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
-
 
 @checked
 class ProgressBar(LightningProgressBar):
     """Bar of the iterations with the current rewards, speed and time left; without a terminal, lines at intervals.
+
+    On a terminal, bars also show what an iteration is waiting for, from the loading of the weights on.
 
     Args:
         lines: Number of lines printed over a run without a terminal.
@@ -45,13 +45,14 @@ class ProgressBar(LightningProgressBar):
     def enable(self) -> None:
         self._enabled = True
 
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        shows_bars.set(self._enabled)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._first, self._started = trainer.current_epoch, time.monotonic()
         if self._enabled and trainer.is_global_zero and sys.stderr.isatty():
             total = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
-            columns, rows = get_terminal_size()  # 80 x 24 in a container that does not know
-            sizes = {"ncols": columns, "nrows": rows, "bar_format": FORMAT}
-            self._bar = tqdm(total=total, initial=self._first, file=sys.stderr, **sizes)
+            self._bar = bar("iteration", total=total, initial=self._first, leave=True)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._train_s = pl_module.ledger.stopwatch.wall_s

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -149,4 +150,6 @@ def report(errors: Sequence[str]) -> None:
 
 def say(text: object, error: bool = False) -> None:
     """Print text, which may come from a server, a file or a reward, without control characters; an error on stderr."""
-    print(without_controls(text), file=sys.stderr if error else sys.stdout, flush=True)
+    bars = sys.modules.get("tqdm")
+    with nullcontext() if bars is None else bars.tqdm.external_write_mode():  # above the bars
+        print(without_controls(text), file=sys.stderr if error else sys.stdout, flush=True)

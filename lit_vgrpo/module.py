@@ -27,6 +27,7 @@ from lit_vgrpo.rewards.function import RewardsLike
 from lit_vgrpo.rollout.iteration import Iteration, Replay
 from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector
+from lit_vgrpo.system.process import bar, shows_bars
 from lit_vgrpo.training.checkpoint_file import read_sound
 from lit_vgrpo.training.compilation import compile_if_it_pays
 from lit_vgrpo.training.evaluation import EvaluationSpec, Evaluator
@@ -147,7 +148,7 @@ class VGRPOModule(L.LightningModule):
             for micros in iteration.remaining_updates():
                 if record.has_advantage:
                     self.objective.before_update(self.policy, micros, self.ledger)
-                    for micro in micros:
+                    for micro in bar("Updating", micros, is_brief=True):
                         with accumulating(self.trainer, is_last=micro is micros[-1]):
                             loss, metrics = self.objective.loss(self.policy, micro)
                             record.add(loss, metrics)
@@ -249,6 +250,7 @@ class VGRPOModule(L.LightningModule):
     def configure_callbacks(self) -> list[L.Callback]:
         from lit_vgrpo.callbacks.reward_logger import RewardLogger
 
+        shows_bars.set(False)  # until ProgressBar's setup
         return fitting_callbacks(self.trainer, RewardLogger, ResumeGuard)
 
     def configure_optimizers(self) -> Any:

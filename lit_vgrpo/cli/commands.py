@@ -19,7 +19,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from lit_vgrpo import __version__, errors, options
-from lit_vgrpo.system.process import is_first_process
+from lit_vgrpo.system.process import bar, is_first_process
 
 START, TRAIN, LOOK, SHARE = "Start", "Train", "Look", "Share"
 
@@ -186,15 +186,11 @@ def _loading() -> Iterator[None]:
     if "torch" in sys.modules:
         yield
         return
-    shows = sys.stderr is not None and sys.stderr.isatty()
-    if shows:
-        print("Loading ...", end="\r", file=sys.stderr, flush=True)
     gc.disable()
     try:
-        yield
+        with bar("Loading the libraries", total=1):
+            yield
     finally:
         gc.enable()
         gc.freeze()
         atexit.register(gc.unfreeze)  # the collection at the end looks for leaks
-        if shows:
-            print("           ", end="\r", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from lit_vgrpo.callbacks import FID
 from lit_vgrpo.core.gather import all_gather_objects, count_ranks_of, image_ranks
@@ -25,6 +23,7 @@ from lit_vgrpo.errors import UserError
 from lit_vgrpo.metrics.features import FeatureNetwork
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.rewards import Scores, Weighted
+from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights, load_policy
 
 
@@ -110,21 +109,20 @@ class HeldOutEvaluation(L.LightningModule):
         per_prompt, batch_size = self.data.heldout_images_per_prompt, self.data.eval_batch_size
         rank, ranks = image_ranks(self.trainer)
         dataset = HeldOutDataset(self.rows, per_prompt, batch_size, ranks, rank)
-        quiet = not (self.trainer.is_global_zero and sys.stderr.isatty())
-        with self._weights(batch):
-            images = tqdm((dataset[i] for i in range(len(dataset))), batch, len(dataset), leave=False, disable=quiet)
-            share = ImageScores.joined([self._scored(prompts) for prompts in images])
+        with self._weights(batch), bar(f"Evaluating {batch}", total=dataset.images // ranks) as done:
+            share = ImageScores.joined([self._scored(dataset[i], done) for i in range(len(dataset))])
             distances = {name: value for fid in self.fids for name, value in fid.compute(self).items()}
         self.scores[batch] = ImageScores.joined(all_gather_objects(share))
         self.scores[batch].distances = {name.removeprefix("heldout/"): value for name, value in distances.items()}
 
-    def _scored(self, batch: PromptBatch) -> ImageScores:
+    def _scored(self, batch: PromptBatch, done: Any) -> ImageScores:
         images = self.evaluator.generate_batch(batch)
         for fid in self.fids:
             fid.update(images, batch)
         scores = Scores.joined([self.rewards.score(images, batch.prompts, batch.rows)])
         features = None if self.feature_network is None else self.feature_network(images).cpu()
         rewards = {name: part.double() for name, part in {"reward": scores.total, **scores.parts}.items()}
+        done.update(len(batch.slots))
         table = pd.DataFrame({"prompt": batch.prompts, "image": batch.slots, **rewards})
         return ImageScores(table, scores.errors, features)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from lit_vgrpo.cli.saved_policy import ChosenRun, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.config.parts import built_part
@@ -28,6 +26,7 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.options import Sample
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.paths import new_file, typed_path, vacant_folder, write_error
+from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.evaluation import EvaluationSpec, sides_of
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
@@ -50,7 +49,7 @@ def sample_images(options: Sample) -> int:
         saved, variant = (None, REFERENCE) if options.reference else run.read_weights()
         load_saved_policy(policy, saved, variant)
         policy.to("cuda" if torch.cuda.is_available() else "cpu")
-        with tqdm(total=len(rows) * options.count, leave=False, disable=not sys.stderr.isatty()) as bar:
+        with bar("Images", total=len(rows) * options.count) as drawn:
             for number, row in enumerate(rows, start=1):
                 for seed in range(options.seed, options.seed + options.count):
                     path = typed_path(folder) / f"{number:03d}_seed{seed}.png"
@@ -59,8 +58,8 @@ def sample_images(options: Sample) -> int:
                     if image.ndim == 4:
                         path = path.with_suffix(f".{options.format}")
                         write_frames(image, path, policy.frames_per_second)
-                    bar.update()
-                    bar.write(f"{path}")
+                    drawn.update()
+                    say(f"{path}")
         say(f"Sampled with the {saved.origin(variant) if saved else 'reference weights'}.", error=True)
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm import tqdm
 
 from lit_vgrpo.cli.image_files import aligned, batches_of, find_images, loaded, read_image
 from lit_vgrpo.config.recipe import shipped_overlays
@@ -22,6 +20,7 @@ from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.options import Score
 from lit_vgrpo.rewards import Scores
 from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.system.process import bar
 
 OUT_KINDS = (".json", ".csv")
 
@@ -51,13 +50,13 @@ def score(options: Score) -> int:
     if errors:
         raise UserError(*errors)
     scores: list[dict[str, Any]] = []
-    with loaded(reward), tqdm(total=len(files), leave=False, disable=not sys.stderr.isatty()) as bar:
+    with loaded(reward), bar("Scoring", total=len(files)) as scored:
         size = len(files) if reward.compares else options.batch_size
         for batch in batches_of(map(read_image, files), rows, size):
             batch_scores = reward.score(*batch)
             for index, prompt in enumerate(batch[1]):
                 scores.append(image_scores(batch_scores, index, files[len(scores)], prompt))
-            bar.update(len(batch_scores))
+            scored.update(len(batch_scores))
     say(score_table(scores, reward.part_names))
     if has_no_prompt:
         say("No prompt was given: rewards that use it received an empty one.", error=True)

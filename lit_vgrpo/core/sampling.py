@@ -15,6 +15,7 @@ from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.probability_paths import ProbabilityPath
 from lit_vgrpo.core.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
 from lit_vgrpo.core.types import Conditioning, Rollout, RolloutRequest, RolloutSpec, Trajectory
+from lit_vgrpo.system.process import bar
 
 
 class Policy(Protocol):
@@ -191,7 +192,7 @@ def _chain_batches(
         cond = conditioning.select(filled(rows[part], size)).to(policy.device)
         z = filled(noise[part], size).to(policy.device).float()
         ends, densities, centres = [], [], []
-        for index in range(steps):
+        for index in bar("Sampling", range(steps), is_brief=True):
             if index == window.start:
                 first = z
             t, t_next = times[index].expand(len(z)), times[index + 1].expand(len(z))
@@ -251,7 +252,8 @@ def _integrate(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the end of the ODE, and the latents before each recorded step."""
     kept = []
-    for index, (timestep, t) in enumerate(zip(scheduler.timesteps, times, strict=True)):
+    steps = [*zip(scheduler.timesteps, times, strict=True)]
+    for index, (timestep, t) in enumerate(bar("Sampling", steps, is_brief=True)):
         if index in record:
             kept.append(z)
         prediction = policy(z, t.expand(len(z)), cond, spec.guidance)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from itertools import chain, zip_longest
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
-from tqdm import tqdm
 
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.data.benchmark import Benchmark
@@ -20,6 +18,7 @@ from lit_vgrpo.data.prompts import PROMPT, Rows
 from lit_vgrpo.errors import UserError, one_line
 from lit_vgrpo.rewards import Connection
 from lit_vgrpo.system.paths import file_sha256, new_file
+from lit_vgrpo.system.process import bar
 
 TASK = "benchmark_task"
 """Field of a row with its task; "all" for a benchmark without tasks."""
@@ -97,10 +96,10 @@ def _download(url: str, file: Path, benchmark: Benchmark) -> None:
         with httpx.stream("GET", url, **options) as answer, new_file(file) as draft:
             answer.raise_for_status()
             size = int(answer.headers.get("content-length", 0)) or None
-            with tqdm(None, file.name, size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+            with bar(f"Downloading {file.name}", total=size, unit_scale=True) as received:
                 for block in answer.iter_bytes():
                     draft.write(block)
-                    bar.update(len(block))
+                    received.update(len(block))
     except (httpx.HTTPError, OSError, ValueError) as error:
         raise UserError(f"Cannot download {url}: {one_line(error).rstrip('.')}. {_advice(benchmark)}") from error
 

@@ -26,6 +26,7 @@ from lit_vgrpo.system.hub import (
     tokenizer_error,
     weight_files,
 )
+from lit_vgrpo.system.process import bar
 
 KEY = "model.policy.checkpoint"
 INDEX = "model_index.json"
@@ -218,15 +219,17 @@ def _assembled(policy: Loadable, folder: Path) -> Any:
     network_dtype = torch.float32 if policy.lora_rank is None else policy.dtype
     dtypes = {**dict.fromkeys(policy.network_names, network_dtype), "vae": torch.float32}
     networks: dict[str, Any] = {}
-    with quiet_libraries():
-        for name, kind in _parts(policy, folder).items():
-            if issubclass(kind, nn.Module):
-                files = weight_files(folder / name)
-                variant = policy.variant if policy.variant in files else None
-                is_safe = all(file.suffix == ".safetensors" for file in files.get(variant, ()))
-                dtype = {"torch_dtype" if hasattr(kind, "load_config") else "dtype": dtypes.get(name, policy.dtype)}
-                options = {"variant": variant, "use_safetensors": is_safe, **dtype}
-                networks[name] = load_network(kind, str(folder / name), REMEDY, **options)
+    kinds = {name: kind for name, kind in _parts(policy, folder).items() if issubclass(kind, nn.Module)}
+    with quiet_libraries(), bar("Loading", total=len(kinds)) as loaded:
+        for name, kind in kinds.items():
+            loaded.set_description_str(f"Loading {name}")
+            files = weight_files(folder / name)
+            variant = policy.variant if policy.variant in files else None
+            is_safe = all(file.suffix == ".safetensors" for file in files.get(variant, ()))
+            dtype = {"torch_dtype" if hasattr(kind, "load_config") else "dtype": dtypes.get(name, policy.dtype)}
+            options = {"variant": variant, "use_safetensors": is_safe, **dtype}
+            networks[name] = load_network(kind, str(folder / name), REMEDY, **options)
+            loaded.update()
         with loading(policy.checkpoint, REMEDY):
             nulls = policy.null_components(folder)
             return _family(policy).from_pretrained(folder, local_files_only=True, **nulls, **networks)

@@ -17,6 +17,7 @@ from lit_vgrpo.policies.embeddings import Embedder, EmbeddingCache, Row, encoder
 from lit_vgrpo.policies.placement import place, placed
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.system.process import bar
 
 Encode = Callable[[], Mapping[str, Tensor]]
 """Returns the embeddings of one text, one row."""
@@ -131,7 +132,7 @@ class PromptEncoder:
         if not policy.offload_encoders:
             place(policy.encoders(), policy.device)
         with placed(policy.encoders(), policy.device), quiet_libraries():
-            encoded = [encode() for encode in work]
+            encoded = [encode() for encode in bar("Encoding prompts", work, is_brief=True)]
         rows: list[Row] = [{name: value[0].detach() for name, value in row.items()} for row in encoded]
         return rows if policy.prompt_length() is None else [_without_padding(row) for row in rows]
 

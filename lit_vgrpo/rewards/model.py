@@ -28,7 +28,7 @@ from lit_vgrpo.system.hub import (
     local_folder,
     quiet_libraries,
 )
-from lit_vgrpo.system.process import is_first_process
+from lit_vgrpo.system.process import bar, is_first_process
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -98,7 +98,7 @@ class ModelReward(Reward):
         self._is_checked = True  # loading finds what a check finds in headers
         for error in self.check():
             raise LoadError(error)
-        with quiet_libraries():
+        with quiet_libraries(), bar(f"Loading {self.name}", total=1):
             self._model = self._build().eval().requires_grad_(False)
 
     @torch.no_grad()

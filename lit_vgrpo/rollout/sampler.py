@@ -11,6 +11,7 @@ from lit_vgrpo.core.types import Rollout
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.system.process import bar
 
 
 class Sampler:
@@ -35,10 +36,12 @@ class Sampler:
         """Yield this rank's images of an iteration; close the iterator if it is not exhausted."""
         self.seconds = {}
         request = batch.request(self.seed, at_most(batch.images, self.batch_size))
-        with closing(self.objective.rollout_batches(self.policy, request)) as drawn:
+        rollout, total = self.objective.rollout_batches(self.policy, request), len(batch.slots) * len(batch.members)
+        with closing(rollout) as drawn, bar("Rollout", total=total, is_brief=True) as done:
             while True:
                 with self.ledger.phase("rollout"), timed(self.seconds, "rollout"):
                     images = next(drawn, None)
                 if images is None:
                     return
+                done.update(len(images))
                 yield images

@@ -8,12 +8,18 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from contextvars import ContextVar
 from importlib import metadata
+from shutil import get_terminal_size
 from typing import Any
 
 from lit_vgrpo.errors import report
 from lit_vgrpo.system.paths import start_folder
 
+BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+DELAY_S = 0.5
+shows_bars = ContextVar("shows_bars", default=True)
+"""False for a Trainer that shows its progress with anything but :class:`~lit_vgrpo.callbacks.ProgressBar`."""
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
 
 
@@ -37,6 +43,21 @@ def report_on_first(line: str) -> None:
     """Print a line on stderr, on the first rank only."""
     if is_first_process():
         report([line])
+
+
+def bar(title: str, items: Any = None, is_brief: bool = False, **options: Any) -> Any:
+    """Return tqdm's bar on a terminal's stderr, removed at its end; elsewhere, or on another rank, it shows nothing.
+
+    Most waits that are ``is_brief`` end before a bar would be shown; other options are tqdm's, such as ``total``.
+    """
+    from tqdm import tqdm
+
+    columns, rows = get_terminal_size()  # 80 x 24 in a container that does not know
+    if not (shows_bars.get() and is_first_process() and sys.stderr is not None and sys.stderr.isatty()):
+        options["disable"] = True  # otherwise not given, so that TQDM_DISABLE works
+    options |= {"delay": DELAY_S} if is_brief else {}
+    options = {"leave": False, "file": sys.stderr, "ncols": columns, "nrows": rows, "bar_format": BAR, **options}
+    return tqdm(items, title, **options)
 
 
 def versions() -> dict[str, str]:
@@ -71,7 +92,8 @@ def ignore_broken_pipes() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open for as long as the process
         if isinstance(stream, io.TextIOWrapper):
             buffer = io.BufferedWriter(Output(stream.fileno(), "wb", closefd=False))
-            text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+            is_line_buffered = stream.line_buffering or stream.write_through  # PYTHONUNBUFFERED sets the latter alone
+            text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=is_line_buffered)
             setattr(sys, name, text)
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_vgrpo.core.batches import at_most
-from lit_vgrpo.core.gather import all_gather_objects, all_gather_rows
+from lit_vgrpo.core.gather import all_gather_objects, all_gather_rows, rank_and_world_size
 from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import strips
@@ -31,6 +31,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import ScoreQueue, Weighted, as_weighted
 from lit_vgrpo.rewards.function import RewardsLike
+from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED
 from lit_vgrpo.training.optimizer import Optimization
 from lit_vgrpo.training.resume_guard import hashed, row_hash
@@ -178,6 +179,7 @@ class Evaluator:
         self._num_predicted = 0
         self._sources: list[str] = []
         self._asked: dict[int, str] = {}  # hash of the row of each image
+        self._bar: Any = None
         self._queue = ScoreQueue(self.observed, queue)
         self._of_images: dict[str, Tensor] = {}
 
@@ -232,6 +234,9 @@ class Evaluator:
         if len(self._queue):
             self._queue.close()
         self._sources, self._asked = [], {}
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
         for observer in self.observers:
             getattr(observer, "start_over", lambda: None)()
 
@@ -241,6 +246,8 @@ class Evaluator:
         if not isinstance(batch, PromptBatch):
             what = f"a batch of type {type(batch).__name__}, not a PromptBatch"
             raise TypeError(f"The evaluation got {what}. Pass datamodule=PromptDataModule(...) instead of a loader.")
+        if self._bar is None:
+            self._bar = bar("Evaluating", total=batch.images // rank_and_world_size()[1])
         hashes = {id(row): row_hash(row) for row in batch.rows}  # a prompt's images share its row
         self._asked |= {slot: hashes[id(row)] for slot, row in zip(batch.slots, batch.rows, strict=True)}
         self._sources += batch.sources
@@ -250,6 +257,7 @@ class Evaluator:
             for observer in self.observers:
                 observer.update(strips(images).clone(), batch)  # it may be a user's
             self._queue.put(images, batch.prompts, batch.rows)
+        self._bar.update(len(batch.slots))
 
     def _read_contents(self, trainer: Trainer) -> dict[str, str]:
         asked = {slot: row for own in all_gather_objects(self._asked) for slot, row in own.items()}

@@ -1,4 +1,4 @@
-"""The progress bar on a real terminal, and the lines without one."""
+"""The progress bars on a real terminal, and the lines without one."""
 
 import os
 import re
@@ -7,9 +7,11 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+from commands import evaluate, run, sample_images
 from helpers import fit
 
 from lit_vgrpo.callbacks import ProgressBar
+from lit_vgrpo.system import process
 
 pty = pytest.importorskip("pty", reason="needs a Unix terminal")
 
@@ -32,17 +34,19 @@ def terminal(monkeypatch):
 
     reader = threading.Thread(target=read)
     reader.start()
-    with open(inner, "w") as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
+    with open(inner, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
         yield sent
-        monkeypatch.undo()
     reader.join()
     os.close(outer)
 
 
 def test_without_a_terminal_it_prints_lines(tiny_sd3, tmp_path, capsys):
     fit(tiny_sd3, tmp_path, [ProgressBar(lines=3)], trainer=WITH_BAR)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("iteration")]
+    err = capsys.readouterr().err
+    assert "\r" not in err
+    assert "Loading" not in err
+    lines = [line for line in err.splitlines() if line.startswith("iteration")]
     rest = r"iteration {}/3, reward 0\.\d{{3}}, images/s [\d.]+, held-out 0\.\d{{3}}{}"
     assert len(lines) == 3
     for number, line in enumerate(lines, start=1):
@@ -50,8 +54,22 @@ def test_without_a_terminal_it_prints_lines(tiny_sd3, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_on_a_terminal_it_is_a_bar(tiny_sd3, tmp_path, monkeypatch):
+def test_on_a_terminal_every_wait_has_a_bar_with_a_word(tiny_recipe, tiny_sd3, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "DELAY_S", 0)
+    loaded = [f"Loading {part}" for part in ("text_encoder 0/4", "text_encoder_2 1/4", "transformer 2/4", "vae 3/4")]
+    work = ["Encoding prompts 0/2", "Sampling 0/2"]
+    first = [*loaded, "Evaluating 0/2", *work, "iteration 0/2", "Updating 0/2", "iteration 2/2"]
+    ends = r"iteration 2/2 \|█+\| \d\d:\d\d<00:00, reward=-?[\d.]+, images/s=[\d.]+, held-out=-?[\d.]+\s*$"
+    for command, words, bars in (
+        (run, [str(tiny_recipe)], first),
+        (evaluate, ["runs/tiny"], [*loaded, "Evaluating trained 0/2", *work]),
+        (sample_images, ["runs/tiny", "--prompt", "a circle"], [*loaded, "Images 0/1", "Encoding prompts 0/1"]),
+    ):
+        with terminal(monkeypatch) as sent:
+            assert command(words) == 0
+        assert [*dict.fromkeys(re.findall("|".join(bars), sent.decode()))] == bars
+        if command is run:
+            assert re.search(ends, sent.decode(), re.MULTILINE)
     with terminal(monkeypatch) as sent:
-        fit(tiny_sd3, tmp_path, [ProgressBar()], trainer=WITH_BAR)
-    ends = r"3/3 \|█+\| \d\d:\d\d<00:00, reward=0\.\d{3}, images/s=[\d.]+, held-out=0\.\d{3}\s*$"
-    assert re.search(ends, sent.decode())
+        fit(tiny_sd3, tmp_path, trainer={"enable_progress_bar": False})
+    assert sent == b""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.benchmark import SAME_SCORES, Benchmark
@@ -23,6 +21,7 @@ from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import RewardError, Weighted
 from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.evaluation import Evaluator
 
 KEPT = "Scores so far are kept: run the same command to continue."
@@ -100,11 +99,10 @@ def fill(
         done_before = total - sum(len(dataset.parts[index]) for plan in plans for index in plan)
         if any(plans):
             reward.load()
-        quiet = not sys.stderr.isatty()
-        with tqdm(None, benchmark.name, total, initial=done_before, unit="image", disable=quiet) as bar:
+        with bar(benchmark.name, total=total, initial=done_before, leave=True) as seen:
             for subject, plan in zip(subjects, plans, strict=True):
                 if plan:
-                    _fill_one(subject, benchmark, rows, reward, share, [dataset[index] for index in plan], bar)
+                    _fill_one(subject, benchmark, rows, reward, share, [dataset[index] for index in plan], seen)
     except (LoadError, ModuleNotFoundError, ValueError) as error:
         raise UserError(str(error)) from error
     except RewardError as error:

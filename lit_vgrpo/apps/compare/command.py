@@ -17,6 +17,7 @@ from lit_vgrpo.apps.compare.report import Curve, write_race, write_sweep
 from lit_vgrpo.errors import counted, one_line, say
 from lit_vgrpo.options import Compare
 from lit_vgrpo.system.paths import start_folder, typed_path
+from lit_vgrpo.system.process import bar
 from lit_vgrpo.system.signals import handle_stop_signals, how_it_ended
 from lit_vgrpo.training.folder import FolderLock, candidates
 from lit_vgrpo.training.resume import ENDED, read_summary
@@ -72,6 +73,7 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
     active: dict[str, tuple[Run, subprocess.Popen[bytes]]] = {}
     caught: list[int] = []  # handled between polls, so that no started process is lost
     say(f"{len(runs) - len(waiting)} of {len(runs)} runs are already finished.", error=True)
+    ended = bar("Runs", total=len(runs), initial=len(runs) - len(waiting))
     with handle_stop_signals(lambda signum, frame: caught.append(signum)):
         try:
             while waiting or active:
@@ -84,10 +86,12 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
                 for name, (run, process) in list(active.items()):
                     if process.poll() is not None:
                         del active[name]
+                        ended.update()
                         if error := _error_of(run, process.returncode):
                             errors[name] = error
                         say(f"{name}: {error or 'finished'} (log: {run.log})", error=True)
         finally:
+            ended.close()
             _stop([process for _, process in active.values()])
     return errors
 
