@@ -16,7 +16,7 @@ from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.folder import WRITTEN
-from lit_vgrpo.training.resume import how_to_resume, last_words
+from lit_vgrpo.training.resume import how_to_resume, last_words, newest_checkpoint, next_commands
 from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end, declared, rehearse_setup
 from lit_vgrpo.training.watchdog import GRACE_S, Watch, watched
 
@@ -140,6 +140,10 @@ def _report_outcome(cli: RecipeCLI) -> int:
             say(f"{'What was saved since' if is_lost else 'Everything'} is in {cli.folder}: {', '.join(made)}.")
             if not stopped and "report.html" in made:
                 say(f"The result: {cli.folder / 'report.html'}")
+            if not stopped and newest_checkpoint(cli.folder) is not None:
+                rows = [] if cli.model.policy.edits else cli.datamodule.heldout_samples(1)
+                commands = next_commands(cli.folder, rows[0]["prompt"] if rows else None)
+                say("\n  ".join(["Next:", *commands.values()]))
         if stopped:
             word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"
             path = checkpoints.saved

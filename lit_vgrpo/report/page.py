@@ -25,7 +25,7 @@ from lit_vgrpo.report.curves import plots
 from lit_vgrpo.report.run_data import TO_EDIT, RunData, Say
 from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.paths import read_regular, write_atomically
-from lit_vgrpo.training.resume import how_to_resume, newest_checkpoint
+from lit_vgrpo.training.resume import how_to_resume, newest_checkpoint, next_commands
 
 PHASES = {
     "time/rollout_s": "Sampling",
@@ -258,10 +258,8 @@ class RunPage:
             return []
         steps = {"Continue the run": how_to_resume(folder).partition(": ")[2]} if run.outcome in UNDONE else {}
         steps["Score it again, with confidence intervals"] = f"lightning eval {quote(f'{folder}')}"
-        if self.pairs and self.pairs[0].edited is None:
-            steps["Draw a prompt"] = f"lightning sample {quote(f'{folder}')} --prompt {quote(self.pairs[0].prompt)}"
-        export = f"lightning export {quote(f'{folder}')} --to {quote(self.name)}_export"
-        return [*steps.items(), ("Write the weights for diffusers", export)]
+        prompt = self.pairs[0].prompt if self.pairs and self.pairs[0].edited is None else None
+        return [*(steps | next_commands(folder, prompt)).items()]
 
     @property
     def facts(self) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 from lightning.pytorch import Trainer
@@ -196,6 +197,14 @@ def how_to_resume(folder: Path) -> str:
     'Continue: lightning run runs/demo/config.yaml --resume'
     """
     return f"Continue: lightning run {folder / CONFIG_NAME} --resume"
+
+
+def next_commands(folder: Path, prompt: str | None) -> dict[str, str]:
+    """Return the commands that use a run's weights, by their purpose; ``None`` leaves out drawing a prompt."""
+    run = quote(f"{folder}")
+    draw = {} if prompt is None else {"Draw a prompt": f"lightning sample {run} --prompt {quote(prompt)}"}
+    export = {"Write the weights for diffusers": f"lightning export {run} --to {quote(folder.resolve().name)}_export"}
+    return draw | export
 
 
 def last_words(folder: Path) -> str:
