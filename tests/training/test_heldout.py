@@ -28,7 +28,10 @@ def test_validate_scores_and_leaves_everything_fit_for_training(tiny_sd3, tmp_pa
     loader = data.val_dataloader()
     assert [prompt for batch in loader for prompt in batch.prompts] == prompts
     before = weights(module)
-    make_trainer(tmp_path, 1).fit(module, datamodule=make_data(train="shipped:prompts/shapes_heldout.jsonl"))
+    data = make_data(train="shipped:prompts/shapes_heldout.jsonl", heldout=None, heldout_limit=None)
+    with pytest.warns(UserWarning, match="No prompts are held out.* Set data.heldout") as said:
+        make_trainer(tmp_path, 1).fit(module, datamodule=data)
+    assert sum("held out" in str(one.message) for one in said) == 1
     assert any(not torch.equal(value, before[name]) for name, value in weights(module).items())
 
 
