@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -115,7 +116,7 @@ def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
     return module.evaluator.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows)).cpu()
 
 
-def draw_grid(images: Tensor, prompts: list[str], labels: list[str]) -> Image.Image:
+def draw_grid(images: Tensor, prompts: list[str], labels: list[str], below: Sequence[str] = ()) -> Image.Image:
     """Return a labelled image of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
 
     Its ``info["layout"]`` gives the places of the images as JSON: ``prompts``, ``labels``, ``zoom``, ``size``, and the
@@ -123,10 +124,12 @@ def draw_grid(images: Tensor, prompts: list[str], labels: list[str]) -> Image.Im
 
     Args:
         labels: Labels above the first columns.
+        below: Text below each image, row by row; it may have several lines.
     """
     rows, columns, _, height, width = images.shape
     zoom = max(1, -(-MIN_WIDTH // width))
-    cell_w, cell_h = width * zoom + GAP, height * zoom + GAP + LABEL_HEIGHT
+    lines = max((text.count("\n") + 1 for text in below), default=0)
+    cell_w, cell_h = width * zoom + GAP, height * zoom + GAP + (1 + lines) * LABEL_HEIGHT
     sheet = Image.new("RGB", (columns * cell_w + 3 * GAP, rows * cell_h + LABEL_HEIGHT), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
     left = [GAP + column * cell_w + (2 * GAP if column else 0) for column in range(columns)]
@@ -139,6 +142,8 @@ def draw_grid(images: Tensor, prompts: list[str], labels: list[str]) -> Image.Im
             pixels = to_uint8(images[row, column]).permute(1, 2, 0).numpy()
             picture = Image.fromarray(pixels).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
             sheet.paste(picture, (x, top + LABEL_HEIGHT))
+            text = below[row * columns + column] if below else ""
+            pen.text((x, top + LABEL_HEIGHT + height * zoom + 2), text, fill="black", font=font)
     tops = [2 * LABEL_HEIGHT + row * cell_h for row in range(rows)]
     place = {"zoom": zoom, "size": [width * zoom, height * zoom], "left": left, "top": tops}
     sheet.info[LAYOUT] = json.dumps({"prompts": prompts, "labels": labels, **place})

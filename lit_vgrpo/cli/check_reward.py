@@ -5,15 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import ImageOps
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 
+from lit_vgrpo.callbacks.report import SIDE
+from lit_vgrpo.callbacks.samples import draw_grid
 from lit_vgrpo.cli.image_files import aligned, batches_of, device, find_images, loaded, read_image
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.pictures import references_of
+from lit_vgrpo.core.pixels import strips, to_pil
 from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.errors import UserError, counted, report, say
 from lit_vgrpo.launch.build import build
@@ -22,6 +28,8 @@ from lit_vgrpo.options import CheckReward
 from lit_vgrpo.rewards import Scores, Weighted
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import measured_memory
+from lit_vgrpo.system.paths import typed_path
+from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import load_policy
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
@@ -51,6 +59,7 @@ def check_reward(options: CheckReward) -> int:
     with measured_memory() as memory, loaded(reward):
         parts = trials(reward, images, rows, groups[: len(images)], cli.model.policy.decode_batch_size)
     say(aligned([HEADER, *(part.row() for part in parts)]))
+    say(f"The images with their scores: {save_scored(images, rows, parts, each)}")
     per_rank = cli.datamodule.sizes.plan(image_ranks(cli.trainer)[1]).images_per_rank
     trained = {part.name for part in cli.model.reward.parts}
     seconds = sum(part.seconds_per_image * per_rank for part in parts if part.name in trained)
@@ -86,6 +95,23 @@ def made_images(cli: RecipeCLI, rows: Rows) -> list[Tensor]:
     return images
 
 
+def save_scored(images: Sequence[Tensor], rows: Rows, parts: Sequence[PartTrial], each: int) -> Path:
+    """Write a picture of the images ``(1, 3, H, W)``, ``each`` per prompt, and their scores; return its path."""
+    below: list[list[str]] = [[] for _ in range(-(-len(images) // each) * each)]
+    for part in parts[:1] if len(parts) == 2 else [parts[-1], *parts[:-1]]:  # the total of one reward is that reward
+        for place, score in zip(part.places.tolist(), part.scores.tolist(), strict=True):
+            below[place].append(f"{part.name} {score:.4g}")
+    pictures = [to_pil(strips(image))[0] for image in images]
+    size = tuple(min(SIDE, max(sides)) for sides in zip(*(picture.size for picture in pictures), strict=True))
+    cells = [pil_to_tensor(ImageOps.pad(picture, size, color="white")) / 255 for picture in pictures]
+    cells += [torch.ones_like(cells[0])] * (len(below) - len(cells))
+    free = (path.with_suffix(".png") for path in candidates(Path("check_reward")))
+    path = typed_path(next(path for path in free if not path.exists()))
+    prompts, texts = [row["prompt"] for row in rows[::each]], ["\n".join(lines) for lines in below]
+    draw_grid(torch.stack(cells).unflatten(0, (-1, each)), prompts, [], texts).save(path)
+    return path
+
+
 @dataclass
 class PartTrial:
     """Result of one reward, or of the weighted sum, whose weight is ``None``.
@@ -93,6 +119,7 @@ class PartTrial:
     Attributes:
         scores: ``(n,)``, of the images that the reward applies to; NaN if it failed.
         groups: ``(n,)``, index of each image's prompt.
+        places: ``(n,)``, index of each image.
         seconds: Wall time for all images, after a warm-up.
         error: The last failure, if any.
     """
@@ -101,6 +128,7 @@ class PartTrial:
     weight: float | None
     scores: Tensor
     groups: Tensor
+    places: Tensor
     seconds: float
     error: str | None = None
 
@@ -142,12 +170,12 @@ def trials(
     batches = list(batches_of(images, rows, len(rows) if reward.compares else batch_size))
     reward.score(*batches[0])  # the first call of a model takes longer
     joined = Scores.joined([reward.score(*batch) for batch in batches])
-    parts = []
+    parts, places = [], torch.arange(len(rows))
     for name, scores in joined.parts.items():
         applies = joined.applies_to(name)
         weight, seconds, error = reward.weight_of[name], joined.seconds[name], joined.errors.get(name)
-        parts.append(PartTrial(name, weight, scores[applies], groups[applies], seconds, error))
-    return [*parts, PartTrial("total", None, joined.total, groups, sum(joined.seconds.values()))]
+        parts.append(PartTrial(name, weight, scores[applies], groups[applies], places[applies], seconds, error))
+    return [*parts, PartTrial("total", None, joined.total, groups, places, sum(joined.seconds.values()))]
 
 
 def findings(parts: Sequence[PartTrial]) -> list[str]:

@@ -63,6 +63,17 @@ def test_a_folder_of_images_needs_no_policy(recipe, capsys):
     assert said.out.startswith("4 images of ., 2 for each of the first training prompts\n")
     assert cells(said.out)["jpeg"][6:8] == ["0", "0%"]
     assert said.err == ""
+    assert "The images with their scores: check_reward.png\n" in said.out
+    with Image.open("check_reward.png") as sheet:
+        zoom, label, gap = 4, 18, 4  # 24 x 16 pixels, the larger of both sides, enlarged to at least 96
+        assert sheet.size == (2 * (24 * zoom + gap) + 3 * gap, 2 * (16 * zoom + gap + 2 * label) + label)
+        with Image.open("0.png") as first:
+            shown = sheet.convert("L").crop((gap, 2 * label, gap + 24 * zoom, 2 * label + 16 * zoom))
+            assert shown.getpixel((4 * zoom, 0)) == pytest.approx(first.getpixel((0, 0)), abs=1)
+        text = sheet.convert("L").crop((gap, 2 * label + 16 * zoom, gap + 24 * zoom, 3 * label + 16 * zoom))
+        assert text.getextrema() == (0, 255)
+    (Path("check_reward.png")).rename("mine.png")
+    assert check_reward([*words[:-1], "0.png"]) == 0
     assert check_reward(words[:2]) == 2
     assert "/nowhere" in capsys.readouterr().err
 
