@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
 
 from lit_vgrpo.config.header import Header
 from lit_vgrpo.config.recipe import find_recipe, shipped_recipes
 from lit_vgrpo.errors import say
 
+TASKS = {"Images from text": "", "Edited pictures": "KontextPolicy", "Videos": "num_frames:"}
+TASKS |= {"Distillation": "class_path: OPD", "Pre-training": "class_path: Denoising"}
+"""Text that the recipes of a task contain; the last one that applies counts."""
+CARD = re.compile(r"a CPU core|an? \d+ GB GPU|\d+ GPUs of \d+ GB")
+
 
 def list_recipes(names: Sequence[str]) -> int:
-    """Print the shipped recipes, or those that are named."""
-    recipes = {name: find_recipe(name) for name in names} or shipped_recipes()
-    say("\n\n".join(_entry(name, Header.of_file(path)) for name, path in recipes.items()))
+    """Print the shipped recipes by task and by the card that they need, or those that are named."""
+    if names:
+        say("\n\n".join(_entry(name, Header.of_file(find_recipe(name))) for name in names))
+        return 0
+    recipes = sorted((*_group(path), name, path) for name, path in shipped_recipes().items())
+    for (task, _, card), group in groupby(recipes, key=lambda one: one[:3]):
+        entries = (_entry(name, Header.of_file(path)) for *_, name, path in group)
+        say("\n\n".join([f"--- {[*TASKS][task]}, on {card}", *entries, ""]))
     return 0
+
+
+def _group(path: Path) -> tuple[int, int, str]:
+    """Return the number of a recipe's task, the GB of its cards, 1 without one, and the card."""
+    text, card = path.read_text(encoding="utf-8"), CARD.findall(Header.of_file(path).needs)[0]
+    task = max(number for number, sign in enumerate(TASKS.values()) if sign in text)
+    return task, math.prod(map(int, re.findall(r"\d+", card))), card
 
 
 def _entry(name: str, header: Header) -> str:

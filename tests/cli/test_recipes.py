@@ -125,8 +125,14 @@ def test_a_header_has_the_command_the_needs_and_what_the_settings_rest_on(recipe
 def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")  # entries wrap to the terminal
     assert main(["recipes"]) == 0
-    entries = capsys.readouterr().out.split("\n\n")
-    assert [entry.partition(":")[0] for entry in entries] == [path.stem for path in FILES]
+    parts = capsys.readouterr().out.strip().split("\n\n")
+    headings = [part.strip() for part in parts if part.strip().startswith("--- ")]
+    images = ("a CPU core", "a 40 GB GPU", "a 48 GB GPU", "an 80 GB GPU", "a 141 GB GPU", "8 GPUs of 141 GB")
+    assert headings[:6] == [f"--- Images from text, on {card}" for card in images]
+    assert headings[6:10:2] == ["--- Edited pictures, on a CPU core", "--- Videos, on a CPU core"]
+    assert len({*headings}) == len(headings) == 13
+    entries = [part for part in parts if part.strip() not in headings]
+    assert sorted(entry.partition(":")[0] for entry in entries) == [path.stem for path in FILES]
     assert all("\n  needs     " in entry and "\n  evidence  " in entry for entry in entries)
     assert main(["recipes", "sd15_aesthetic"]) == 0
     assert capsys.readouterr().out == (
