@@ -34,8 +34,6 @@ PHASES = {
     "time/prepare_s": "Preparing",
 }
 MOST_PROMPTS = 12
-MOST_CHANGED = 4
-"""Pairs of images shown as evidence."""
 SIDE, MOVING_SIDE, EDITED_SIDE = 384, 256, 128
 """Maximum longer sides of an image, of a moving video, and of a picture that a prompt edits, in pixels."""
 PIXEL_ART = 128
@@ -218,7 +216,6 @@ class RunPage:
         self.name = run.name
         self.verdict = Verdict(run)
         self.pairs = read_pairs(run.folder, run.left_out.append)
-        self.most_changed = self.pairs[:MOST_CHANGED]
         shown = {picture.source for pair in self.pairs for picture in pair.images.values()}
         self.galleries = read_kept(run.folder, shown, run.left_out.append)
         self.benchmarks = read_benchmarks(run.folder, run.left_out.append)
@@ -265,13 +262,15 @@ class RunPage:
     def facts(self) -> list[tuple[str, str]]:
         """Device, memory, seed and versions."""
         summary = self.run.summary
-        memory, phases = summary.get("peak_memory_bytes"), summary.get("peak_memory_bytes_by_phase", {})
+        memory = summary.get("peak_memory_bytes")
+        peaks = {phase: f"{peak / 1e9:.1f} GB" for phase, peak in summary.get("peak_memory_bytes_by_phase", {}).items()}
+        differ = len({*peaks.values()}) > 1
         shown = {
             "Outcome": self.run.outcome,
             "Device": summary.get("device"),
             "Processes": summary.get("world_size"),
             "Peak memory": memory and f"{memory / 1e9:.1f} GB",
-            "Peak memory by phase": ", ".join(f"{phase} {peak / 1e9:.1f} GB" for phase, peak in phases.items()) or None,
+            "Peak memory by phase": ", ".join(f"{phase} {peak}" for phase, peak in peaks.items()) if differ else None,
             "Training": verdict.duration(self.run.total("seconds")),
             "Optimizer steps": summary.get("optimizer_steps"),
             "Seed": summary.get("seed", self.run.recipe.get("seed_everything")),
@@ -285,7 +284,7 @@ def render(runs: Sequence[RunData], live: bool = False) -> str:
     drawn, pages = plots(runs), [RunPage(run) for run in runs]
     page = {
         "runs": pages,
-        "pairs": side_by_side(pages) if len(pages) > 1 else pages[0].pairs[MOST_CHANGED:],
+        "pairs": side_by_side(pages) if len(pages) > 1 else pages[0].pairs,
         "title": ", ".join(run.name for run in runs),
         "live": live,
         "plots": drawn,

@@ -15,7 +15,7 @@ from PIL import Image, ImageSequence
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.report import verdict
-from lit_vgrpo.report.page import read_kept, read_pairs
+from lit_vgrpo.report.page import read_kept, read_pairs, render
 from lit_vgrpo.report.run_data import Point, RunData, read_run, read_scores
 from lit_vgrpo.report.verdict import Verdict
 
@@ -99,6 +99,8 @@ def test_a_page_needs_nothing_else_and_is_accessible(inside, names, capsys):
     assert len(page.all("h1")) == len(page.all("script")) == 1
     assert "<script>alert" not in raw  # the prompt is text
     assert EVIL in page.text
+    assert raw.index('alt="before: ') < raw.index('id="cheating"' if len(names) == 1 else 'id="curves"')
+    assert "<table" not in raw[: raw.index('alt="before: ')] or len(names) > 1
     drawings = [tag for tag in page.all("div") if tag.get("class") == "drawing"]
     assert len(drawings) >= 4 * 5
     assert {tag["data-axis"] for tag in drawings} == {"iterations", "images", "seconds", "passes"}
@@ -327,6 +329,20 @@ def test_did_it_cheat(start, end, likely, words):
     if likely:
         assert found.headline == f"Reward rose, and {found.cheating.signs[0]}"
         assert f"and {found.cheating.signs[0]}: +0.300" in found.sentence
+
+
+def test_an_alarm_is_shown_once_and_peaks_of_memory_only_if_they_differ():
+    alarms = ["Reward hacking? Since iteration 0 it rose.", "Reward hacking? Since iteration 5 it rose."]
+    points = [Point({"iterations": number}, {"reward": 0.1 * number}) for number in (0, 9)]
+    for outcome, reason, phases in (
+        ("finished", "", {"decode": 1.01e9}),
+        ("reward hacking", alarms[0], {"decode": 2e9}),
+    ):
+        found = {"outcome": outcome, "reason": reason, "alarms": alarms, "peak_memory_bytes": 1e9}
+        found["peak_memory_bytes_by_phase"] = {"rollout": 1e9, **phases}
+        page = render([RunData(Path("run"), {}, found, [], points)])
+        assert page.count("Reward hacking? Since") == 1
+        assert ("decode 2.0 GB" in page) == ("Peak memory by phase" in page) == (outcome != "finished")
 
 
 FALLS = "The reward falls, or all images look alike"
