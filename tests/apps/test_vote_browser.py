@@ -11,9 +11,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from helpers import free_port
 from processes import started
-from voting import NO_BROWSER, NoisyVoter, browser, enter
+from voting import IDLE, NO_BROWSER, NoisyVoter, browser, enter
+
+from lit_vgrpo.apps.vote.app import make_app
+from lit_vgrpo.core.pixels import encode_png
+from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
+from lit_vgrpo.system.server import BACKLOG, served_in_thread
+from lit_vgrpo.system.sockets import listening_socket
 
 SETTINGS = ["model.reward=VoteReward", "model.heldout_reward=ShapesReward"]
 RUN = Path("runs/tiny_shapes")
@@ -26,6 +33,43 @@ def wait_for(address, job):
         except httpx.TransportError:
             assert job.poll() is None
             time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_BROWSER is not None, reason=f"the voting page {NO_BROWSER}")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_an_image_is_enlarged_by_key_and_by_click(width, tmp_path):
+    store = VoteStore(tmp_path / FILE_NAME)
+    pngs = [encode_png(torch.full((3, 64, 64), 60 * shade, dtype=torch.uint8)) for shade in range(4)]
+    store.publish({"a grey square": {f"a{number}": png for number, png in enumerate(pngs)}})
+    with (
+        listening_socket("127.0.0.1", 0) as listener,
+        browser(viewport={"width": width, "height": 800}) as (page, said),
+    ):
+        listener.listen(BACKLOG)
+        with served_in_thread(make_app(store), listener):
+            enter(page, f"http://127.0.0.1:{listener.getsockname()[1]}/", "ann")
+            page.wait_for_selector(f"{IDLE} #ballot:not([hidden])")
+            assert "the image that shows what the prompt asks for" in page.inner_text("#ballot")
+            small = page.eval_on_selector_all("#images img", "images => images.map(image => image.src)")
+            large = "#zoom[open] img"
+            page.click("#enlarge")
+            assert page.get_attribute(large, "src") == small[0]
+            assert (
+                page.locator(large).bounding_box()["width"] > page.locator("#images img").first.bounding_box()["width"]
+            )
+            page.keyboard.press("ArrowRight")
+            page.click(large)
+            assert page.get_attribute(large, "src") == small[2]
+            page.keyboard.press("e")
+            assert page.is_hidden("#zoom")
+            page.keyboard.press("e")
+            with page.expect_response("**/vote") as answer:
+                page.keyboard.press("3")
+            assert answer.value.request.post_data_json["image"] == small[2].rpartition("/")[2]
+            page.wait_for_selector("#waiting:not([hidden])")
+            assert page.is_hidden("#zoom")
+            assert said == []
 
 
 @pytest.mark.slow

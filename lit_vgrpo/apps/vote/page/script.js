@@ -13,6 +13,7 @@ let comparison = null;
 let isBusy = false;
 let isOver = false;
 let timer = null;
+let zoomed = 0;
 
 // What the page shows anyway is only read out.
 function say(text, isError = false, readOut = "") {
@@ -39,6 +40,7 @@ async function ask(address, sent) {
 async function move(address, sent, said) {
   if (isBusy || !voter) return;
   clearTimeout(timer);
+  element("zoom").close();
   isBusy = true;
   document.body.setAttribute("aria-busy", "true");
   try {
@@ -94,6 +96,22 @@ function vote(place) {
   const image = comparison?.images[place];
   if (image !== undefined) move("vote", { voter, comparison: comparison.id, image }, `Image ${place + 1} is stored.`);
 }
+// The same place on the screen for all images of a comparison, so that details can be compared.
+function enlarge(place) {
+  const number = comparison?.images.length ?? 0;
+  if (!number) return;
+  zoomed = (place + number) % number;
+  const picture = element("zoom").querySelector("img");
+  const { src, alt, className } = element("images").children[zoomed].querySelector("img");
+  Object.assign(picture, { src, alt, className });
+  element("zoomed").textContent = `Image ${zoomed + 1} of ${number}. A click or the arrow keys show the others. ${zoomed + 1} chooses it; E, or a click beside it, goes back.`;
+  if (!element("zoom").open) element("zoom").showModal();
+}
+const toggle = () => {
+  if (element("zoom").open) element("zoom").close();
+  else enlarge(Math.max(0, [...element("images").children].findIndex((button) => button.matches(":hover, :focus"))));
+};
+
 const skip = () => { if (comparison) move("vote", { voter, comparison: comparison.id, image: null }, "Skipped."); };
 const undo = () => move("undo", { voter }, "The last vote is undone.");
 
@@ -118,6 +136,8 @@ for (let place = 0; place < 4; place += 1) {
   button.addEventListener("click", () => vote(place));
   element("images").append(button);
 }
+element("enlarge").addEventListener("click", toggle);
+element("zoom").addEventListener("click", (event) => (event.target.matches("img") ? enlarge(zoomed + 1) : element("zoom").close()));
 element("skip").addEventListener("click", skip);
 element("undo").addEventListener("click", undo);
 element("undo-last").addEventListener("click", undo);
@@ -132,6 +152,8 @@ addEventListener("keydown", (event) => {
   if (event.repeat || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input")) return;
   const key = event.key.toLowerCase();
   if (/^[1-4]$/.test(key)) vote(Number(key) - 1);
+  else if (key === "e") toggle();
+  else if (element("zoom").open && /^arrow(left|right)$/.test(key)) enlarge(zoomed + (key === "arrowleft" ? -1 : 1));
   else if (key === "s") skip();
   else if (key === "u" || key === "z") undo();
 });
