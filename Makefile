@@ -3,6 +3,7 @@
 # make test-slow  run the others: what serves, votes, launches, kills, continues a run, or repeats over families
 # make test-all   run all of them, with coverage
 # make lint       run ruff, mypy, import-linter and the house rules
+# NEWEST=1 make ...  install the newest releases instead of the versions in constraints.txt
 # make docs       build the documentation into build/site; a broken link or an undocumented public name is an error
 PYTHON ?= python3
 VENV := .venv
@@ -44,23 +45,26 @@ docs: $(VENV)/installed-dev
 	@echo "Open build/site/index.html"
 
 TOO_OLD := Python 3.11 or later is needed. Name one: make $(MAKECMDGOALS) PYTHON=python3.12
+PINS := $(if $(NEWEST),,-c constraints.txt)
 # uv is several times faster than pip but ignores pip's configuration (a custom index, for example), so pip is the
 # fallback. --no-compile skips compilation to bytecode, since most of the 23,000 files are never imported.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(TOO_OLD)")'
 	@echo "Installing into $(VENV): about 6 GB, half a minute or more"
 	$(PYTHON) -m venv $(VENV)
-	($(PIP) install uv && $(BIN)/uv pip install --quiet --python $(BIN)/python -e ".[$(1)]") \
-	    || $(PIP) install --no-compile -e ".[$(1)]"
+	($(PIP) install uv && $(BIN)/uv pip install --quiet --python $(BIN)/python $(PINS) -e ".[$(1)]") \
+	    || $(PIP) install --no-compile $(PINS) -e ".[$(1)]" \
+	    $(if $(PINS),|| { echo "constraints.txt cannot be installed here: installing the newest releases instead" >&2; \
+	    $(PIP) install --no-compile -e ".[$(1)]"; })
 endef
 
 # Stamp files, so that a second call installs nothing. torch and torchvision must be chosen together: see docs/start.md.
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml constraints.txt
 	$(call install,test)
 	touch $@
 
 # Includes all of the above.
-$(VENV)/installed-dev: pyproject.toml
+$(VENV)/installed-dev: pyproject.toml constraints.txt
 	$(call install,dev)
 	touch $(VENV)/installed $@
 
