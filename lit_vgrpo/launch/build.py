@@ -26,7 +26,7 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import Reward, Weighted, as_weighted
 from lit_vgrpo.system.paths import import_from_here
-from lit_vgrpo.system.process import is_first_process, report_on_first
+from lit_vgrpo.system.process import bar, is_first_process, report_on_first
 
 ROOTS = {"model": VGRPOModule, "data": PromptDataModule, "trainer": Trainer}
 REWARDS = {f"model.{key}": Reward for key in REWARD_KEYS}
@@ -57,7 +57,8 @@ def build_recipe(recipe: Recipe, make_folder: bool = True, elsewhere: bool = Fal
     if errors := setting_errors(recipe.values):
         raise UserError(*errors)
     try:
-        return RecipeCLI(recipe, make_folder, elsewhere)
+        with bar("Reading the recipe", total=1):
+            return RecipeCLI(recipe, make_folder, elsewhere)
     except (ArgumentError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
         raise UserError(recipe_error(error, recipe.values, ROOTS)) from error
     except (Exception, SystemExit) as error:

@@ -58,11 +58,12 @@ def test_on_a_terminal_every_wait_has_a_bar_with_a_word(tiny_recipe, tiny_sd3, t
     monkeypatch.setattr(process, "DELAY_S", 0)
     loaded = [f"Loading {part}" for part in ("text_encoder 0/4", "text_encoder_2 1/4", "transformer 2/4", "vae 3/4")]
     work = ["Encoding prompts 0/2", "Sampling 0/2"]
-    first = [*loaded, "Evaluating 0/2", *work, "iteration 0/2", "Updating 0/2", "iteration 2/2"]
+    recipe = "Reading the recipe 0/1"
+    first = [recipe, *loaded, "Evaluating 0/2", *work, "iteration 0/2", "Rollout 0/4", "Updating 0/2", "iteration 2/2"]
     ends = r"iteration 2/2 \|█+\| \d\d:\d\d<00:00, reward=-?[\d.]+, images/s=[\d.]+, held-out=-?[\d.]+\s*$"
     for command, words, bars in (
         (run, [str(tiny_recipe)], first),
-        (evaluate, ["runs/tiny"], [*loaded, "Evaluating trained 0/2", *work]),
+        (evaluate, ["runs/tiny"], [recipe, *loaded, "Evaluating trained 0/2", *work]),
         (sample_images, ["runs/tiny", "--prompt", "a circle"], [*loaded, "Images 0/1", "Encoding prompts 0/1"]),
     ):
         with terminal(monkeypatch) as sent:
