@@ -19,7 +19,7 @@ def train() -> None:
         "stabilityai/stable-diffusion-3.5-medium", lora_rank=32, dtype="bfloat16", gradient_checkpointing=True
     )
     module = VGRPOModule(policy, VGRPO(RolloutSpec("euler", steps=40), num_mc_samples=4, soft_clip=3.0), PickScore())
-    data = PromptDataModule("/shared/prompts.txt", prompts_per_iteration=48, group_size=24)
+    data = PromptDataModule("/shared/prompts.txt", 48, 24, heldout="/shared/heldout.txt")  # 48 prompts x 24 images
     trainer = L.Trainer(
         max_epochs=150,
         devices="auto",
