@@ -64,4 +64,5 @@ class Export(L.Callback):
         if completed and folder.is_dir():
             from lit_vgrpo.report.model_card import add_card  # imports matplotlib
 
-            add_card(folder, run, module.policy, folder, evaluated_weights(trainer), trainer.current_epoch)
+            weights, spec = evaluated_weights(trainer), module.evaluator.spec
+            add_card(folder, run, module.policy, folder, weights, trainer.current_epoch, spec=spec)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_vgrpo.cli.saved_policy import ChosenRun, build_policy, load_saved_policy, recipe_of
-from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.pictures import PICTURE, references_of
 from lit_vgrpo.core.pixels import save_webp, strips, to_pil
 from lit_vgrpo.core.sampling import sample
@@ -22,12 +21,11 @@ from lit_vgrpo.data import read_prompts
 from lit_vgrpo.data.prompts import Row, Rows
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.checks import picture_errors
-from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.options import Sample
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.paths import new_file, typed_path, vacant_folder, write_error
 from lit_vgrpo.system.process import bar
-from lit_vgrpo.training.evaluation import EvaluationSpec, sides_of
+from lit_vgrpo.training.evaluation import evaluation_of, sides_of
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 
@@ -84,11 +82,8 @@ def rows_of(options: Sample) -> Rows:
 
 def spec_of(recipe: dict[str, Any], options: Sample) -> RolloutSpec:
     """Return the sampling settings of the run's evaluation, with the options applied."""
-    spec = built_part(recipe, "model.evaluation", EvaluationSpec)
-    if spec is None:
-        spec = built_part(recipe, "model.objective", Objective).rollout_spec(0).as_ode()
-    asked = {"steps": options.steps, "guidance": options.guidance}
-    return replace(spec, **{name: value for name, value in asked.items() if value is not None})
+    asked: dict[str, Any] = {"steps": options.steps, "guidance": options.guidance}
+    return replace(evaluation_of(recipe), **{name: value for name, value in asked.items() if value is not None})
 
 
 def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, closing
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from lit_vgrpo.core.batches import filled
 from lit_vgrpo.core.noise import STREAM_GROUP_NOISE, STREAM_ROLLOUT, STREAM_SDE, image_generators, unit_noise
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.probability_paths import ProbabilityPath
-from lit_vgrpo.core.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
+from lit_vgrpo.core.solvers import log_prob, regrid, tail_steps, transition
 from lit_vgrpo.core.types import Conditioning, Rollout, RolloutRequest, RolloutSpec, Trajectory
 from lit_vgrpo.system.process import bar
 
@@ -22,6 +22,7 @@ class Policy(Protocol):
     """What sampling needs of a loaded :class:`~lit_vgrpo.policies.base.Policy`, which this package does not import."""
 
     path: ProbabilityPath
+    solvers: ClassVar[tuple[str, ...]]
 
     @property
     def device(self) -> torch.device: ...
@@ -38,7 +39,7 @@ def schedule_of(policy: Policy, spec: RolloutSpec) -> tuple[Any, Tensor]:
 
     Integer timesteps may repeat; their noise levels still differ. ValueError if a time is NaN or not in (0, 1].
     """
-    solver, steps = ODE_OF.get(spec.solver, spec.solver), spec.steps
+    solver, steps = spec.ode_solver(policy.solvers), spec.steps
     scheduler = policy.scheduler(solver, steps)
     if spec.tail is not None:
         policy.scheduler("dpm++", steps)  # the tail's, which some pipelines refuse
@@ -181,7 +182,7 @@ def _chain_batches(
     _, schedule = schedule_of(policy, spec)
     on_host = torch.cat([schedule, schedule.new_zeros(1)])
     second_time = float(on_host[1])
-    window, steps, tail = spec.sde_steps, spec.steps, on_host[:0]
+    window, steps, tail, solver = spec.sde_steps, spec.steps, on_host[:0], str(spec.solver)
     if spec.tail is not None and window.stop < steps:
         steps, tail = window.stop, regrid(on_host[window.stop :], tail_steps(steps - window.stop, spec.tail))
     times, window_times = on_host.to(policy.device), on_host[window.start : window.stop + 1].to(noise.device)
@@ -198,14 +199,14 @@ def _chain_batches(
             t, t_next = times[index].expand(len(z)), times[index + 1].expand(len(z))
             prediction = policy(z, t, cond, spec.guidance)
             level = spec.noise_level if index in window else 0.0
-            step = transition(spec.solver, policy.path, prediction, z, t, t_next, level, second_time)
+            step = transition(solver, policy.path, prediction, z, t, t_next, level, second_time)
             if index not in window:
                 z = step.mean
                 continue
             drawn = unit_noise(generators[part], z.shape[1:])
             z = step.mean + step.std * _without_waiting(filled(drawn, size), z.device)
             ends.append(z)
-            densities.append(log_prob(spec.solver, z, step))
+            densities.append(log_prob(solver, z, step))
             centres += [step.mean] if record_means else []
         if len(tail):
             z = _integrate_tail(policy, cond, spec, z, tail)

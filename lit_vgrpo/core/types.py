@@ -80,7 +80,8 @@ class RolloutSpec:
 
     Args:
         solver: An ODE solver (a diffusers scheduler: euler, dpm++ or unipc on a rectified flow; ddim or dpm++ on a VP
-            path) or an SDE whose steps have a likelihood (flow_sde, cps or dance_sde; ddim_sde on a VP path).
+            path) or an SDE whose steps have a likelihood (flow_sde, cps or dance_sde; ddim_sde on a VP path). Null is
+            the first ODE solver of the policy's class, which is its pipeline's.
         steps: Number of sampling steps, one network pass each (two with guidance).
         guidance: Classifier-free guidance scale; 1.0 switches it off.
         noise_level: Strength of the SDE's noise; null uses the solver's published value.
@@ -89,7 +90,7 @@ class RolloutSpec:
         tail: Re-grid the steps after the window to this share of them, with DPM-Solver++; null for no re-gridding.
     """
 
-    solver: str = "euler"
+    solver: str | None = None
     steps: Annotated[int, Range(1, 1000)] = 10
     guidance: GuidanceScale = 1.0
     noise_level: Annotated[float, Range(0, 100), OnlyWith("solver", *ODE_OF)] | None = None
@@ -108,6 +109,10 @@ class RolloutSpec:
     def is_sde(self) -> bool:
         """True if steps are sampled from a distribution with a likelihood."""
         return self.solver in ODE_OF
+
+    def ode_solver(self, solvers: Sequence[str]) -> str:
+        """Return the ODE solver, an SDE's without its noise; the first of ``solvers``, a policy's, by default."""
+        return solvers[0] if self.solver is None else ODE_OF.get(self.solver, self.solver)
 
     @property
     def sde_steps(self) -> range:
@@ -128,13 +133,13 @@ class RolloutSpec:
         """Return the ODE with the same number of steps, for held-out images."""
         if not self.is_sde:
             return self
-        return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
+        return RolloutSpec(self.ode_solver(()), self.steps, self.guidance)
 
     def errors(self) -> list[str]:
         """Return incompatible settings, one line each."""
         if not self.shared_noise or (self.is_sde and self.noise_level != 0):
             return []
-        cause = f"noise_level={self.noise_level}" if self.is_sde else f"the ODE solver {self.solver}"
+        cause = f"noise_level={self.noise_level}" if self.is_sde else f"the ODE solver {self.solver or ''}".rstrip()
         same = f"model.objective.rollout.shared_noise=true with {cause} makes all images of a group identical."
         return [f"{same} Set shared_noise=false."]
 

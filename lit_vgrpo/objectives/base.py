@@ -154,12 +154,14 @@ class Objective(ABC):
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Use the method's default rollout if none is given, and start without copies and updates.
+        """Use the method's default rollout, or its solver, if none is given, and start without copies and updates.
 
         A dataclass that defines ``__post_init__`` itself must call this one.
         """
         if self.rollout is None and self.default_rollout is not None:
             self.rollout = replace(self.default_rollout)
+        if self.trains_on_sampling_steps and self.rollout is not None and self.rollout.solver is None:
+            self.rollout = replace(self.rollout, solver=(self.default_rollout or self.rollout).solver)
         self.rollout_device: torch.device | None = None
         self.copies: dict[str, Snapshot] = {}
         self.num_updates = 0
@@ -231,7 +233,7 @@ class Objective(ABC):
             method = type(self).__name__
             return [f"model.objective={method} does not work on {policy.__name__}: it is not defined on {path}."]
         spec, where = self.rollout_spec(0), "model.objective.rollout"
-        if spec.solver not in (policy.sde_solvers if spec.is_sde else policy.solvers):
+        if spec.solver not in (policy.sde_solvers if spec.is_sde else (None, *policy.solvers)):
             known = " or ".join((*policy.solvers, *policy.sde_solvers))
             return [f"{where}.solver={spec.solver} is not a solver of {policy.__name__}. Use {known}."]
         return []

@@ -36,7 +36,7 @@ class StepPass:
     def __init__(self, policy: Policy, micro: Experience, spec: RolloutSpec, guidance: float) -> None:
         assert micro.steps is not None
         steps = micro.steps.tensors()
-        self.solver, self.after, shape = spec.solver, steps["after"], steps["t"].shape
+        self.solver, self.after, shape = str(spec.solver), steps["after"], steps["t"].shape
         z, t, t_next, second = (steps[name].flatten(0, 1) for name in ("before", "t", "t_next", "second_time"))
         prediction = policy(z, t, micro.conditioning.select(micro.rows.repeat_interleave(shape[1])), guidance)
         one = transition(self.solver, policy.path, prediction, z, t, t_next, spec.noise_level, second)

@@ -36,7 +36,7 @@ def kl_factor(spec: RolloutSpec, path: ProbabilityPath, t: Tensor, t_next: Tenso
         second_time: The schedule's second time.
     """
     one, of_path = torch.ones_like(t)[:, None], "ddim_sde" if isinstance(path, VariancePreserving) else "flow_sde"
-    solver, level = (spec.solver, spec.noise_level) if spec.is_sde else (of_path, 0.0)
+    solver, level = (str(spec.solver), spec.noise_level) if spec.is_sde else (of_path, 0.0)
     step = transition(solver, path, one, torch.zeros_like(one), t, t_next, level, second_time)
     return (step.mean.square() / (2 * torch.where(step.std > 0, step.std, 1.0).square()))[:, 0]
 

@@ -21,7 +21,7 @@ from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.probability_paths import ProbabilityPath
 from lit_vgrpo.core.ranges import BatchSize, OnlyWith, PositiveFloat, Range, checked
 from lit_vgrpo.core.sharding import is_sharded
-from lit_vgrpo.core.types import Conditioning, is_of_prompt
+from lit_vgrpo.core.types import Conditioning, RolloutSpec, is_of_prompt
 from lit_vgrpo.policies.acceleration import FoldedNetwork, compile_network, lora_layers, set_attention_backend
 from lit_vgrpo.policies.export import save_adapter, save_pipeline
 from lit_vgrpo.policies.loading import INDEX, KEY, find_folder, pipeline_misfit, pipeline_on_meta, read_pipeline
@@ -397,6 +397,16 @@ class Policy(nn.Module):
         if "true_cfg_scale" in inspect.signature(type(self.pipeline).__call__).parameters:
             return {"true_cfg_scale": guidance, "negative_prompt": negative}
         return {"guidance_scale": guidance, **({"negative_prompt": negative} if self.negative_prompt else {})}
+
+    def scheduler_lines(self, spec: RolloutSpec) -> list[str]:
+        """Return the lines of Python that give ``pipe`` the scheduler of :meth:`scheduler`, or none for its own."""
+        chosen = self.scheduler(spec.ode_solver(self.solvers), spec.steps)
+        kind, config, own = type(chosen), chosen.config, self.pipeline.scheduler
+        defaults = {name: option.default for name, option in inspect.signature(kind).parameters.items()}
+        if kind is type(own) and all(config[name] == own.config.get(name) for name in defaults):
+            return []
+        given = [f"{name}={config[name]!r}" for name in defaults if config[name] != defaults[name]]
+        return [f"pipe.scheduler = diffusers.{kind.__name__}({', '.join(given)})"]
 
     @contextmanager
     def sized(self, height: int | None, width: int | None) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_vgrpo.core.probability_paths import RectifiedFlow
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.solvers import FLOW_SDES
-from lit_vgrpo.core.types import Conditioning
+from lit_vgrpo.core.types import Conditioning, RolloutSpec
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import config_value
 
@@ -109,9 +109,9 @@ class FlowPolicy(Policy, ABC):
         """Return the logarithm of a dynamic shift; ``None`` for the usual one, linear in the number of tokens."""
         return None
 
-    def sigmas(self, steps: int) -> Sequence[float]:
-        """Return the unshifted sigmas that the pipeline passes to its scheduler."""
-        return np.linspace(1.0, 1 / steps, steps).tolist()
+    def sigmas(self, steps: int) -> Sequence[float] | None:
+        """Return the unshifted sigmas that the pipeline passes to its scheduler, or ``None`` if it passes none."""
+        return np.linspace(1.0, 1 / steps, steps).tolist() if self.pipeline_solver == "euler" else None
 
     def scheduler(self, solver: str, steps: int) -> Any:
         base, tokens = self.pipeline.scheduler, self.image_tokens()
@@ -125,6 +125,17 @@ class FlowPolicy(Policy, ABC):
             config = {"num_train_timesteps": base.config.num_train_timesteps, "shift": base.config.flow_shift}
             return flow_scheduler(solver, FlowMatchEulerDiscreteScheduler(**config), steps, tokens)
         return flow_scheduler(solver, base, steps, tokens, self.sigmas(steps), self.shift_mu(steps))
+
+    def scheduler_lines(self, spec: RolloutSpec) -> list[str]:
+        lines = super().scheduler_lines(spec)
+        if lines and self.sigmas(spec.steps) is not None and spec.ode_solver(self.solvers) != "euler":
+            lines += [
+                "set_timesteps = pipe.scheduler.set_timesteps  # the pipeline's sigmas are for its own scheduler",
+                "pipe.scheduler.set_timesteps = lambda num_inference_steps=None, device=None, sigmas=None, mu=None: (",
+                "    set_timesteps(num_inference_steps or len(sigmas), device)",
+                ")",
+            ]
+        return lines
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
         return (scheduler.timesteps.double() / scheduler.config.num_train_timesteps).float()

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_vgrpo.core.sampling import schedule_of
-from lit_vgrpo.core.solvers import ODE_OF
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import error_in_user_code, is_deliberate, one_line
 from lit_vgrpo.policies.base import Policy
@@ -170,7 +169,7 @@ def drawing_errors(policy: Policy, specs: Sequence[RolloutSpec] = ()) -> list[st
             stage = "its VAE"
             twin.decode(z)
             for spec in specs:
-                if ODE_OF.get(spec.solver, spec.solver) in twin.solvers:
+                if spec.ode_solver(twin.solvers) in twin.solvers:
                     schedule_of(twin, spec)
         vars(policy)["draft"] = twin  # not a submodule
     except LoadError as error:

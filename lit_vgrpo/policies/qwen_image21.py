@@ -38,7 +38,7 @@ class QwenImage21Policy(QwenVAEPolicy):
             raise ValueError(f"{problem}. Use euler and steps={len(given)}.")
         return super().scheduler(solver, steps)
 
-    def sigmas(self, steps: int) -> Sequence[float]:
+    def sigmas(self, steps: int) -> Sequence[float] | None:
         return self.pipeline.config.sample_sigmas or super().sigmas(steps)
 
     @property

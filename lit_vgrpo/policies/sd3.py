@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.flow import PATCH, FlowPolicy, flow_scheduler
+from lit_vgrpo.policies.flow import PATCH, FlowPolicy
 from lit_vgrpo.system.hub import LoadError
 
 
@@ -57,5 +57,5 @@ class SD3Policy(FlowPolicy):
             return_dict=False,
         )[0]
 
-    def scheduler(self, solver: str, steps: int) -> Any:
-        return flow_scheduler(solver, self.pipeline.scheduler, steps, self.image_tokens())
+    def sigmas(self, steps: int) -> None:
+        return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import yaml
 
 from lit_vgrpo.config.tree import class_name
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import one_line, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import lora_options
@@ -22,6 +22,7 @@ from lit_vgrpo.report.run_data import RunData, read_run
 from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.hub import base_name, file_at_hand, local_folder
 from lit_vgrpo.system.paths import copy_file, write_atomically
+from lit_vgrpo.training.evaluation import evaluation_of, sides_of
 
 CARD_NAME, PICTURE_NAME = "README.md", "before_after.png"
 LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -39,6 +40,7 @@ def add_card(
     dtype: torch.dtype = torch.float32,
     merged: bool = False,
     is_whole: bool = True,
+    spec: RolloutSpec | None = None,
 ) -> tuple[str, list[str]]:
     """Write the model card into an export; a failure is only reported, since only the weights matter.
 
@@ -49,6 +51,7 @@ def add_card(
         iterations: Iterations after which they were saved.
         merged: True if an adapter was merged into the weights.
         is_whole: False if the weights were saved in the middle of an iteration.
+        spec: How the run's evaluation samples; ``None`` reads it from the run's recipe.
 
     Returns:
         The kind of weights, such as ``LoRA of rank 32, float32``, and the lines of Python that load them.
@@ -67,7 +70,7 @@ def add_card(
         else:
             lines.append(from_pretrained(policy, f"{written}", dtype, folder))
         data = read_run(run)
-        lines.append(sample_call(policy, data.recipe.get("model") or {}))
+        lines += sample_lines(policy, spec or evaluation_of(data.recipe))
         is_evaluated, data = is_whole and variant == data.weights, _until(data, iterations)
         # The last evaluation may be of an earlier iteration, and rounded weights were not measured.
         if not is_evaluated or dtype != torch.float32 or [p.iteration for p in data.evaluations][-1:] != [iterations]:
@@ -79,24 +82,25 @@ def add_card(
             copy_file(picture, folder / PICTURE_NAME)
         base_card = file_at_hand(policy.checkpoint, CARD_NAME, policy.revision)
         shown: dict[str, Any] = {"what": what, "lines": lines, "variant": variant, "iterations": iterations}
-        shown |= {"base": base_name(policy.checkpoint), "edits": policy.edits, "has_picture": has_picture}
+        task = "image-to-image" if policy.edits else "text-to-image" if policy.num_frames is None else "text-to-video"
+        shown |= {"base": base_name(policy.checkpoint), "task": task, "has_picture": has_picture}
         write_atomically(folder / CARD_NAME, card(data, base_card, is_adapter, **shown))
     except Exception as error:  # a card is no reason to lose an export or the end of a run
         report([f"No model card in {written}: {one_line(error) or type(error).__name__}"])
     return what, lines
 
 
-def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, edits: bool, **shown: Any) -> str:
+def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, task: str, **shown: Any) -> str:
     """Return the card's text, with the metadata that hubs read in front.
 
     Args:
         base_card: The base model's card, if it is on this machine.
         is_adapter: The export is loaded on top of the base model.
         base: Name of the model that training started from.
+        task: The hub's name of what the pipeline does.
         shown: Additional values for the template.
     """
     licence = base_licence(base_card)
-    task = "image-to-image" if edits else "text-to-image"
     relation = "adapter" if is_adapter else "finetune"
     head: dict[str, Any] = {
         "library_name": "diffusers",
@@ -113,7 +117,7 @@ def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, edit
         run=run,
         verdict=Verdict(run),
         base=base,
-        edits=edits,
+        edits=task == "image-to-image",
         licence=[word for value in licence.values() for word in (value if isinstance(value, list) else [value])],
         method=class_name(model.get("objective")) or "not known",
         rewards=run.reward_names or [class_name(model.get("reward"))],
@@ -156,27 +160,27 @@ def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path
     return f"pipe = diffusers.DiffusionPipeline.from_pretrained({arguments})"
 
 
-def sample_call(policy: Policy, model: Mapping[str, Any]) -> str:
-    """Return the line of Python that samples as the run's evaluation did; a picture to edit is not resized.
-
-    Without a rollout in ``model``, the recipe's part, steps and guidance are left to the pipeline.
-    """
-    plan = model.get("evaluation") or ((model.get("objective") or {}).get("init_args") or {}).get("rollout") or {}
-    sides = zip(("height", "width"), policy.image_size or (1, 1), strict=True)
-    height, width = (plan.get(name) or side for name, side in sides)
+def sample_lines(policy: Policy, spec: RolloutSpec) -> list[str]:
+    """Return the lines of Python that sample as an evaluation with ``spec`` does; a picture to edit is not resized."""
+    with policy.sized(*sides_of(spec)):
+        height, width = policy.image_size or (1, 1)
+        scheduler = policy.scheduler_lines(spec)
     known = inspect.signature(type(policy.pipeline).__call__).parameters
     options = policy.pipeline_references(torch.zeros(1, 3, height, width)) if policy.edits else {}
     options |= {"height": height, "width": width}
     options |= {name: getattr(policy, name) for name in ("max_sequence_length", "num_frames") if name in known}
-    if {"steps", "guidance"} <= plan.keys():
-        options |= {"num_inference_steps": plan["steps"], **policy.pipeline_guidance(plan["guidance"], 1)}
+    options |= {"num_inference_steps": spec.steps, **policy.pipeline_guidance(spec.guidance, 1)}
     options |= policy.pipeline_options
     named = [f"picture_{number + 1}" for number in range(policy.references)]
     shown = "picture" if len(named) == 1 else f"[{', '.join(named)}]"
     picture = [f"image={shown}"] if options.pop("image", None) is not None else []
     given = [f"{name}={value!r}" for name, value in options.items() if not isinstance(value, torch.Tensor)]
+    if "negative_prompt_embeds" in options and policy.negative_prompt:  # a pipeline that takes nothing else
+        length = f"max_sequence_length={options['max_sequence_length']}"
+        given.append(f"negative_prompt_embeds=pipe.encode_prompt({policy.negative_prompt!r}, {length})[0]")
+    tiling = ["pipe.vae.enable_tiling()"] if policy.vae_tiling else []
     result = "frames = {}.frames[0]" if "num_frames" in options else "image = {}.images[0]"
-    return result.format(f'pipe(prompt="a prompt", {", ".join([*picture, *given])})')
+    return [*scheduler, *tiling, result.format(f'pipe(prompt="a prompt", {", ".join([*picture, *given])})')]
 
 
 def _base(policy: Policy) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import all_gather_objects, all_gather_rows, rank_and_world_size
 from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
@@ -51,6 +52,12 @@ class EvaluationSpec(RolloutSpec):
 
     height: Annotated[int, Range(1, 16_384)] | None = None
     width: Annotated[int, Range(1, 16_384)] | None = None
+
+
+def evaluation_of(recipe: Mapping[str, Any]) -> RolloutSpec:
+    """Return how a recipe samples held-out images; raise UserError if its evaluation or objective cannot be built."""
+    spec: RolloutSpec | None = built_part(recipe, "model.evaluation", EvaluationSpec)
+    return spec or built_part(recipe, "model.objective", Objective).rollout_spec(0).as_ode()
 
 
 def sides_of(spec: RolloutSpec) -> tuple[int | None, int | None]:
@@ -161,7 +168,9 @@ class Evaluator:
         ledger: PassLedger | None = None,
         queue: ScoreQueue | None = None,
     ) -> None:
-        self.policy, self.spec, self.batch_size, self.seed = policy, spec or RolloutSpec(), batch_size, seed
+        self.policy, self.batch_size, self.seed = policy, batch_size, seed
+        spec = spec or RolloutSpec()
+        self.spec = spec if spec.solver else replace(spec, solver=spec.ode_solver(policy.solvers))
         self.sides = sides_of(self.spec)
         self.reward = as_weighted(reward)
         self.untrained = None if untrained is None else as_weighted(untrained, "model.heldout_reward")

@@ -100,7 +100,7 @@ def module_errors(module: TrainingModule, sizes: Sizes) -> list[str]:
 def _misfits(module: TrainingModule) -> Iterator[str]:
     """Yield one line for each part that does not fit another: policy, objective, rewards, evaluation."""
     policy, objective, spec, name = module.policy, module.objective, module.evaluation, type(module.policy).__name__
-    if spec is not None and spec.solver not in policy.solvers:
+    if spec is not None and spec.solver not in (None, *policy.solvers):
         solvers = " or ".join(policy.solvers)
         yield f"model.evaluation.solver={spec.solver} is not an ODE solver of {name}. Use {solvers}."
     elif spec is not None:

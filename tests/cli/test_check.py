@@ -55,7 +55,7 @@ MISTAKES = [
     (["model.optimizer=1e-4"], "model.optimizer=0.0001 names no class. Write {class_path: NAME, init_args: {OPTI"),
     ([WATCHED], "model.lr_scheduler.monitor=foo: runs log no metric with this name. Use one of: "),
     ([PLATEAU], "model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {cl"),
-    ([f"{ROLLOUT}.noise_level=0.7"], f"{ROLLOUT}.noise_level=0.7 has no effect with solver=euler. Set noise_level="),
+    ([f"{ROLLOUT}.noise_level=0.7"], f"{ROLLOUT}.noise_level=0.7 has no effect with solver=None. Set noise_level="),
     ([FOLDER, "tensor"], "Cannot load HERE/faulty/transformer: 1 weight missing, such as context_embedder.bias."),
     ([FOLDER, "tokenizer.json"], f"{FOLDER} has a tokenizer that has 2 tokens, but its encoder 566. Save or "),
     ([FOLDER, "vae"], f"{FOLDER} has no vae, but SD3Policy needs it. In its model_index.json, it is null or absent."),

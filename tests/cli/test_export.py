@@ -32,21 +32,25 @@ model:
   reward: JPEGCompressibility
 data: {train: train.txt, prompts_per_iteration: 1, group_size: 2, micro_batch_size: 2}
 """
-# What a pipeline of these families must be told to sample as the policies do.
-TRAILING = {"class": "DDIMScheduler", "timestep_spacing": "trailing", "clip_sample": False, "set_alpha_to_one": True}
 FAMILIES = {
-    "sd3": ("SD3Policy", {"max_sequence_length": 4}, {}),
-    "unet": ("UNetPolicy", {}, TRAILING),
-    "sdxl": ("SDXLPolicy", {}, TRAILING),
-    "flux": ("FluxPolicy", {"max_sequence_length": 8, "height": 32, "width": 32}, {}),
+    "sd3": ("SD3Policy", {"max_sequence_length": 4}),
+    "unet": ("UNetPolicy", {}),
+    "sdxl": ("SDXLPolicy", {}),
+    "flux": ("FluxPolicy", {"max_sequence_length": 8, "height": 32, "width": 32}),
 }
-CASES = {  # name of the folder -> family, kind of the run, options of the command
-    **{f"{family}_{kind}": (family, kind, []) for family in FAMILIES for kind in ("lora", "full")},
-    "sd3_trained": ("sd3", "lora", ["--no-ema"]),
-    "sd3_merged": ("sd3", "lora", ["--merge"]),
-    "flux_merged": ("flux", "lora", ["--merge"]),
-    "unet_kohya": ("unet", "lora", ["--format", "kohya"]),
-    "sdxl_kohya": ("sdxl", "lora", ["--format=kohya"]),
+CASES = {  # name of the folder -> family, kind of the run, options of the command, settings of the evaluation
+    **{f"{family}_{kind}": (family, kind, [], {}) for family in FAMILIES for kind in ("lora", "full")},
+    "sd3_trained": ("sd3", "lora", ["--no-ema"], {}),
+    "sd3_merged": ("sd3", "lora", ["--merge"], {}),
+    "flux_merged": ("flux", "lora", ["--merge"], {}),
+    "unet_kohya": ("unet", "lora", ["--format", "kohya"], {}),
+    "sdxl_kohya": ("sdxl", "lora", ["--format=kohya"], {}),
+    "sd3_low": ("sd3", "lora", [], {"solver": "dpm++", "height": 16}),
+    "sd3_unipc": ("sd3", "full", [], {"solver": "unipc"}),
+    "unet_dpm": ("unet", "lora", [], {"solver": "dpm++"}),
+    "sdxl_dpm": ("sdxl", "full", [], {"solver": "dpm++"}),
+    "flux_dpm": ("flux", "full", [], {"solver": "dpm++", "height": 48}),
+    "flux_unipc": ("flux", "lora", [], {"solver": "unipc"}),
 }
 
 
@@ -56,7 +60,7 @@ def place(tmp_path_factory, sd3_folder, unet_folder, sdxl_folder, flux_folder):
     place = tmp_path_factory.mktemp("export")
     checkpoints = {"sd3": sd3_folder(), "unet": unet_folder(), "sdxl": sdxl_folder(), "flux": flux_folder()}
     policies = {}
-    for family, (cls, options, _) in FAMILIES.items():
+    for family, (cls, options) in FAMILIES.items():
         arguments = {"checkpoint": str(checkpoints[family]), **options}
         policies[f"{family}_lora"] = {"class_path": cls, "init_args": {**arguments, **LORA}}
         policies[f"{family}_full"] = {"class_path": cls, "init_args": arguments}
@@ -74,7 +78,6 @@ def place(tmp_path_factory, sd3_folder, unet_folder, sdxl_folder, flux_folder):
 def train(name, policy, *words):
     recipe = yaml.safe_load(RECIPE)
     recipe["model"]["policy"] = policy
-    recipe["model"]["objective"]["init_args"]["rollout"]["solver"] = solver_of(name.split("_")[0])
     Path(f"{name}.yaml").write_text(yaml.safe_dump(recipe))
     assert run([f"{name}.yaml", *words]) == 0
 
@@ -102,18 +105,13 @@ def inside(place, monkeypatch):
     return place
 
 
-def solver_of(family):
-    return "ddim" if FAMILIES[family][2] else "euler"
-
-
 @pytest.fixture(scope="module")
 def drawn(place, tmp_path_factory):
     """The exports by name: image of plain diffusers, our sampler's, and the start's."""
     cases = []
-    for family, kind, options in CASES.values():
+    for family, kind, options, evaluation in CASES.values():
         variant = "EMA" if (family, kind) == ("sd3", "lora") and "--no-ema" not in options else "trained"
-        way = {"prompt": PROMPT}, solver_of(family), FAMILIES[family][2]
-        cases.append((place, f"runs/{family}_{kind}", variant, options, *way))
+        cases.append((place, f"runs/{family}_{kind}", variant, options, {"prompt": PROMPT}, evaluation))
     return dict(zip(CASES, draw_exports(cases, tmp_path_factory.mktemp("drawn")), strict=True))
 
 

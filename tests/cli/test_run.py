@@ -51,7 +51,8 @@ def test_resume_replaces_no_results_of_another_program(tiny_recipe, capsys):
 
 
 def test_several_mistakes_are_several_lines(tiny_recipe, capfd):
-    assert run([str(tiny_recipe), "trainer.devices=3", "model.policy=UNetPolicy", POLICY]) == 2
+    words = ["trainer.devices=3", "model.policy=UNetPolicy", POLICY, "model.objective.rollout.solver=euler"]
+    assert run([str(tiny_recipe), *words]) == 2
     found = capfd.readouterr().err
     assert "is a StableDiffusion3Pipeline, UNetPolicy needs StableDiffusionPipeline" in found
     assert "model.objective.rollout.solver=euler is not a solver of UNetPolicy" in found

@@ -185,10 +185,10 @@ SDES = "flow_sde or cps or dance_sde or ddim_sde"
 @pytest.mark.parametrize(
     ("cls", "given", "message"),
     [
-        (RolloutSpec, {"noise_level": 0.7}, f"with solver=euler. Set noise_level=None, or solver={SDES}."),
+        (RolloutSpec, {"noise_level": 0.7}, f"with solver=None. Set noise_level=None, or solver={SDES}."),
         (RolloutSpec, {"solver": "unipc", "window": (1, 2)}, f"with solver=unipc. Set window=None, or solver={SDES}."),
         (RolloutSpec, {"solver": "ddim", "tail": 0.5}, f"with solver=ddim. Set tail=None, or solver={SDES}."),
-        (EvaluationSpec, {"noise_level": 0.7}, "with solver=euler."),
+        (EvaluationSpec, {"noise_level": 0.7}, "with solver=None."),
         (objectives.FlowGRPO, {"fast_window": 2}, "with fast=False. Set fast_window=3, or fast."),
         (objectives.FlowGRPO, {"fast_range": (0, 4)}, "with fast=False. Set fast_range=None, or fast."),
         (

@@ -10,9 +10,10 @@ import yaml
 from commands import export, run
 from diffusers import DiffusionPipeline
 
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import KontextPolicy
 from lit_vgrpo.report import verdict
-from lit_vgrpo.report.model_card import LICENCE_KEYS, base_licence, card, sample_call
+from lit_vgrpo.report.model_card import LICENCE_KEYS, base_licence, card, sample_lines
 from lit_vgrpo.report.run_data import differences, read_run, without_secrets
 from lit_vgrpo.training.checkpoint_file import read, write
 
@@ -81,11 +82,12 @@ def test_the_licence_is_that_of_the_base_models_card(tmp_path):
     base = tmp_path / "base.md"
     base.write_text("---\nlicense: mit\nlicense_link: LICENSE.md\ntags: [a]\n---\n# Base\n")
     assert base_licence(base) == {"license": "mit", "license_link": "LICENSE.md"}
-    shown = {**SHOWN, "base": "some/model", "edits": False}
+    shown = {**SHOWN, "base": "some/model", "task": "text-to-video"}
     (tmp_path / "config.yaml").write_text("model: {objective: VGRPO, reward: JPEGCompressibility}\nname: '````'\n")
     text = card(read_run(tmp_path), base, is_adapter=True, **shown)
     head = yaml.safe_load(text.split("---\n")[1])
     assert head["license"] == "mit"
+    assert (head["pipeline_tag"], head["tags"][0]) == ("text-to-video", "text-to-video")
     assert (head["base_model"], head["base_model_relation"]) == ("some/model", "adapter")
     assert "lora" in head["tags"]
     assert text.count("````") == 4
@@ -124,7 +126,7 @@ def test_a_licence_that_cannot_be_read_is_unknown_and_said(tmp_path, capsys, hea
     if licence is None:
         assert err.startswith(f"The base model's licence is not known: {base} cannot be read (")
         assert len(err) < 400 + len(str(base))
-    text = card(read_run(tmp_path), base, is_adapter=True, **{**SHOWN, "base": "some/model", "edits": False})
+    text = card(read_run(tmp_path), base, is_adapter=True, **{**SHOWN, "base": "some/model", "task": "text-to-image"})
     shown = yaml.safe_load(text.split("---\n")[1])
     assert {key: shown[key] for key in LICENCE_KEYS if key in shown} == (licence or {})
     words = [word for value in (licence or {}).values() for word in (value if isinstance(value, list) else [value])]
@@ -160,13 +162,12 @@ def test_nothing_beside_the_weights_keeps_them_from_being_written(tiny_recipe, t
 def test_a_model_that_edits_pictures_says_how_to_call_it(tmp_path):
     options = {"max_sequence_length": 4, "height": 32, "width": 48}
     policy = KontextPolicy("shipped:assets/tiny_edit", **options).load()
-    model = {"objective": {"init_args": {"rollout": {"steps": 5, "guidance": 3.0}}}, "evaluation": None}
     size = "max_area=1536, _auto_resize=False, height=32, width=48, max_sequence_length=4"
     start = f'image = pipe(prompt="a prompt", image=picture, {size}'
-    line = sample_call(policy, model)
+    (line,) = sample_lines(policy, RolloutSpec(None, 5, 3.0))
     assert line == f"{start}, num_inference_steps=5, true_cfg_scale=3.0, negative_prompt=['']).images[0]"
-    assert sample_call(policy, {}) == f"{start}).images[0]"
-    text = card(read_run(tmp_path), None, is_adapter=True, base="tiny_edit", edits=True, **{**SHOWN, "lines": [line]})
+    shown = {**SHOWN, "base": "tiny_edit", "task": "image-to-image", "lines": [line]}
+    text = card(read_run(tmp_path), None, is_adapter=True, **shown)
     head = yaml.safe_load(text.split("---\n")[1])
     assert (head["pipeline_tag"], head["tags"][0]) == ("image-to-image", "image-to-image")
     assert line in text

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from commands import export, run
 from helpers import SMALL_PICTURES
 from processes import draw_with_diffusers
@@ -13,8 +14,8 @@ from processes import draw_with_diffusers
 from lit_vgrpo.cli.sample import image_of
 from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.core.pictures import references_of
-from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.policies.checks import call_of
+from lit_vgrpo.core.pixels import to_pil
+from lit_vgrpo.training.evaluation import evaluation_of, sides_of
 from lit_vgrpo.training.saved_weights import SavedWeights
 
 SEED, STEPS, GUIDANCE = 3, 3, 2.0
@@ -53,23 +54,29 @@ def load_run(folder, variant):
 def draw_exports(cases, folder):
     """Return images of each export: by plain diffusers with the printed lines, by our sampler, and of the start.
 
-    A case is a working folder, a run, its set of weights, options of the export, a prompt's row, a solver, and the
-    settings of a scheduler that a pipeline must be told to sample as the policy does.
+    A case is a working folder, a run, its set of weights, options of the export, a prompt's row, and its evaluation's
+    settings.
     """
     jobs, images = [], []
-    for number, (place, name, variant, options, row, solver, scheduler) in enumerate(cases):
+    for number, (place, name, variant, options, row, evaluation) in enumerate(cases):
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
             patch.chdir(place)
+            config = Path(name, "config.yaml")
+            recipe = yaml.safe_load(config.read_text())
+            recipe["model"]["evaluation"] = {"steps": STEPS, "guidance": GUIDANCE, **evaluation}
+            config.write_text(yaml.safe_dump(recipe))
             assert export([name, "--to", str(folder / str(number)), *options]) == 0
-            spec = RolloutSpec(solver, STEPS, GUIDANCE)
+            spec = evaluation_of(recipe)
             start, policy = image_of(load_run(name, "reference"), spec, row, SEED), load_run(name, variant)
             images.append((image_of(policy, spec, row, SEED), start))
             edited = references_of([row])
-            pictures = None if edited is None else torch.stack(edited).float() / 255
-            noise = policy.prior([torch.Generator().manual_seed(SEED)])
-        files = {name: str(folder / f"{number}.{name}") for name in ("call", "image")}
-        torch.save(call_of(policy, [row["prompt"]], noise, STEPS, GUIDANCE, pictures), files["call"])
-        lines = [*SMALL_PICTURES, *out.getvalue().splitlines()[1:]]
-        jobs.append({"lines": lines, "scheduler": dict(scheduler), **files})
+            with policy.sized(*sides_of(spec)):
+                noise = policy.pipeline_latents(policy.prior([torch.Generator().manual_seed(SEED)]))
+        given = {"prompt": row["prompt"], "latents": noise}
+        files = [] if edited is None else to_pil(edited[0].unflatten(0, (-1, 3)).flatten(0, -4) / 255)
+        given |= {f"picture_{number}" if files[1:] else "picture": file for number, file in enumerate(files, start=1)}
+        files = {name: str(folder / f"{number}.{name}") for name in ("given", "image")}
+        torch.save(given, files["given"])
+        jobs.append({"lines": [*SMALL_PICTURES, *out.getvalue().splitlines()[1:]], **files})
     draw_with_diffusers(jobs, folder)
     return [(torch.load(job["image"]), *ours) for job, ours in zip(jobs, images, strict=True)]
