@@ -66,6 +66,8 @@ def printable(body: bytes, most: int) -> str:
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that was probably meant, or ``None``; case is ignored."""
     known = list(known)
+    if starts := [name for name in known if name.startswith(f"{word}_")]:
+        return starts[0]
     if ends := [name for name in known if name.endswith(f".{word}")]:
         return ends[0]
     if close := get_close_matches(word, known, n=1):

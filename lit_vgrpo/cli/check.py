@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from itertools import islice, pairwise
+from pathlib import Path
 
 import torch
 
@@ -88,7 +89,7 @@ def _check_recipe(command: Command, gpu_bytes: int | None) -> Policy:
         raise UserError(*errors)
     changed = " (before your changes)" if command.overlays or command.overrides else ""
     evidence = [f"Evidence{changed}: {level}."] if level else []
-    say("\n".join([cli.plan(), estimate, *cli.about_prompts(), *evidence]))
+    say("\n".join([*recipe.notes, cli.plan(), estimate, *cli.about_prompts(), *evidence]))
     say(f"{command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return cli.model.policy
 
@@ -111,11 +112,16 @@ def reward_errors(cli: RecipeCLI) -> list[str]:
 
 
 def disk_errors(cli: RecipeCLI) -> list[str]:
-    """Return an error if the run folder cannot be created, or its disk has less room than checkpoints need."""
+    """Return an error if a folder cannot be created, or the run's disk has less room than checkpoints need."""
     place = next(parent for parent in cli.folder.absolute().parents if parent.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
         why = "is not writable" if place.is_dir() else "is a file"
         return [f"Cannot create the run folder {cli.folder}: {place} {why}. Set run_dir=/another/folder."]
+    for logger in cli.trainer.loggers:
+        folder = Path(logger.save_dir or cli.folder).absolute()
+        if not next(parent for parent in (folder, *folder.parents) if parent.exists()).is_dir():
+            name = type(logger).__name__
+            return [f"trainer.logger={name} cannot write to {logger.save_dir}, which is in a file. Set its save_dir."]
     need, free = CHECKPOINTS_AT_ONCE * checkpoint_bytes(cli), shutil.disk_usage(place).free
     if free >= need:
         return []

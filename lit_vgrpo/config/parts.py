@@ -17,20 +17,22 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import reduce
+from pathlib import PurePath
 from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import ArgumentParser
 from pydantic import ValidationError
 
-from lit_vgrpo.config.tree import CLASS_KEYS, Place, apply_override, expanded, leaves, typed_key
+from lit_vgrpo.config.tree import CLASS_KEYS, Place, apply_override, class_name, expanded, leaves, typed_key
 from lit_vgrpo.errors import UserError, causes, error_in_user_code, one_line, suggestion, unknown_option
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
+IS_FUNCTION = re.compile(r"^[\w./]+(:\w+|\.py)$")
 KEY = re.compile(r"""Parser key ["']([\w.+]+)["']""")
 OF_CONSTRUCTOR = re.compile(r"- (\w+=.*)")
-EXPECTED = re.compile(r"Expected an? (<class '.+?'>|typing\.Literal\[.+?\])")
-GIVEN = re.compile(r"(?:Given value|Got value): (.*)")
+EXPECTED = re.compile(r"Expected (?:an? )?(<class '.+?'>|typing\.Literal\[.+?\])")
+GIVEN = re.compile(r"(?:Given value|Got value): (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 REQUIRED = re.compile(r"the following arguments are required: (.+)")
 NAMED_IN = ("lit_vgrpo.", "lightning.", "torch.")
 """Packages of the classes that a recipe names."""
@@ -90,7 +92,7 @@ def _node(tree: Any, key: str) -> Any:
 
 def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
     """Return the error of the first class or option in a value that does not exist, or ``None``."""
-    if isinstance(node, list):
+    if isinstance(node, list) and not isinstance(place[-1], int):
         errors = (_misnamed({} if item is None else item, hint, (*place, number)) for number, item in enumerate(node))
         return next(filter(None, errors), None)
     key, kinds = typed_key(place), dict.fromkeys(_kinds(hint))
@@ -100,7 +102,10 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
     if not classes or node is None:
         return None
     owner: Any = None
-    if isinstance(name, str) and not (name is node and {str, dict, float, int, bool} & others):
+    if isinstance(name, str) and "Reward" in {kind.__name__ for kind in classes} and IS_FUNCTION.search(name):
+        called = name if ":" in name else f"{PurePath(name).stem}:FUNCTION"
+        return f"{key}={name} names no class. For a function, write {key}.python={called}."
+    if isinstance(name, str) and not (name is node and {str, dict, float, int} & others):
         if not isinstance(owner := _class_named(name, classes), type):
             return owner and f"{key}{owner}"
     elif name is None and dict not in others:
@@ -189,7 +194,11 @@ def _parser_error(error: BaseException, tree: Mapping[str, Any]) -> str:
     key = ".".join(dict.fromkeys(KEY.findall(text))).replace(".init_args", "")
     if missing := REQUIRED.search(text):
         names = [f"{key}.{name}".removeprefix(".") for name in missing[1].split(", ")]
-        return f"The recipe lacks {', '.join(names)}. For a complete one: lightning init my_run"
+        swapped = class_name(_node(tree, key)) if len(names) == 1 else ""
+        advice = "For a complete one: lightning init my_run"
+        if swapped:  # naming another class drops the old one's options
+            advice = f"{swapped} needs it: add {names[0]}=VALUE"
+        return f"The recipe lacks {', '.join(names)}. {advice}"
     if message := OF_CONSTRUCTOR.search(text):
         return with_full_key(message[1], tree)
     if isinstance(reason, ValidationError):

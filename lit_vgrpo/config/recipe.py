@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +19,9 @@ from lit_vgrpo.config.tree import (
     Place,
     apply_override,
     class_name,
+    expanded_logger,
     expanded_recipe,
+    hold_out_another,
     leaves,
     merged,
     replaced,
@@ -89,6 +91,7 @@ class Recipe:
         texts: By place, each value that depends on the environment, as written: it may be a secret.
         swapped: Training method that an override names instead of the file's; ``None`` if it is the file's.
         places: Folders of the files, in which paths and modules are found before the current folder.
+        notes: Lines on what the overrides dropped or replaced.
     """
 
     command: Command
@@ -96,6 +99,7 @@ class Recipe:
     texts: dict[Place, str]
     swapped: str | None
     places: list[Path]
+    notes: list[str] = field(default_factory=list)
 
 
 def is_override(word: str) -> bool:
@@ -181,24 +185,33 @@ def read_recipe(command: Command) -> Recipe:
             raise UserError(f"{file} is a curriculum of several recipes. Use one of its stages, or the run of one.")
         plain = merged(plain, expanded_recipe(with_found_paths(content, near)))
     import_from_here(*places)
-    swapped = None
+    swapped, notes = None, list[str]()
     with _readable(command.recipe):
         # The method first: its settings may precede it on the command line.
         for key, text in sorted(command.overrides, key=lambda override: override[0] not in OBJECTIVE_KEYS):
             if "" in key.split("."):
                 raise UserError(unknown_option(key, "a recipe", [typed_key(place) for place, _ in leaves(plain)]))
             old = model.get("objective") if isinstance(model := plain.get("model"), dict) else None
-            apply_override(plain, key, text)
-            if key in OBJECTIVE_KEYS and class_name(old) not in ("", class_name(text)) and not text.startswith("{"):
+            dropped = apply_override(plain, key, text)
+            if text.startswith("{"):
+                continue
+            if key in OBJECTIVE_KEYS and class_name(old) not in ("", class_name(text)):
                 rollout = (old.get("init_args") or {}).get("rollout") if isinstance(old, dict) else None
                 kept = {} if rollout is None else {"rollout": rollout}
                 plain["model"]["objective"] = {"class_path": text, "init_args": kept}
                 swapped = text
+                notes.append(f"{text} uses its default options; only rollout is kept from the recipe's objective.")
+            elif isinstance(dropped, dict) and class_name(dropped) not in ("", class_name(text)) and text != "null":
+                options = ", ".join(dropped.get("init_args") or {})
+                notes += [f"{key}={text} drops the options of {class_name(dropped)}: {options}."] if options else []
+        notes += hold_out_another(plain.get("model"))
+        if isinstance(trainer := plain.get("trainer"), dict) and "logger" in trainer:
+            trainer["logger"] = expanded_logger(trainer["logger"])
         values = resolved(plain, command.recipe)
         for key, example in SECTIONS.items():
             if not isinstance(values.get(key) or {}, dict):
                 raise UserError(f"{key}={values[key]} is not a mapping. Set an option of it, such as {example}.")
-        return Recipe(command, values, environment_texts(plain), swapped, places)
+        return Recipe(command, values, environment_texts(plain), swapped, places, notes)
 
 
 def with_found_paths(plain: Mapping[Any, Any], places: Sequence[Path]) -> dict[Any, Any]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_vgrpo.errors import UserError, suggestion
+from lit_vgrpo.errors import UserError, one_line, suggestion
 from lit_vgrpo.system.paths import shipped_root
 
 Place = tuple[str | int, ...]
@@ -29,6 +28,9 @@ TEXT_KEYS = ("name", "run_dir", "ckpt_path")
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 PYTHON, JUDGE = "python", "judge"
+HELD_OUT = ("CLIPScore", "PickScore", "ImageReward", "HPSv2", "AestheticScore")
+"""Rewards to hold out, the first that is not trained on."""
+LOGGERS: dict[str, Any] = {"wandb": "WandbLogger", "tensorboard": True, "csv": False}
 ASKS_FOR_SCORE = ("prompt_template", "score_pattern", "num_scores")
 
 
@@ -162,23 +164,56 @@ def expanded_recipe(recipe: Mapping[Any, Any]) -> dict[Any, Any]:
     return {**recipe, "model": {**model, **rewards}}
 
 
+def hold_out_another(model: Any) -> list[str]:
+    """Replace in place a held-out reward that a model is also trained on; return a line that says so, or none.
+
+    >>> model = {"reward": "CLIPScore", "heldout_reward": "CLIPScore"}
+    >>> hold_out_another(model), model["heldout_reward"]
+    (['model.heldout_reward=CLIPScore is trained on. Held out instead: PickScore.'], 'PickScore')
+    """
+    held_out = class_name(model.get("heldout_reward")) if isinstance(model, dict) else ""
+    trained = [class_name(value) for _, value in leaves(model.get("reward"))] if held_out else []
+    others = [name for name in HELD_OUT if name not in trained]
+    if held_out not in HELD_OUT or held_out not in trained or not others:
+        return []
+    model["heldout_reward"] = others[0]
+    return [f"model.heldout_reward={held_out} is trained on. Held out instead: {others[0]}."]
+
+
+def expanded_logger(node: Any) -> Any:
+    """Expand the short names of loggers; a run has ``csv`` always, and ``tensorboard`` unless ``trainer.logger=csv``.
+
+    >>> [expanded_logger(node) for node in ("wandb", "csv", ["wandb", "tensorboard"])]
+    ['WandbLogger', False, ['WandbLogger']]
+    """
+    if isinstance(node, list):
+        return [name for name in map(expanded_logger, node) if not isinstance(name, bool)]
+    return LOGGERS.get(node, node) if isinstance(node, str) else node
+
+
 def _weighted(reward: Any) -> Any:
     return {"class_path": "Weighted", "init_args": {"rewards": reward}} if isinstance(reward, list) else reward
 
 
-def apply_override(recipe: dict[Any, Any], key: str, text: str) -> None:
-    """Set a key of a recipe in place to the value that a text stands for, see :func:`set_value`."""
+def apply_override(recipe: dict[Any, Any], key: str, text: str) -> Any:
+    """Set a key of a recipe in place to the value that a text stands for, and return the old, see :func:`set_value`."""
     value: Any = text
-    with suppress(yaml.YAMLError, OmegaConfBaseException):
+    try:
         value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        unclosed = any(text.startswith(left) and text.count(left) != text.count(right) for left, right in ("{}", "[]"))
+        if unclosed and isinstance(error, yaml.YAMLError):
+            problem = getattr(error, "problem", None) or error
+            raise UserError(f"{key}={text} is not YAML: {one_line(problem)}. Close every bracket.") from error
     is_text = text == "" or (key in TEXT_KEYS and value is not None)
-    set_value(recipe, key, text if is_text else value)
+    return set_value(recipe, key, text if is_text else value)
 
 
-def set_value(recipe: dict[Any, Any], key: str, value: Any) -> None:
-    """Set a key of a recipe in place; the key may omit ``init_args``, and end with ``+`` to append to a list.
+def set_value(recipe: dict[Any, Any], key: str, value: Any) -> Any:
+    """Set a key of a recipe in place, and return the old value.
 
-    The name of another class replaces a part and its options.
+    The key may omit ``init_args``, and end with ``+`` to append to a list. The name of another class replaces a part
+    and its options.
 
     >>> recipe = {"objective": {"class_path": "VGRPO"}}
     >>> set_value(recipe, "objective.clip", 0.01)
@@ -222,3 +257,4 @@ def set_value(recipe: dict[Any, Any], key: str, value: Any) -> None:
     elif isinstance(old, dict) and isinstance(value, str) and class_name(old) == class_name(value):
         value = {**old, "class_path": value}
     parent[last] = value
+    return old

@@ -252,9 +252,7 @@ class RecipeCLI(LightningCLI):
 
     def opening(self) -> list[str]:
         """Return the lines to print before training."""
-        lines, device, asked = [], self.trainer.strategy.root_device, self._asked_folder
-        if (swapped := self.recipe.swapped) is not None:
-            lines.append(f"{swapped} uses its default options; only rollout is kept from the recipe's objective.")
+        lines, device, asked = [*self.recipe.notes], self.trainer.strategy.root_device, self._asked_folder
         lines += [f"Changed: {change}" for change in self.allowed_changes]
         taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} belongs to an earlier run)"
         lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}"]

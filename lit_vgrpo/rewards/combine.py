@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -107,9 +108,8 @@ class Weighted(Reward):
         added = [] if other is None else other.parts
         for part in added:
             if part.name in self.part_names:
-                raise ValueError(
-                    f'heldout_reward and model.reward both have a "{part.name}". Choose another, or set its name.'
-                )
+                advice = "Choose another, or set its name." if has_name(part.reward) else "Choose another."
+                raise ValueError(f'heldout_reward and model.reward both have a "{part.name}". {advice}')
         if any(part.weight for part in kept):
             added = [Part(part.name, part.reward, 0.0) for part in added]
         parts = [*kept, *added]
@@ -307,6 +307,11 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
         return scores, None
     reason = one_line(reward.failure or f"returned NaN or infinity for {int(bad.sum())} of {len(images)} images")
     return scores.masked_fill(bad, math.nan), reason
+
+
+def has_name(reward: Reward) -> bool:
+    """Return True if the name of a reward's score is one of its options."""
+    return "name" in inspect.signature(type(reward)).parameters
 
 
 def _named(row: Mapping[str, Any]) -> list[str]:

@@ -145,6 +145,9 @@ def test_another_method_keeps_the_rollout_and_nothing_else_of_the_recipes_own(ti
     objective = recipe.values["model"]["objective"]
     assert objective == {"class_path": "DiffusionNFT", "init_args": {"rollout": {"steps": 2}, "beta": 0.1}}
     assert recipe.swapped == "DiffusionNFT"
+    assert recipe.notes == ["DiffusionNFT uses its default options; only rollout is kept from the recipe's objective."]
+    (note,) = read_recipe(Command.parse([str(tiny_recipe), "model.policy=FluxPolicy"])).notes
+    assert note.startswith("model.policy=FluxPolicy drops the options of SD3Policy: checkpoint")
     same = Command.parse([str(tiny_recipe), "model.objective=VGRPO"])
     assert read_recipe(same).values["model"]["objective"]["init_args"]["num_mc_samples"] == 2
 
