@@ -17,7 +17,7 @@ from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.meta import flops_per_image
 from lit_vgrpo.rollout.scores import copying_warning
 from lit_vgrpo.training.strategies import ZeRO
-from lit_vgrpo.training.trainer_internals import log_row
+from lit_vgrpo.training.trainer_internals import log_row, show_in_bar
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -84,6 +84,8 @@ class RewardLogger(L.Callback):
         for phase in sorted({phase for rank_peaks in peaks for phase in rank_peaks}):
             metrics[f"memory/{phase}_gb"] = max(rank_peaks.get(phase, 0) for rank_peaks in peaks) / 1e9
         log_row(trainer, metrics)
+        if "reward/mean" in metrics:
+            show_in_bar(trainer, "reward", metrics["reward/mean"])
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         # Lightning takes any StopIteration, even a callback's, for the end of an iteration.

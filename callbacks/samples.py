@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,7 @@ from lit_vgrpo.training.loggers import log_picture
 from lit_vgrpo.training.trainer_internals import run_folder
 
 if TYPE_CHECKING:
+    from lit_vgrpo.data.module import PromptDataModule
     from lit_vgrpo.module import VGRPOModule
 
 LABEL_HEIGHT = 18
@@ -92,7 +94,7 @@ class SampleGrid(L.Callback):
                 labels += [] if given is None else [""] * (columns - 1) + [TO_EDIT]
                 prompts = [row["prompt"] for row in self._rows]
                 picture = draw_grid(strips(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]), prompts, labels)
-                log_picture(trainer.loggers, "samples", picture, trainer.global_step)
+                log_picture(trainer.loggers, "samples", picture, trainer.global_step, self._caption(trainer, pl_module))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 notes = PngInfo()
                 notes.add_text(LAYOUT, picture.info[LAYOUT])
@@ -109,6 +111,18 @@ class SampleGrid(L.Callback):
                         save_webp(moving, file, duration, lossless=is_enlarged, exif=exif)
             except Exception as error:  # a grid is no reason to end a run, or to lose what others write at its end
                 rank_zero_warn(f"Cannot write {path}: {write_error(error).rstrip('.')}. Training continues without it.")
+
+    def _caption(self, trainer: L.Trainer, module: VGRPOModule) -> str:
+        """Return a line per prompt, with the mean held-out reward of its images if these weights were evaluated."""
+        data: PromptDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        is_current = module.evaluator.step == trainer.global_step
+        scores = module.evaluator.per_image("heldout/reward") if is_current else None
+        size, rows, lines = data.heldout_images_per_prompt, data.heldout_rows(), []
+        for row in self._rows:
+            start = size * rows.index(row)
+            mean = math.nan if scores is None else float(scores[start : start + size].nanmean())
+            lines.append(row["prompt"] if math.isnan(mean) else f"{row['prompt']}: held-out reward {mean:.4g}")
+        return "  \n".join(lines)
 
 
 def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:

@@ -45,6 +45,7 @@ from lit_vgrpo.training.trainer_internals import (
     read_limits,
     round_progress,
     set_logged_step,
+    show_in_bar,
     skip_step,
 )
 from lit_vgrpo.training.update_guard import NonFinite, UpdateGuard
@@ -215,7 +216,10 @@ class VGRPOModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:
-            self.log_dict(self.evaluator.finish(self))
+            means = self.evaluator.finish(self)
+            self.log_dict(means)
+            if "heldout/reward" in means:
+                show_in_bar(self.trainer, "held-out", means["heldout/reward"])
 
     on_test_start, test_step, on_test_epoch_end = on_validation_start, validation_step, on_validation_epoch_end
 

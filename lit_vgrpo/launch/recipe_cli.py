@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
@@ -316,8 +316,7 @@ def run_loggers(setting: Any, folder: Path, progress: Progress | None) -> list[L
         progress: Point at which to continue the tables; ``None`` starts them.
     """
     loggers = as_list(setting, Logger)
-    if not any(isinstance(logger, CSVLogger) for logger in loggers):
-        loggers.insert(0, MetricsTable(folder, None if progress is None else rows_up_to(progress)))
+    loggers.insert(0, MetricsTable(folder, None if progress is None else rows_up_to(progress)))
     if setting is not False and not any(isinstance(logger, TensorBoardLogger) for logger in loggers):
         purge: Any = {} if progress is None else {"purge_step": progress.optimizer_steps}
         loggers.append(TensorBoard(folder, name="", version="tensorboard", **purge))

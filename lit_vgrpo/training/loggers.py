@@ -6,10 +6,11 @@ Also what a run gives to loggers in addition to its metrics: the recipe and imag
 from __future__ import annotations
 
 import csv
+import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,14 @@ class TensorBoard(TensorBoardLogger):
         text = yaml.safe_dump(params, sort_keys=False, allow_unicode=True)
         self._attempt(lambda: self.experiment.add_text("recipe", f"```yaml\n{text}```"))
 
-    def log_image(self, key: str, images: list[Image.Image], step: int | None = None) -> None:
-        """Write images, as W&B's logger does."""
+    def log_image(
+        self, key: str, images: list[Image.Image], step: int | None = None, caption: Sequence[str] = ()
+    ) -> None:
+        """Write images, as W&B's logger does, and their captions as texts ``KEY/caption``."""
         for image in images:
             self._attempt(lambda image=image: _add_image(self, key, image, step))
+        for text in caption:
+            self._attempt(lambda text=text: self.experiment.add_text(f"{key}/caption", text, step))
 
     @override
     def save(self) -> None:
@@ -173,11 +178,19 @@ def _add_image(logger: TensorBoardLogger, key: str, image: Image.Image, step: in
     logger.experiment.add_image(key, np.asarray(image), step, dataformats="HWC")
 
 
-def log_picture(loggers: Iterable[Logger], key: str, image: Image.Image, step: int) -> None:
-    """Log an image to TensorBoard, W&B and every other logger with a ``log_image`` like theirs; call it on rank 0."""
+def log_picture(loggers: Iterable[Logger], key: str, image: Image.Image, step: int, caption: str = "") -> None:
+    """Log an image to TensorBoard, W&B and every other logger with a ``log_image`` like theirs; call it on rank 0.
+
+    Args:
+        caption: Text for those whose ``log_image`` takes a ``caption``, and for TensorBoard as ``KEY/caption``.
+    """
     for logger in loggers:
         if hasattr(logger, "log_image"):
-            logger.log_image(key=key, images=[image], step=step)
+            options = inspect.signature(logger.log_image).parameters.values()
+            takes = any(option.name == "caption" or option.kind is option.VAR_KEYWORD for option in options)
+            logger.log_image(
+                key=key, images=[image], step=step, **({"caption": [caption]} if takes and caption else {})
+            )
         elif isinstance(logger, TensorBoardLogger):
             _add_image(logger, key, image, step)
 

@@ -54,6 +54,11 @@ def log_row(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     trainer.callback_metrics.update(row)
 
 
+def show_in_bar(trainer: Trainer, name: str, value: float) -> None:
+    """Show a value in Lightning's progress bars."""
+    trainer._logger_connector._progress_bar_metrics[name] = value
+
+
 def run_folder(trainer: Trainer) -> Path:
     """Return ``trainer.default_root_dir``, which messages show relative to the folder of the command if it is in it."""
     return TypedPath(os.path.abspath(trainer.default_root_dir))

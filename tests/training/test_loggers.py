@@ -94,12 +94,21 @@ class Tracker(DummyLogger):
         self.shown = key, [image.size for image in images], step
 
 
+class Captioned(DummyLogger):
+    def log_image(self, key, images, step, **options):
+        self.caption = options["caption"]
+
+
 def test_trackers_get_pictures(tmp_path):
     tracker, board = Tracker(), TensorBoard(tmp_path / "ours", "", "")
     plain = TensorBoardLogger(tmp_path / "plain", "", "")
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    log_picture([tracker, board, plain, CSVLogger(tmp_path)], "samples", Image.fromarray(pixels), 3)
+    own, caption = CSVLogger(tmp_path), "a red circle: held-out reward 0.7"
+    log_picture([tracker, board, plain, own, captioned := Captioned()], "samples", Image.fromarray(pixels), 3, caption)
     assert tracker.shown == ("samples", [(4, 2)], 3)
+    assert captioned.caption == [caption]
+    assert "samples/caption/text_summary" in EventAccumulator(board.log_dir).Reload().Tags()["tensors"]
+    assert isinstance(run_loggers(own, tmp_path, None)[0], MetricsTable)  # which a user's table does not replace
     for logger in (board, plain):
         logger.experiment.flush()
         (image,) = EventAccumulator(logger.log_dir).Reload().Images("samples")
