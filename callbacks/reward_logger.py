@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,8 @@ class RewardLogger(L.Callback):
                 f", so no step is taken. The reward is constant ({float(scored.mean()):.4g}) within each group."
             )
         for name, message in record.errors.items():
-            rank_zero_warn(f'Reward "{name}" failed for some images of iteration {record.iteration + 1}: {message}')
+            share = "all" if math.isnan(record.parts[name]["mean"]) else "some"
+            rank_zero_warn(f'Reward "{name}" failed for {share} images of iteration {record.iteration + 1}: {message}')
         metrics = {
             "reward/mean": float(scored.mean()),
             "reward/std": float(scored.std(correction=0)),

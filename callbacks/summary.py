@@ -59,7 +59,7 @@ class RunSummary(L.Callback):
         if pl_module.evaluator.step != trainer.global_step:
             # The last evaluation may be several iterations old.
             with averaged_weights(trainer, pl_module):
-                pl_module.evaluate()
+                pl_module.evaluator.evaluate(pl_module, logs=True)
         start, spread = (_start(pl_module).get(name, math.nan) for name in ("reward", "reward_std"))
         end = pl_module.evaluator.latest.get(TRAINED, math.nan)
         if start - end > spread > 0 and not _stopped(trainer):

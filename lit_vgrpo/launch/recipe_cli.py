@@ -268,7 +268,9 @@ class RecipeCLI(LightningCLI):
         return typed_path(self.config.run_dir or Path("runs") / self.config.name)
 
     def save_recipe(self) -> None:
-        """Write ``config.yaml``, itself a recipe with ``${oc.env:NAME}`` as written; a resumed run keeps its file.
+        """Write ``config.yaml``, itself a recipe with ``${oc.env:NAME}`` as written.
+
+        A run that is resumed without other settings keeps its file.
 
         The loggers get the same recipe.
         """
@@ -280,7 +282,10 @@ class RecipeCLI(LightningCLI):
             text = yaml.safe_dump(replaced(yaml.safe_load(text), texts), sort_keys=False, allow_unicode=True)
         log_recipe(self.trainer.loggers, yaml.safe_load(text))
         places = [os.path.relpath(place, self.folder) for place in (*self.recipe.places, start_folder())]
-        self.keeper.write_recipe(self.folder, f"{header}{text}{FOUND_IN}: {[*dict.fromkeys(places)]}\n")
+        command = self.recipe.command
+        is_changed = bool(command.overlays or {key for key, _ in command.overrides} - {"run_dir", "allow_changes"})
+        text = f"{header}{text}{FOUND_IN}: {[*dict.fromkeys(places)]}\n"
+        self.keeper.write_recipe(self.folder, text, is_changed)
 
     @cached_property
     def _dump(self) -> str:

@@ -54,6 +54,7 @@ class VoteReward(Reward):
         self._is_closed = threading.Event()
         self._counts: dict[str, int] = {}
         self._was_announced = False
+        self.is_served = False  # the command that trains also serves the page
 
     def enter_run(self, folder: Path) -> None:
         """Open the votes of a run; raise RewardOutage if that fails."""
@@ -101,7 +102,8 @@ class VoteReward(Reward):
         while (progress := store.progress()).given < progress.needed:
             if announces and not self._was_announced:
                 left = counted(progress.needed - progress.given, "vote")
-                say(f"Waiting for {left} on {store.path}. Open the voting page: lightning vote {store.path.parent}")
+                page = "" if self.is_served else f" Open the voting page: lightning vote {store.path.parent}"
+                say(f"Waiting for {left} on {store.path}.{page}")
                 self._was_announced = True
             if self._is_closed.wait(POLL_S) or is_stop_requested():
                 raise KeyboardInterrupt  # people may take hours: save the run and ask again on resume

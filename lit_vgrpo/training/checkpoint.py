@@ -28,6 +28,7 @@ from lit_vgrpo.system.process import say_from_handler
 from lit_vgrpo.system.signals import StopRequests
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, put_in_place, read
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS
+from lit_vgrpo.training.resume import newest_checkpoint
 from lit_vgrpo.training.trainer_internals import run_folder
 from lit_vgrpo.training.watchdog import Watch
 
@@ -290,7 +291,8 @@ class RunCheckpoint(Checkpoint):
             if name != BEST:
                 self.saved = None if self.unsaved is not None else path
         if self.unsaved is not None and trainer.is_global_zero:
-            say(f"{self.unsaved} Free some disk space. The next save or --resume will try again.", error=True)
+            again = "The next save" if newest_checkpoint(run_folder(trainer)) is None else "The next save or --resume"
+            say(f"{self.unsaved} Free some disk space. {again} will try again.", error=True)
         return self.unsaved
 
     def _write(self, trainer: Trainer, checkpoint: dict[str, Any], path: Path) -> str | None:

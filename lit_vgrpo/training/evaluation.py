@@ -320,7 +320,8 @@ class Evaluator:
                 name, why = next(iter(reasons.items()), ("", "no message"))
                 raise RewardError(f'No held-out image could be scored before training. Reward "{name}": {why}')
             for name, why in reasons.items():
-                rank_zero_warn(f'Reward "{name}" failed for some of the {len(table)} held-out images: {why}')
+                share = "all" if self._of_images[f"heldout/{name}"].isnan().all() else "some of the"
+                rank_zero_warn(f'Reward "{name}" failed for {share} {len(table)} held-out images: {why}')
         means["heldout/failed"] = float(num_failed)
         for observer in self.observers:
             means |= observer.compute(module)
@@ -331,7 +332,7 @@ class Evaluator:
         """Evaluate on the trainer's held-out batches, and return the metrics; {} if there are none.
 
         Args:
-            logs: Also log them, at step 0.
+            logs: Also log them, at the trainer's step.
         """
         self.start_over()
         batches, limit = declared(module.trainer).datamodule.val_dataloader(), module.trainer.limit_val_batches
@@ -339,8 +340,10 @@ class Evaluator:
             self.add(batch)
         if len(self._queue):
             metrics = self.finish(module)
+            trainer = module.trainer
+            epoch = {"epoch": trainer.current_epoch - 1} if trainer.current_epoch else {}
             for logger in module.loggers if logs else ():
-                logger.log_metrics(metrics, step=0)
+                logger.log_metrics(metrics | epoch, step=trainer.global_step)
         return self.latest
 
     def finish(self, module: TrainingModule) -> dict[str, float]:

@@ -119,10 +119,10 @@ class RunFolder(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.keep_recipe(run_folder(trainer))
 
-    def write_recipe(self, folder: Path, text: str) -> None:
-        """Write ``config.yaml``; a resumed run keeps its file."""
+    def write_recipe(self, folder: Path, text: str, is_changed: bool) -> None:
+        """Write ``config.yaml``; a resumed run keeps its file unless its settings were changed."""
         file = folder / CONFIG_NAME
-        if not file.exists():
+        if is_changed or not file.exists():
             write_atomically(file, text)
         self._recipe = file.read_text(encoding="utf-8")
 

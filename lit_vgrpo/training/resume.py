@@ -95,10 +95,11 @@ class Resumption:
             what = f"{self.folder} is not a run folder, and a run would replace its {', '.join(taken)}."
             raise UserError(f"{what} Set run_dir=/another/folder.")
         outcome = (read_summary(self.folder) or {}).get("outcome")
-        if self.checkpoint is None and outcome not in (None, "failed"):  # it may have failed before the first one
+        if self.checkpoint is None and outcome not in (None, "failed", "interrupted"):  # before the first one
             raise UserError(
-                f"{self.folder} is {outcome}, but its checkpoints are gone, and starting over would replace its "
-                f"results. Restore {self.folder / CHECKPOINTS}, or leave out --resume to start a new run."
+                f"{self.folder} is {outcome}, but its checkpoints are gone, or a full disk took none. Starting "
+                f"over would replace its results. Restore {self.folder / CHECKPOINTS}, or leave out --resume to start "
+                "a new run."
             )
 
     def is_at_end(self, trainer: Trainer) -> bool:
@@ -210,8 +211,9 @@ def next_commands(folder: Path, prompt: str | None) -> dict[str, str]:
 def last_words(folder: Path) -> str:
     """Return a line on the last checkpoint of a run that has ended, and how to continue."""
     checkpoint = newest_checkpoint(folder)
-    left = "Nothing was saved yet." if checkpoint is None else f"The last checkpoint is {checkpoint}."
-    return f"{left} {how_to_resume(folder)}"
+    if checkpoint is None:
+        return f"Nothing was saved yet. {how_to_resume(folder).replace('Continue', 'Start again')}"
+    return f"The last checkpoint is {checkpoint}. {how_to_resume(folder)}"
 
 
 def _files(folder: Path) -> list[Path]:

@@ -47,7 +47,7 @@ def test_an_error_that_looks_like_an_end_fails_the_run(tiny_recipe, capfd, hook,
     assert status == 1
     err = capfd.readouterr().err
     assert f"{type(error).__name__}" in err
-    assert err.splitlines()[-1].startswith("Training failed. Nothing was saved yet. Continue: ")
+    assert err.splitlines()[-1].startswith("Training failed. Nothing was saved yet. Start again: ")
     if isinstance(error, SystemExit):
         assert json.loads((cli.folder / "summary.json").read_text())["outcome"] == "failed"
 

@@ -60,7 +60,7 @@ def test_a_run_goes_on_in_its_folder_past_a_torn_checkpoint_and_ends_like_one_un
     assert said.err.count("Skipped half/checkpoints/last.ckpt: it is truncated or not a checkpoint.") == 1
     assert "Continuing from half/checkpoints/previous.ckpt (2 iterations, 2 optimizer steps)." in said.out
     assert_same_end("whole", "half")
-    assert Path("half/config.yaml").read_text() == config
+    assert Path("half/config.yaml").read_text() == config.replace("max_epochs: 3", "max_epochs: 4")
     assert all(path.read_bytes() == b"half a file" for path in mine)
     assert not [*Path("half").rglob(f"{DRAFT_PREFIX}*")]
     assert not Path("half-2").exists()
@@ -105,6 +105,13 @@ def test_a_finished_run_without_checkpoints_is_not_overwritten(tiny_recipe, caps
     assert start(tiny_recipe, "new", 2, "--resume") == 2
     assert "new is finished, but its checkpoints are gone" in capsys.readouterr().err
     assert Path("new/metrics.csv").read_bytes() == table
+
+
+def test_the_last_evaluation_is_in_the_table(tiny_recipe):
+    assert start(tiny_recipe, "new", 1) == 0
+    assert run(["new/config.yaml", "--resume", "trainer.max_epochs=2", "trainer.check_val_every_n_epoch=5"]) == 0
+    evaluated = [row["epoch"] for row in logged("new") if row["heldout/reward"]]
+    assert evaluated == ["", "0", "1"]  # the last is not of an iteration that check_val_every_n_epoch names
 
 
 def test_resume_takes_no_other_checkpoint(tiny_recipe, capsys):

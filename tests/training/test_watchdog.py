@@ -57,13 +57,13 @@ def test_a_rank_that_is_killed_ends_the_job(tiny_recipe, rank, when):
         assert process.returncode == -9, output
         assert last.startswith(f"Rank 0 (process {process.pid}) is gone."), output
     assert "Traceback" not in output
-    assert last.endswith("Continue: lightning run runs/tiny/config.yaml --resume"), output
+    assert last.endswith(": lightning run runs/tiny/config.yaml --resume"), output
     checkpoint = Path("runs/tiny/checkpoints/last.ckpt")
     if when == "training":
-        assert f"The last checkpoint is {checkpoint}." in last
+        assert f"The last checkpoint is {checkpoint}. Continue: " in last
         assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
     else:
-        assert "Nothing was saved yet." in last
+        assert "Nothing was saved yet. Start again: " in last
 
 
 def children(*codes):
@@ -79,7 +79,7 @@ def children(*codes):
 @pytest.mark.parametrize(
     ("codes", "said"),
     [
-        ((0, 7), "Rank 2 ended with exit status 7. Nothing was saved yet. Continue: "),
+        ((0, 7), "Rank 2 ended with exit status 7. Nothing was saved yet. Start again: "),
         ((1, -9), "Rank 2 was killed by SIGKILL. "),  # rank 1 failed because rank 2 was gone
         ((143, 143), "Rank 1 ended with exit status 143. "),
     ],

@@ -56,7 +56,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
     runs = [read_run(folder) for folder in folders]
     tasks = [{f"data.{key}": (run.recipe.get("data") or {}).get(key) for key in TASK_KEYS} for run in runs]
     for run, task in zip(runs, tasks, strict=True):
-        task["the rewards"] = ", ".join(run.reward_names)
+        task["model.reward"] = ", ".join(run.reward_names)
         for key, value in task.items():
             if value != tasks[0][key]:
                 which = f"{key} is {tasks[0][key]} in the first and {value} in the second"

@@ -75,8 +75,11 @@ def has_ended(run: Path, store: VoteStore) -> bool:
 
 def _page_during(options: Vote, listener: socket.socket, cli: RecipeCLI) -> AbstractContextManager[None]:
     """Return :func:`_page` of a recipe, before its run writes a file; raise UserError if it does not ask people."""
-    if not any(isinstance(reward, VoteReward) for reward in cli.model.reward.rewards):
+    asking = [reward for reward in cli.model.reward.rewards if isinstance(reward, VoteReward)]
+    if not asking:
         raise UserError(f"The reward of {options.words[0]} {NOT_ASKED}.")
+    for reward in asking:
+        reward.is_served = True
     return _page(options, listener, cli.folder)
 
 
