@@ -109,7 +109,7 @@ def _copy_on_meta(policy: Policy, draft: Any) -> Policy:
     """Return a loaded copy of a policy, with the pipeline that its check built, or another one."""
     name, folder = policy.checkpoint, config_folder(policy.checkpoint, policy.revision)
     download = f'hf download {name} --include "*.json" --include "*.txt" --include "*.model"'
-    missing = NotEstimated(f"{name} is not in the local cache. Its configuration files are enough: {download}")
+    missing = NotEstimated(f"{name} is not in the local cache. A few MB of configuration files are enough: {download}")
     try:
         pipeline = draft or (None if folder is None else pipeline_on_meta(policy, folder))
     except LoadError as error:  # which the policy's check reports

@@ -119,8 +119,10 @@ def test_a_gpu_that_this_machine_lacks(tiny_recipe, capsys):
     out = capsys.readouterr().out
     assert "This machine has no GPU. Compare with a GPU: --memory 80GiB." in out
     assert "no errors found for world size 2" in out
-    assert check([*words, "--memory", "1"]) == 2
-    assert "is available (the given GPU)" in capsys.readouterr().err
+    assert check([*words, "--memory", "1.0001"]) == 2
+    assert "0.1 MiB is available (the given GPU)" in capsys.readouterr().err
+    assert check([*words, "--memory", "1GiB"]) == 2
+    assert "--memory 1GiB leaves nothing: 1.00 GiB is reserved for CUDA. Give more." in capsys.readouterr().err
     assert run(words) == 2
     assert capsys.readouterr().err.startswith("trainer.accelerator=gpu: torch ")
 
@@ -157,6 +159,9 @@ def test_a_reward_that_always_fails(tiny_recipe, capsys):
 def test_too_little_disk_and_a_run_dir_that_cannot_be_written(tiny_recipe, monkeypatch):
     cli = build([str(tiny_recipe), "run_dir=there"], make_folder=False)
     assert disk_errors(cli) == []
+    own = f"trainer.logger={{class_path: CSVLogger, init_args: {{save_dir: {tiny_recipe}/x}}}}"
+    (error,) = disk_errors(build([str(tiny_recipe), own], make_folder=False))
+    assert error == f"trainer.logger=CSVLogger cannot write to {tiny_recipe}/x, which is in a file. Set its save_dir."
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
     assert "0.0 GiB free" in disk_errors(cli)[0]
     monkeypatch.setattr("os.access", lambda path, mode: False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_vgrpo.apps.memory.shares import bytes_of, restored_at_once, shares, tensors_of
+from lit_vgrpo.config.tree import leaves, typed_key
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.errors import UserError, is_deliberate, one_line
@@ -34,16 +35,18 @@ if TYPE_CHECKING:
     from lit_vgrpo.launch.recipe_cli import RecipeCLI
 
 ADVICE = {
-    "training on a micro-batch": "model.policy.gradient_checkpointing=true, or a smaller data.micro_batch_size",
-    "passes of stored predictions": "a smaller data.micro_batch_size",
-    "rollout": "a smaller model.rollout_batch_size",
-    "evaluation": "a smaller data.eval_batch_size",
-    "decoding images": "a smaller model.policy.decode_batch_size",
-    "gradient of the reward": "a smaller model.policy.decode_batch_size, or model.objective.decode_half=true",
-    "encoding prompts": "model.policy.offload_encoders=true",
-    "optimizer's step": "model.optimizer.kind=adamw8bit, or model.policy.lora_rank=32",
+    "training on a micro-batch": ("model.policy.gradient_checkpointing=true", "a smaller data.micro_batch_size"),
+    "passes of stored predictions": ("a smaller data.micro_batch_size",),
+    "rollout": ("a smaller model.rollout_batch_size",),
+    "evaluation": ("a smaller data.eval_batch_size", "a smaller model.policy.decode_batch_size"),
+    "decoding images": ("a smaller model.policy.decode_batch_size",),
+    "gradient of the reward": ("a smaller model.policy.decode_batch_size", "model.objective.decode_half=true"),
+    "encoding prompts": (),
+    "optimizer's step": ("model.optimizer.kind=adamw8bit", "model.policy.lora_rank=32"),
 }
 """Settings that lower the peak of each phase."""
+ANYWHERE = ("model.policy.offload_encoders=true", "model.policy.quantisation=nf4")
+"""Settings that lower what is always allocated."""
 TRAINING, STORED, ROLLOUT, EVALUATION, DECODING, GRADIENT, ENCODING, STEP = ADVICE
 PUBLISHED = {
     "yuvalkirstain/PickScore_v1": 986_109_441,
@@ -121,9 +124,25 @@ def memory_report(cli: RecipeCLI, gpu_bytes: int | None = None) -> tuple[str, li
         text += f"\nNot included, because their size is unknown: models of the reward {', '.join(needed.unknown)}."
     too_large = (
         f"The recipe needs about {shown(needed.peak)} per rank, in {needed.peak_phase}; {shown(free)} is available "
-        f"({name}). Set {ADVICE[needed.peak_phase]}."
+        f"({name}). {advice(cli, needed.peak_phase, device)}"
     )
     return text, [too_large] if size and needed.peak > free else []
+
+
+def advice(cli: RecipeCLI, phase: str, device: torch.device) -> str:
+    """Return the first two settings that lower a phase's peak and that a recipe does not have yet."""
+    values = {typed_key(place): value for place, value in leaves(cli.plain_recipe())}
+    if values.get("model.policy.lora_rank") is None or values.get("model.policy.compile"):
+        values.pop("model.policy.quantisation", None)  # it needs an adapter
+    if device.type == "cpu":
+        values.pop("model.policy.offload_encoders", None)
+
+    def helps(setting: str) -> bool:
+        key, is_exact, _ = setting.removeprefix("a smaller ").partition("=")
+        return key in values and (values[key] in (None, False, "adamw") if is_exact else values[key] != 1)
+
+    left = list(filter(helps, (*ADVICE[phase], *ANYWHERE)))[:2]
+    return f"Set {', or '.join(left)}." if left else "Use a larger GPU, or several: strategy/fsdp2."
 
 
 def gpu_memory_of(text: str) -> int:
@@ -135,7 +154,9 @@ def gpu_memory_of(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise UserError(f"{text} is not a GPU size. Write it as --memory 80GiB.")
-    return round(float(match[1]) * 2**30)
+    if (size := round(float(match[1]) * 2**30)) <= SMALLEST_RESERVE:
+        raise UserError(f"--memory {text} leaves nothing: {shown(SMALLEST_RESERVE)} is reserved for CUDA. Give more.")
+    return size
 
 
 def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:

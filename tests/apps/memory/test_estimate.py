@@ -165,6 +165,8 @@ def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, ca
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("The recipe needs about ")
     assert "1.0 MiB is available (this machine's free memory). Set model.policy.gradient_checkpointing=true" in error
+    assert check([str(tiny_recipe), DECODED_ALONE, "model.policy.gradient_checkpointing=true"]) == 2
+    assert "(this machine's free memory). Set a smaller " in capsys.readouterr().err
 
 
 def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, capsys, monkeypatch):
