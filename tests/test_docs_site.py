@@ -14,6 +14,11 @@ def test_every_public_name_is_on_a_page():
     assert not docs_site.undocumented(PAGES)
 
 
+def test_a_page_has_at_most_1500_words():
+    words = {path.name: len(path.read_text(encoding="utf-8").split()) for path in DOCS.glob("*.md")}
+    assert {name for name, number in words.items() if number > 1500} <= {"memory.md", "results.md"}
+
+
 @pytest.mark.parametrize("path", sorted(DOCS.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)
 def test_notebooks_are_kept_without_outputs(path):
     cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]

@@ -75,7 +75,7 @@ def final_spread(solver, level, steps=800, c=0.6):
     return math.sqrt(variance)
 
 
-def test_cps_ends_with_less_spread_than_the_data_even_with_many_steps():  # the numbers of docs/methods.md
+def test_cps_ends_with_less_spread_than_the_data_even_with_many_steps():  # the numbers of docs/method_options.md
     assert [round(final_spread("cps", level), 2) for level in (0.0, 0.7, 0.8)] == [0.60, 0.51, 0.48]
     assert round(final_spread("flow_sde", 0.7), 2) == 0.60
     assert [round(final_spread("cps", level, steps=10), 2) for level in (0.0, 0.8)] == [0.52, 0.43]

@@ -1,4 +1,4 @@
-"""The example of docs/add_a_policy.md, built from its text: a family that the package lacks."""
+"""The example of docs/add_a_policy.md and verify_a_policy.md, built from its text: a family that the package lacks."""
 
 import importlib
 import re
@@ -13,7 +13,8 @@ from commands import check, run
 from lit_vgrpo.policies import verify
 from lit_vgrpo.policies.checks import Broken, checks_of
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "add_a_policy.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+GUIDE = "".join((DOCS / f"{name}_a_policy.md").read_text() for name in ("add", "verify"))
 OPTIONS = {"max_sequence_length": 48, "height": 32, "width": 48}
 CODE, SMALL = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""The chain methods' formulas in float64, from methods.md: only the network's outputs come from the policy."""
+"""The chain methods' formulas in float64: only the network's outputs come from the policy."""
 
 import math
 

@@ -207,7 +207,7 @@ def test_each_naming_gives_the_picture_of_the_merged_weights(loras, name, naming
     assert policy_errors(loras.started(name, start)) == []
     found = picture(load_policy(loras.started(name, start)))
     difference = (found - loras.picture(name)).abs().max().item()
-    print(f"{name}, {naming}: {255 * difference:.4f} of 255")  # for docs/weights.md
+    print(f"{name}, {naming}: {255 * difference:.4f} of 255")  # for docs/starting_weights.md
     assert difference <= GREY_LEVEL
     assert (found - picture(loras.family(name).shared)).abs().max() > 10 * GREY_LEVEL
 
