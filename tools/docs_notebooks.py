@@ -5,7 +5,9 @@ They are kept without outputs, so that a change of one is a change of its text. 
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,10 +51,12 @@ def rendered(name: str, text: str) -> tuple[str, dict[str, bytes]]:
     from nbconvert import MarkdownExporter
 
     notebook: Any = nbformat.reads(text, as_version=4)
-    client = NotebookClient(notebook, timeout=TIMEOUT_S, startup_timeout=TIMEOUT_S)
-    client.execute(cwd=str(FOLDER))
+    client = NotebookClient(notebook, timeout=TIMEOUT_S, startup_timeout=TIMEOUT_S, coalesce_streams=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # for `lightning` in %%bash
+    client.execute(cwd=str(FOLDER), env={**os.environ, "PATH": path, "PYTHONWARNINGS": "ignore"})
     for cell in notebook.cells:
-        if cell.cell_type == "code":  # without what libraries log, and their bars of loading
+        is_python = cell.cell_type == "code" and not cell.source.startswith("%%bash")
+        if is_python:  # without what libraries log, and their bars of loading
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     page, found = MarkdownExporter().from_notebook_node(
         notebook, resources={"unique_key": name, "output_files_dir": "images"}
