@@ -61,4 +61,4 @@ def rendered(name: str, text: str) -> tuple[str, dict[str, bytes]]:
     page, found = MarkdownExporter().from_notebook_node(
         notebook, resources={"unique_key": name, "output_files_dir": "images"}
     )
-    return page, found["outputs"]
+    return page.replace("%%bash\n", ""), found["outputs"]
