@@ -42,6 +42,7 @@ class Reward(ABC):
         differentiable: :meth:`with_gradient` gives scores with a gradient, for methods that train on it.
         compares: It compares the images of a group, so that scores of different groups are not comparable. It is
             called once per rollout with all of a rank's images, and never with held-out images.
+        calls_at_once: Calls from as many threads, if ``concurrent``.
         takes_videos: It scores videos ``(B, F, 3, H, W)``. Other rewards score each frame, and the video's score is the
             mean; see :class:`~lit_vgrpo.rewards.Frames` for fewer frames.
         failure: One line on why images of the last call got NaN, if the reward knows.
@@ -51,6 +52,7 @@ class Reward(ABC):
 
     name: str
     concurrent: bool = False
+    calls_at_once: int = 1
     differentiable: bool = False
     compares: bool = False
     takes_videos: bool = False
@@ -127,7 +129,7 @@ class Reward(ABC):
         """Open the reward's files in a run folder; called on every rank before training."""
         self._ask_combined("enter_run", folder)
 
-    def take_counts(self) -> dict[str, int]:
+    def take_counts(self) -> dict[str, float]:
         """Return counts of events since the last call, such as retries by cause."""
         return {}
 
@@ -269,7 +271,7 @@ class Scores:
     errors: dict[str, str] = field(default_factory=dict)
     applies: dict[str, Tensor] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    counts: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.total)

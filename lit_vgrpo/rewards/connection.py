@@ -33,7 +33,7 @@ class Connection:
         retries: Attempts after the first; a permanent error such as status 404 is not retried.
         backoff_s: The pause before retry k = 0, 1, ... is drawn from 0 to ``backoff_s * 2**k`` seconds, 30 at most. The
             server's ``Retry-After`` is its minimum, within the same 30.
-        max_connections: Simultaneous requests, including those waiting for a retry.
+        max_connections: Simultaneous requests to each server, including those waiting for a retry.
         token_env: Environment variable that holds the bearer token; no file contains the token itself.
         give_up_after: Consecutive failed requests, each after its retries, after which the server counts as down and
             the run ends.

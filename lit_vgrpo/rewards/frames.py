@@ -27,6 +27,7 @@ class Frames(Reward):
         self.combined = [self.reward]
         self.every = every
         self.name, self.concurrent = self.reward.name, self.reward.concurrent
+        self.calls_at_once = self.reward.calls_at_once
         self.compares, self.differentiable = self.reward.compares, self.reward.differentiable
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
@@ -47,5 +48,5 @@ class Frames(Reward):
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         return self.reward.prompt_error(prompt, row)
 
-    def take_counts(self) -> dict[str, int]:
+    def take_counts(self) -> dict[str, float]:
         return self.reward.take_counts()

@@ -10,14 +10,12 @@ import asyncio
 import base64
 import math
 import random
-from collections import Counter
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from concurrent.futures import CancelledError, Future
+from functools import cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -29,7 +27,8 @@ from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.errors import one_line, printable
 from lit_vgrpo.rewards.base import Reward, RewardOutage
 from lit_vgrpo.rewards.combine import ROW_FIELD
-from lit_vgrpo.rewards.connection import Connection, shown_address
+from lit_vgrpo.rewards.connection import Connection
+from lit_vgrpo.rewards.servers import LONGEST_PAUSE_S, RequestError, Server, Servers
 
 if TYPE_CHECKING:
     import httpx
@@ -41,13 +40,14 @@ Call = tuple[Callable[[], dict[str, Any]], Callable[[bytes], T]]
 its second converts the body of a status 200 into the result. A ``ValueError`` of the latter is retried."""
 
 CONNECT_TIMEOUT_S = 5.0
-LONGEST_PAUSE_S = 30.0
 RETRIED_STATUS = (408, 425, 429)
 """Statuses below 500 that are retried."""
 SHOWN = 300
 """Letters of an error response in messages."""
 LARGEST_ANSWER = 10_000_000
 """Bytes of an answer; the rest is not read."""
+CALLS_AT_ONCE = 64
+"""Batches of images that are scored at once by several servers."""
 
 
 class ScoreRequest(BaseModel):
@@ -111,62 +111,63 @@ def score_request(
     return request.model_dump_json(exclude=None if sources else {"pictures"}).encode()
 
 
-@dataclass(eq=False)  # exceptions are hashed
-class RequestError(Exception):
-    """A failed attempt."""
+@cache
+def _portal() -> Any:
+    """Return the event loop of all remote rewards, in a thread that lives while any of them is called."""
+    from anyio.from_thread import BlockingPortalProvider
 
-    reason: str  # one line that starts with the address
-    is_permanent: bool = False  # another attempt cannot help
-    retry_after_s: float = 0.0  # as the server asks
+    return BlockingPortalProvider()
+
+
+_LOCK = threading.Lock()
 
 
 class RemoteReward(Reward):
-    """A reward whose scores come from a server; nothing is asked before the first batch.
+    """A reward whose scores come from a server, or from several equal ones; nothing is asked before the first batch.
 
     It counts each failed attempt by cause (``timeout``, ``unreachable``, ``invalid``, ``status_500`` and the like), of
     which ``retried`` were followed by another attempt and ``gave_up`` were a request's last; ``skipped`` requests were
-    not sent because the server was down. Its address is ``url`` with the ``path`` added.
+    not sent because the server was down. The address is ``url`` with the ``path`` added. With a list of them, it also
+    counts requests that were ``late``, and ``HOST:PORT/requests``, ``/seconds`` and ``/failures``.
     """
 
     concurrent = True
     loads_nothing = False
 
-    def __init__(self, url: str, connection: Connection | None, path: str = "") -> None:
+    def __init__(self, url: str | list[str], connection: Connection | None, path: str = "") -> None:
         self.connection = connection or Connection()
-        self.url, (start, mark, query) = url, url.partition("?")
-        self._url = f"{start.rstrip('/')}{path}{mark}{query}" if path else url
-        self._shown = shown_address(self._url)
+        self.url = url
+        self.calls_at_once = 1 if isinstance(url, str) else CALLS_AT_ONCE
+        self._servers = Servers(url, path, self.connection)
         self._jitter = random.Random()  # the global generators belong to the run
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, float] = {}
         self._failed_in_a_row = 0
-        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
-        self._route = ""
+        self._calls: list[Future[Any]] = []
 
     def check(self) -> list[str]:
-        """Report a missing package, and what makes requests impossible, without contacting the server."""
+        """Report a missing package, and what makes requests impossible, without contacting a server."""
         if find_spec("httpx") is None or find_spec("tenacity") is None:
             return ['httpx or tenacity is not installed. Run: pip install "lit-vgrpo[http]"']
         try:
-            self._client_options()
+            for url in self._servers.urls:
+                self.connection.client_options(url, self.option)
         except ValueError as error:
             return [str(error)]
         return []
 
-    def take_counts(self) -> dict[str, int]:
-        counts, self._counts = self._counts, Counter()
+    def take_counts(self) -> dict[str, float]:
+        with _LOCK:
+            counts, self._counts = self._counts, {}
         return dict(sorted(counts.items()))
 
     def close(self) -> None:
         """Cancel pending requests; their images get NaN."""
-        if self._running is not None:
-            loop, task = self._running
-            with suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(task.cancel)
+        for call in [*self._calls]:
+            call.cancel()
 
-    def _client_options(self) -> dict[str, Any]:
-        options = self.connection.client_options(self.url, self.option)
-        self._route = f" (through the proxy {shown_address(options['proxy'])})" if options["proxy"] else ""
-        return options
+    def _count(self, event: str, number: float = 1) -> None:
+        with _LOCK:
+            self._counts[event] = self._counts.get(event, 0) + number
 
     @property
     def _is_down(self) -> bool:
@@ -174,102 +175,129 @@ class RemoteReward(Reward):
 
     def _post(self, calls: Sequence[Call[T]]) -> list[T | RequestError]:
         """Post requests, several at once; return their results or last errors in order, or raise RewardOutage."""
-        with ThreadPoolExecutor(1, thread_name_prefix="reward-http") as thread:  # the caller's may run an event loop
+        with _LOCK:
+            if not self._calls:
+                self._servers.find(self.option)
+            portal = _portal()
+        with portal as loop:  # the caller's thread may run an event loop
+            call = loop.start_task_soon(self._post_all, calls)
+            self._calls.append(call)
             try:
-                answers = thread.submit(asyncio.run, self._post_all(calls)).result()
-            except asyncio.CancelledError:
-                return [RequestError(f"{self._shown} was not contacted: the run is ending") for _ in calls]
+                answers: list[T | RequestError] = call.result()
+            except CancelledError:
+                reason = f"{self._servers.all[0].shown} was not contacted: the run is ending"
+                return [RequestError(reason) for _ in calls]
             except KeyboardInterrupt:
                 self.close()
                 raise
-        if self._is_down:
-            failed, self._failed_in_a_row = self._failed_in_a_row, 0
-            reason = next(answer.reason for answer in answers if isinstance(answer, RequestError))
-            raise RewardOutage(
-                f"{reason}; {failed} requests in a row failed. Fix the server or {self.option('url')}, and resume "
-                "the run."
-            )
+            finally:
+                self._calls.remove(call)
+        failed = [answer for answer in answers if isinstance(answer, RequestError)]
+        if self._is_down and failed:
+            number = self._failed_in_a_row
+            self._failed_in_a_row = number if self._calls else 0  # the calls under way must end too
+            advice = f"Fix the server or {self.option('url')}, and resume the run."
+            raise RewardOutage(f"{failed[0].reason}; {number} requests in a row failed. {advice}")
         return answers
 
     async def _post_all(self, calls: Sequence[Call[T]]) -> list[T | RequestError]:
-        import httpx
-
-        connection = self.connection
-        self._running = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())
-        slots = asyncio.Semaphore(connection.max_connections)
-        client = httpx.AsyncClient(
-            timeout=httpx.Timeout(connection.timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
-            limits=httpx.Limits(max_connections=connection.max_connections),
-            **self._client_options(),
-        )
+        slots = asyncio.Semaphore(self.connection.max_connections * len(self._servers.all))
+        clients: dict[Server, httpx.AsyncClient] = {}
         try:
-            async with client:
-                return await asyncio.gather(*(self._post_one(client, slots, call) for call in calls))
+            return await asyncio.gather(*(self._post_one(clients, slots, call) for call in calls))
         finally:
-            self._running = None
+            for client in clients.values():
+                await client.aclose()
 
-    async def _post_one(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, call: Call[T]) -> T | RequestError:
+    async def _post_one(
+        self, clients: dict[Server, httpx.AsyncClient], slots: asyncio.Semaphore, call: Call[T]
+    ) -> T | RequestError:
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
         build, read = call
+        errors: list[RequestError] = []
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self.connection.retries + 1),
-            retry=retry_if_exception(
-                lambda error: isinstance(error, RequestError) and not error.is_permanent and not self._is_down
-            ),
+            retry=retry_if_exception(partial(self._is_retried, errors)),
             wait=self._pause_s,
-            before_sleep=lambda _: self._counts.update(retried=1),
+            before_sleep=lambda _: self._count("retried"),
             reraise=True,
         )
         async with slots:  # held while a retry waits, so that later requests know whether the server is down
             if self._is_down:
-                self._counts["skipped"] += 1
-                return RequestError(f"{self._shown} is down and was not contacted again")
+                self._count("skipped")
+                return RequestError(f"{self._servers.all[0].shown} is down and was not contacted again")
             try:
-                answer: T = await retrying(self._attempt, client, await asyncio.to_thread(build), read)
+                answer: T = await retrying(self._attempt, clients, await asyncio.to_thread(build), read, errors)
             except RequestError as error:
-                self._counts["gave_up"] += 1
+                self._count("gave_up")
                 self._failed_in_a_row += 1
                 return error
             self._failed_in_a_row = 0
             return answer
 
+    def _is_retried(self, earlier: list[RequestError], error: BaseException) -> bool:
+        if not isinstance(error, RequestError) or self._is_down:
+            return False
+        is_new = not any(one.is_permanent for one in earlier)
+        earlier.append(error)
+        return not error.is_permanent or (is_new and self._servers.has_other(error.server))
+
     def _pause_s(self, state: RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome is not None else None
+        if isinstance(error, RequestError) and self._servers.has_other(error.server):
+            return 0.0
         least = error.retry_after_s if isinstance(error, RequestError) else 0.0
         most = min(LONGEST_PAUSE_S, self.connection.backoff_s * 2.0 ** (state.attempt_number - 1))
         return min(LONGEST_PAUSE_S, max(least, self._jitter.uniform(0, most)))
 
-    async def _attempt(self, client: httpx.AsyncClient, content: dict[str, Any], read: Callable[[bytes], T]) -> T:
+    async def _attempt(
+        self,
+        clients: dict[Server, httpx.AsyncClient],
+        content: dict[str, Any],
+        read: Callable[[bytes], T],
+        earlier: list[RequestError],
+    ) -> T:
         import httpx
 
         timeout_s, body = self.connection.timeout_s, bytearray()
-        try:
-            # a limit on the whole exchange: a server that trickles bytes never exceeds the one on a read
-            async with asyncio.timeout(timeout_s), client.stream("POST", self._url, **content) as answer:
-                async for block in answer.aiter_bytes():
-                    body += block
-                    if len(body) > LARGEST_ANSWER:
-                        raise ValueError(f"it is larger than {LARGEST_ANSWER // 10**6} MB")
-            if answer.status_code == 200:
-                return read(bytes(body))
-        except (TimeoutError, httpx.TimeoutException) as error:
-            raise self._counted("timeout", f"did not respond within {timeout_s:g} s") from error
-        except httpx.HTTPError as error:
-            reason = one_line(error) or type(error).__name__
-            raise self._counted("unreachable", f"cannot be reached ({reason})") from error
-        except ValueError as error:
-            reason = validation_message(error) if isinstance(error, ValidationError) else one_line(error)
-            raise self._counted("invalid", f"returned an invalid response: {reason}") from error
-        status, pause = answer.status_code, answer.headers.get("retry-after", "")
-        failure = self._counted(f"status_{status}", f"returned status {status}: {printable(bytes(body), SHOWN)}")
-        failure.is_permanent = status < 500 and status not in RETRIED_STATUS
-        failure.retry_after_s = float(pause) if pause.isdecimal() else 0.0  # it may be a date
-        raise failure
+        async with self._servers.lease(earlier, self._count) as (server, limit_s):
+            if server not in clients:
+                timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S, pool=None)
+                limits = httpx.Limits(max_connections=self.connection.max_connections)
+                clients[server] = httpx.AsyncClient(timeout=timeout, limits=limits, **server.options)
+            post = partial(clients[server].stream, "POST", server.url, extensions=server.extensions, **content)
+            try:
+                # a limit on the whole exchange: a server that trickles bytes never exceeds the one on a read
+                async with asyncio.timeout(limit_s), post() as answer:
+                    async for block in answer.aiter_bytes():
+                        body += block
+                        if len(body) > LARGEST_ANSWER:
+                            raise ValueError(f"it is larger than {LARGEST_ANSWER // 10**6} MB")
+                if answer.status_code == 200:
+                    return read(bytes(body))
+            except (TimeoutError, httpx.TimeoutException) as error:
+                is_late = isinstance(error, TimeoutError) and limit_s < timeout_s
+                reason = f"did not respond within {limit_s:.4g} s"
+                failure = self._counted(server, "late" if is_late else "timeout", reason)
+                failure.is_late = is_late
+                raise failure from error
+            except httpx.HTTPError as error:
+                reason = one_line(error) or type(error).__name__
+                raise self._counted(server, "unreachable", f"cannot be reached ({reason})") from error
+            except ValueError as error:
+                reason = validation_message(error) if isinstance(error, ValidationError) else one_line(error)
+                raise self._counted(server, "invalid", f"returned an invalid response: {reason}") from error
+            status, pause = answer.status_code, answer.headers.get("retry-after", "")
+            text = printable(bytes(body), SHOWN)
+            failure = self._counted(server, f"status_{status}", f"returned status {status}: {text}")
+            failure.is_permanent = status < 500 and status not in RETRIED_STATUS
+            failure.retry_after_s = float(pause) if pause.isdecimal() else 0.0  # it may be a date
+            raise failure
 
-    def _counted(self, cause: str, reason: str) -> RequestError:
-        self._counts[cause] += 1
-        return RequestError(f"{self._shown}{self._route} {reason}")
+    def _counted(self, server: Server, cause: str, reason: str) -> RequestError:
+        self._count(cause)
+        return RequestError(f"{server.shown} {reason}")
 
 
 @checked
@@ -279,7 +307,7 @@ class HTTPReward(RemoteReward):
     An image that the server cannot score, or whose request failed after all retries, gets NaN.
 
     Args:
-        url: Address to post to, such as ``http://127.0.0.1:8000/score``.
+        url: Address to post to, such as ``http://127.0.0.1:8000/score``, or a list of addresses of equal servers.
         name: Key of the score.
         batch_size: Images per request.
         connection: Timeouts, retries, simultaneous requests, and the token.
@@ -288,7 +316,7 @@ class HTTPReward(RemoteReward):
 
     def __init__(
         self,
-        url: str,
+        url: str | list[str],
         name: str = "http",
         batch_size: BatchSize = 8,
         connection: Connection | None = None,
@@ -306,7 +334,7 @@ class HTTPReward(RemoteReward):
     def __call__(
         self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
     ) -> Tensor:
-        self.failure = None
+        self.failure = self.failure if self._calls else None  # other calls may not have read it
         pixels, sources = (to_uint8(of).cpu() for of in (images, images[:0] if references is None else references))
         slices = [slice(start, start + self.batch_size) for start in range(0, len(prompts), self.batch_size)]
         parts = [(pixels[part], prompts[part], rows[part], sources[part]) for part in slices]

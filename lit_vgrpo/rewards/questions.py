@@ -14,7 +14,7 @@ from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.chat import ChatReward
 from lit_vgrpo.rewards.connection import Connection
-from lit_vgrpo.rewards.http import RequestError
+from lit_vgrpo.rewards.servers import RequestError
 
 QUESTION = 'Does this image show what "{prompt}" asks for?'
 INSTRUCTION = "Answer in one word."
@@ -46,7 +46,7 @@ class QuestionScore(ChatReward):
     is not among them gets the probability of the least probable one, which is an upper bound.
 
     Args:
-        url: Address of the API, such as ``http://127.0.0.1:8000/v1``.
+        url: Address of the API, such as ``http://127.0.0.1:8000/v1``, or a list of addresses of equal servers.
         model: Name of the model on the server.
         name: Key of the score.
         field: Field of a row with its questions and answers, ``[[question, answer], ...]``.
@@ -62,7 +62,7 @@ class QuestionScore(ChatReward):
 
     def __init__(
         self,
-        url: str,
+        url: str | list[str],
         model: str,
         name: str = "questions",
         field: str = "vqa_list",
@@ -79,7 +79,7 @@ class QuestionScore(ChatReward):
     def __call__(
         self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
     ) -> Tensor:
-        self.failure = None
+        self.failure = self.failure if self._calls else None  # other calls may not have read it
         seen = [[encode_png(image)] for image in to_uint8(images).cpu()]
         if references is not None:
             seen = [[encode_png(one), *own] for one, own in zip(to_uint8(references).cpu(), seen, strict=True)]

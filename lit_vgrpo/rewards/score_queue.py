@@ -19,8 +19,8 @@ class ScoreQueue:
     """A queue that scores batches of images in order.
 
     Each ``concurrent`` reward scores in its thread while the caller continues; the others score immediately. Each
-    reward sees the same batches in the same order as without threads. A reward that compares gets all images at once,
-    when the scores are taken.
+    reward sees the same batches in the same order as without threads, several at once if it has several servers. A
+    reward that compares gets all images at once, when the scores are taken.
 
     Args:
         reward: The rewards; with ``overlap=False`` all of them score immediately.
@@ -48,7 +48,8 @@ class ScoreQueue:
         scores: dict[str, Future[Scores]] = {}
         for part in threaded:
             if part.name not in self._threads:
-                self._threads[part.name] = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{part.name}")
+                threads = ThreadPoolExecutor(part.reward.calls_at_once, thread_name_prefix=f"reward-{part.name}")
+                self._threads[part.name] = threads
             scores[part.name] = self._threads[part.name].submit(self.reward.score_part, part, on_cpu)
         for part in self.reward.parts:
             if part not in threaded and not part.reward.compares:

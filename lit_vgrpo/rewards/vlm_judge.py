@@ -20,7 +20,8 @@ from lit_vgrpo.core.ranges import Finite, PositiveInt, checked
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.chat import ChatReward
 from lit_vgrpo.rewards.connection import Connection
-from lit_vgrpo.rewards.http import Call, RequestError
+from lit_vgrpo.rewards.http import Call
+from lit_vgrpo.rewards.servers import RequestError
 from lit_vgrpo.rewards.vote_store import choice_scores
 
 SCORE_PATTERN = r"(?i)final score\W*?(-?\d+(?:\.\d+)?)"
@@ -68,7 +69,7 @@ class VLMJudge(ChatReward):
     do. An image without a valid comparison fails.
 
     Args:
-        url: Address of the API, such as ``http://127.0.0.1:8000/v1``.
+        url: Address of the API, such as ``http://127.0.0.1:8000/v1``, or a list of addresses of equal servers.
         model: The server's name of the model.
         name: Key of the score.
         prompt_template: The question, with ``{prompt}``, and ``{number}`` for the number of images. The model card of a
@@ -97,7 +98,7 @@ class VLMJudge(ChatReward):
 
     def __init__(
         self,
-        url: str,
+        url: str | list[str],
         model: str,
         name: str = "vlm_judge",
         prompt_template: str | None = None,
@@ -123,7 +124,7 @@ class VLMJudge(ChatReward):
         self.sampling = {"max_tokens": max_tokens, **(extra_body or {})}
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        self.failure = None
+        self.failure = self.failure if self._calls else None  # other calls may not have read it
         files = [encode_png(image) for image in to_uint8(images).cpu()]
         plans = self._plans(files, prompts, rows)
         calls = [self._call([files[i] for i in numbers], prompts[numbers[0]]) for plan in plans for numbers in plan]
@@ -177,7 +178,7 @@ class VLMJudge(ChatReward):
         if math.isnan(value):
             quote = f"(finish_reason: {choice.finish_reason}): {one_line(text)[-100:]!r}"
             self.failure = f"the answer has no {wanted} {quote}"
-            self._counts["unparsable"] += 1
+            self._count("unparsable")
         return value
 
     def _score(self, matches: list[str]) -> float:

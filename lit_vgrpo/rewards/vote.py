@@ -52,7 +52,7 @@ class VoteReward(Reward):
         self.name = name
         self._store: VoteStore | None = None
         self._is_closed = threading.Event()
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, float] = {}
         self._was_announced = False
         self.is_served = False  # the command that trains also serves the page
 
@@ -85,7 +85,7 @@ class VoteReward(Reward):
         scores_by_prompt = dict(zip(groups, scores, strict=True))
         return torch.tensor([scores_by_prompt[prompt][image] for prompt, image in zip(prompts, ids, strict=True)])
 
-    def take_counts(self) -> dict[str, int]:
+    def take_counts(self) -> dict[str, float]:
         counts, self._counts = self._counts, {}
         return counts
 

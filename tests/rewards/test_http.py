@@ -3,6 +3,7 @@ import gzip
 import os
 import random
 import re
+import socket
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ import torch
 from fault_server import FaultServer, answering, choosing, saying
 from helpers import free_port, repeating
 
-from lit_vgrpo.rewards import Connection, HTTPReward, QuestionScore, RewardOutage, VLMJudge, Weighted
+from lit_vgrpo.rewards import Connection, HTTPReward, QuestionScore, RewardOutage, ScoreQueue, VLMJudge, Weighted
 from lit_vgrpo.rewards.connection import proxy_of
-from lit_vgrpo.rewards.http import LARGEST_ANSWER, LONGEST_PAUSE_S, RequestError
+from lit_vgrpo.rewards.http import LARGEST_ANSWER, LONGEST_PAUSE_S
+from lit_vgrpo.rewards.servers import RequestError
 
 
 def patient(**options):
@@ -354,3 +356,121 @@ def test_closing_ends_what_is_under_way(behave):
         assert reward.failure is not None
         server.then = errors.scores
         assert reward(*make_images(5)).isfinite().all(), "it cannot be used again"
+
+
+def of_server(counts, server, event="requests"):
+    return counts.get(f"{server.address.removeprefix('http://')}/{event}", 0)
+
+
+def test_several_servers_share_the_batches_of_a_call_and_the_log_has_each():
+    batch = make_images(12)
+    with FaultServer() as one, FaultServer() as other:
+        reward = HTTPReward([one.url, other.url], batch_size=1, connection=patient(max_connections=1))
+        torch.testing.assert_close(reward(*batch), means(batch[0]), rtol=0, atol=1e-6)
+        counts = reward.take_counts()
+    for server in (one, other):
+        assert len(server.requests) == of_server(counts, server) >= 3
+        assert server.most_at_once == 1
+        assert of_server(counts, server, "seconds") > 0
+    assert {name.rpartition("/")[2] for name, number in counts.items() if number} == {"requests", "seconds"}
+
+
+def test_several_servers_score_several_calls_at_once():
+    together = threading.Barrier(2)
+
+    def wait_for_the_other(handler):
+        together.wait(10)
+        errors.scores(handler)
+
+    (images, prompts, rows), urls = make_images(4), []
+    with FaultServer(then=wait_for_the_other) as one, FaultServer(then=wait_for_the_other) as other:
+        urls = [one.url, other.url]
+        queue = ScoreQueue(Weighted([HTTPReward(urls, connection=patient(max_connections=1, retries=0))]))
+        for n in range(4):
+            queue.put(images[n : n + 1], prompts[n : n + 1], rows[n : n + 1])
+        torch.testing.assert_close(queue.take().total, means(images), rtol=0, atol=1e-6)
+        queue.close()
+
+
+BROKEN = {
+    "refuses": (None, "unreachable"),
+    "resets": (errors.reset, "unreachable"),
+    "no_such_page": (answering(b"", 404), "status_404"),
+    "garbage": (answering(b"<html>"), "invalid"),
+    "status_503": (answering(b"", 503, Retry_After="25"), "status_503"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_server_is_left_out_and_its_batches_go_elsewhere(fault):
+    behave, cause = BROKEN[fault]
+    batch = make_images(40)
+    with FaultServer(then=behave) as broken, FaultServer() as fine:
+        url = broken.url if behave else f"http://127.0.0.1:{free_port()}/score"
+        reward = HTTPReward([url, fine.url], batch_size=1, connection=patient(backoff_s=30.0))
+        torch.testing.assert_close(reward(*batch), means(batch[0]), rtol=0, atol=1e-6)
+    counts = reward.take_counts()
+    assert 1 <= counts[cause] == counts["retried"] <= 4, "it was asked again although another is fine"
+    assert of_server(counts, fine) == 40
+
+
+@pytest.mark.parametrize("make", CLIENTS)
+def test_every_client_takes_addresses_and_starts_with_one_that_answers(make):
+    answers = {"HTTPReward": errors.scores, "VLMJudge": saying("Final Score: 3"), "QuestionScore": choosing(yes=0.5)}
+    kind = type(make("http://x")).__name__
+    with FaultServer(then=answers[kind], pages={"/v1/models": (200, b"{}")}) as server:
+        urls = [f"http://127.0.0.1:{free_port()}/v1", f"{server.address}/v1"]
+        reward = make(urls, connection=patient())
+        assert reward.check() == []
+        if kind != "HTTPReward":  # which asks nothing before the first batch
+            with pytest.warns(UserWarning, match=f"^{kind}.url={urls[0]} does not answer .* It is left out"):
+                reward.load()
+        assert reward(*make_images(6)).isfinite().all()
+
+
+def test_a_server_that_hangs_is_left_out_long_before_the_timeout():
+    batch = make_images(40)
+    with FaultServer([errors.scores] * 6, then=errors.hang) as hung, FaultServer() as fine:
+        reward = HTTPReward([hung.url, fine.url], batch_size=1, connection=patient(timeout_s=300))
+        torch.testing.assert_close(reward(*batch), means(batch[0]), rtol=0, atol=1e-6)
+    counts = reward.take_counts()
+    assert 1 <= counts["late"] == counts["retried"] <= 4
+    assert len(fine.requests) + len(hung.requests) == 40 + counts["late"], "a batch was sent elsewhere twice"
+
+
+def test_a_server_that_was_left_out_is_asked_again():
+    with FaultServer([answering(b"", 500)]) as one, FaultServer() as other:
+        reward = HTTPReward([one.url, other.url], batch_size=1, connection=patient(max_connections=1, backoff_s=0.2))
+        reward(*make_images(4))
+        assert len(one.requests) == 1
+        threading.Event().wait(0.3)
+        assert reward(*make_images(8)).isfinite().all()
+        assert len(one.requests) >= 3
+
+
+def test_a_run_ends_when_all_servers_are_down():
+    with FaultServer(then=answering(b"", 500)) as one, FaultServer(then=answering(b"", 500)) as other:
+        reward = single([one.url, other.url])
+        with pytest.raises(RewardOutage, match="requests in a row failed. Fix the server or HTTPReward.url"):
+            reward(*make_images(40))
+        assert reward.take_counts()["skipped"] >= 30
+
+
+def test_a_name_in_a_list_is_all_of_its_addresses(monkeypatch):
+    with FaultServer() as one:
+        port = one.server.server_address[1]
+        with FaultServer(at=("127.0.0.2", port)) as other:
+            known = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{n}", port)) for n in (1, 2)]
+            monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: known if host == "judges" else 1 / 0)
+            monkeypatch.setenv("no_proxy", "*")
+            reward = HTTPReward([f"http://judges:{port}/score"], batch_size=1, connection=patient())
+            assert reward(*make_images(10)).isfinite().all()
+    assert {headers["Host"] for headers, _ in one.requests + other.requests} == {f"judges:{port}"}
+    assert min(len(one.requests), len(other.requests)) > 2
+
+
+@pytest.mark.parametrize("urls", [[], ["http://me:hunter2@a/score", "http://me:hunter2@a/score"]])
+def test_a_list_needs_an_address_and_none_twice(urls):
+    with pytest.raises(ValueError, match="list at least one address, and each once") as raised:
+        HTTPReward(urls)
+    assert "hunter2" not in str(raised.value)

@@ -22,7 +22,7 @@ class FaultServer:
         then: answer to all other requests; None answers with the mean pixel of each image.
     """
 
-    def __init__(self, plan=(), pages=None, then=None):
+    def __init__(self, plan=(), pages=None, then=None, at=("127.0.0.1", 0)):
         self.plan = list(plan)
         self.pages = pages or {}
         self.then = then or scores
@@ -32,7 +32,7 @@ class FaultServer:
         self.most_at_once = 0
         self.lock = threading.Lock()
         self.closing = threading.Event()
-        self.server = _Server(("127.0.0.1", 0), _Handler)
+        self.server = _Server(at, _Handler)
         self.server.owner = self
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
 
