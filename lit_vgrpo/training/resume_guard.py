@@ -165,7 +165,8 @@ def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_free(key: str) -> bool:
-    return key.startswith(FREE) or ".connection." in key or key.rpartition(".")[2] in MEMORY_ONLY
+    name = key.rpartition(".")[2].partition("[")[0]  # url[0] is an entry of a list
+    return key.startswith(FREE) or ".connection." in key or name in MEMORY_ONLY
 
 
 def _is_found_elsewhere(old: Any, new: Any) -> bool:

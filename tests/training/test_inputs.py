@@ -143,3 +143,8 @@ def test_a_file_known_by_another_path_is_no_change(tmp_path, monkeypatch):
         ("gone.txt", "a/train.txt", 1),
     ):
         assert len(changes({"data": {"train": before}}, {"data": {"train": now}})) == count, before
+
+
+def test_servers_may_be_added_to_a_reward():
+    one, two = ({"model": {"reward": {"url": url, "name": "http"}}} for url in ("http://a", ["http://a", "http://b"]))
+    assert changes(one, two) == changes(two, one) == []
