@@ -1,0 +1,191 @@
+"""Clusters on this machine, and runs on them: a recipe that can be held up, and the comparison of two results."""
+
+import contextlib
+import csv
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import free_port
+from processes import end_with_parent
+
+SLOW_REWARD = """
+import time
+from pathlib import Path
+
+def score(images, prompts):
+    time.sleep(3.0 if (Path(__file__).parent / "hold").exists() else 0.0)
+    return -images.mean((1, 2, 3)) - images[:, 0].std((1, 2))
+"""
+ITERATIONS = 30
+WORDS = [
+    f"trainer.max_epochs={ITERATIONS}",
+    "trainer.callbacks=[{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]",
+    "model.reward={python: 'slow:score'}",
+    "data.micro_batch_size=2",
+]
+"""A run of 30 iterations, each of which takes three seconds longer while the file ``hold`` exists in its folder."""
+
+
+def wait_for(condition, seconds=120, what="it"):
+    """Return the first true value of a function; fail after so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.2)
+    pytest.fail(f"{what} did not happen within {seconds} s")
+
+
+def iterations(run):
+    """The iterations in a run's metrics.csv."""
+    file = Path(run) / "metrics.csv"
+    rows = list(csv.DictReader(file.read_text().splitlines())) if file.exists() else []
+    return {row["epoch"] for row in rows if row.get("epoch") and row.get("policy/updates")}
+
+
+def largest_difference(one, other):
+    """The largest difference of the tensors in two runs' last checkpoints, which must have the same ones."""
+    first, second = (
+        dict(_tensors(torch.load(Path(run) / "checkpoints" / "last.ckpt", weights_only=True))) for run in (one, other)
+    )
+    assert first.keys() == second.keys()
+    assert len(first) > 20
+    return max(float((first[key].double() - second[key].double()).abs().max()) for key in first if first[key].numel())
+
+
+def _tensors(tree, place=""):
+    if isinstance(tree, torch.Tensor):
+        if tree.is_floating_point():
+            yield place, tree
+    elif isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _tensors(value, f"{place}/{key}")
+
+
+class Slurm:
+    """A cluster of three nodes with eight pretended GPUs each, in a folder."""
+
+    PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+
+    def __init__(self, folder):
+        self.folder, self.environment = folder, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        # the nodes' names resolve on a real cluster
+        self.environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, folder):
+        if missing := [name for name in cls.PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]:
+            pytest.skip(f"{missing} are missing. Run: apt-get install slurm-wlm munge")
+        if os.getuid():
+            pytest.skip("slurmd starts jobs as root")
+        slurm = cls(folder)
+        with contextlib.ExitStack() as stack:
+            slurm._start(stack)
+            stack.callback(wait_for, lambda: not slurm.ask("squeue", "-h"), 60, "the end of all jobs")
+            stack.callback(slurm.ask, "scancel", "--user=root")
+            yield slurm
+
+    def _start(self, stack):
+        def start(*words):
+            with (self.folder / f"{words[0]}.log").open("ab") as log:
+                process = subprocess.Popen(words, stdout=log, stderr=log, env=env, preexec_fn=end_with_parent)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+
+        folder, ports = self.folder, [free_port() for _ in range(4)]
+        env = {**self.environment, "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+        for number in range(8):
+            (folder / f"gpu{number}").touch()
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+        (folder / "munge.key").write_bytes(os.urandom(1024))
+        (folder / "munge.key").chmod(0o600)
+        host = socket.gethostname()
+        nodes = "".join(
+            f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[n]} CPUs=8 Gres=gpu:8\n"
+            for n in (1, 2, 3)
+        )
+        (folder / "slurm.conf").write_text(CONF.format(folder=folder, host=host, port=ports[0]) + nodes)
+        (folder / "state").mkdir()
+        files = [
+            f"--{name}={folder}/munge.{name.split('-')[0]}"
+            for name in ("key-file", "pid-file", "log-file", "seed-file")
+        ]
+        start("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
+        wait_for((folder / "munge.socket").exists, 20)
+        start("slurmctld", "-D")
+        for number in (1, 2, 3):
+            start("slurmd", "-D", "-N", f"n{number}")
+        wait_for(lambda: self.ask("sinfo", "-h", "-o", "%D %t").strip() == "3 idle", 60, "the start of SLURM")
+
+    def ask(self, *words, **variables):
+        """Run a command of SLURM and return its output."""
+        done = subprocess.run(words, env={**self.environment, **variables}, text=True, capture_output=True, check=False)
+        return done.stdout + done.stderr
+
+    def submit(self, folder, *words, options=(), **variables):
+        """Submit deploy/slurm.sh from a folder, with one CPU process per node; return the job's number."""
+        sizes = ["--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", f"--chdir={folder}"]
+        script = Path(__file__).parents[2] / "deploy" / "slurm.sh"
+        command = ["sbatch", "--parsable", *sizes, *options, str(script), *words]
+        done = subprocess.run(
+            command, cwd=folder, env={**self.environment, **variables}, text=True, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def state(self, job):
+        return self.ask("squeue", "-h", "-o", "%T", "-t", "all", "-j", job).strip()
+
+    def hasten(self, job):
+        """Start a requeued job, for which SLURM waits two minutes, as soon as it has left its nodes."""
+        wait_for(lambda: self.state(job) == "PENDING", 100, "the requeue")
+        time.sleep(3)  # SLURM refuses a start in the second of the requeue
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        wait_for(lambda: self.state(job) == "RUNNING", 60, "the second start")
+
+    def finish(self, job, seconds=120):
+        """Wait for a job's end; return its last state."""
+        return wait_for(lambda: (s := self.state(job)) not in ("RUNNING", "PENDING", "COMPLETING") and s, seconds, job)
+
+
+CONF = """ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+ReturnToService=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+GresTypes=gpu
+KillWait=20
+PartitionName=all Nodes=ALL Default=YES
+"""
+
+
+def ranks():
+    """The processes of the command, without their launchers, in the current folder."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            is_rank = b"lit_vgrpo" in words and b"torch.distributed.run" not in words
+            if is_rank and (place / "cwd").readlink() == Path.cwd():
+                found.append(int(place.name))
+        except OSError:
+            continue
+    return found
