@@ -30,6 +30,7 @@ def start(*words):
         )
 
 
+@pytest.mark.timeout(800)  # Ray starts six processes for each of its starts
 @pytest.mark.parametrize(("strategy", "victim"), [("ddp", "rank"), ("fsdp2", "driver")])
 def test_a_run_on_ray_is_the_commands_and_survives(tiny_recipe, strategy, victim):
     Path("slow.py").write_text(SLOW_REWARD)
