@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -175,6 +176,48 @@ GresTypes=gpu
 KillWait=20
 PartitionName=all Nodes=ALL Default=YES
 """
+
+
+class Network:
+    """Two network namespaces joined by a cable: machines with their own addresses."""
+
+    def __init__(self):
+        self.names = [f"lv{os.getpid()}{end}" for end in "ab"]
+        self.addresses = ["10.213.0.1", "10.213.0.2"]
+
+    @classmethod
+    @contextlib.contextmanager
+    def joined(cls):
+        network = cls()
+        if not shutil.which("ip") or not network._ip("netns", "add", network.names[0]):
+            pytest.skip("network namespaces cannot be made: they need ip (iproute2) and root")
+        try:
+            network._ip("netns", "add", network.names[1])
+            network._ip("link", "add", network.names[0], "type", "veth", "peer", "name", network.names[1])
+            for name, address in zip(network.names, network.addresses, strict=True):
+                network._ip("link", "set", name, "netns", name)
+                network._ip("-n", name, "addr", "add", f"{address}/30", "dev", name)
+                assert network._ip("-n", name, "link", "set", name, "up")
+                assert network._ip("-n", name, "link", "set", "lo", "up")
+            yield network
+        finally:
+            for name in network.names:
+                network._ip("netns", "del", name)
+
+    def start(self, number, log, *words):
+        """Start torchrun with the command on one machine."""
+        name, address = self.names[number], self.addresses[number]
+        torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--local-addr={address}"]
+        torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:29500", "--max-restarts=3"]
+        torchrun += [f"--rdzv-conf=join_timeout=90,is_host={int(number == 0)}"]
+        command = ["ip", "netns", "exec", name, sys.executable, *torchrun, "-m", "lit_vgrpo", "run", *words]
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}
+        with log.open("ab") as file:
+            return subprocess.Popen(command, stdout=file, stderr=file, env=environment, preexec_fn=end_with_parent)
+
+    @staticmethod
+    def _ip(*words):
+        return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
 
 
 def ranks():
