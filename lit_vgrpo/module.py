@@ -287,6 +287,7 @@ class VGRPOModule(L.LightningModule):
         # Include the images of an unfinished iteration, so that no rollout is repeated.
         iteration = None if self.iteration is None else self.iteration.state_dict()
         checkpoint["lit_vgrpo"] = {name: getattr(self, name).state_dict() for name in PARTS} | {"iteration": iteration}
+        checkpoint["lit_vgrpo"]["pipeline"] = self.policy.description()
         round_progress(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -301,6 +302,13 @@ class VGRPOModule(L.LightningModule):
                 f"The checkpoint lacks {len(missing)} of {len(trained)} trained tensors, e.g. {min(missing)}. "
                 "Resume with the recipe that wrote it (RUN/config.yaml)."
             )
+        known, now = state.get("pipeline", []), self.policy.description()
+        for before, after in zip(known, now, strict=False):
+            if before != after:
+                raise RuntimeError(
+                    f"The pipeline is used in another way than in the run so far: {after!r}, but {before!r} before. "
+                    "Resume with the same diffusers version and model.policy.checkpoint."
+                )
         for name in PARTS:
             getattr(self, name).load_state_dict(state[name])
         with suppress(RuntimeError):  # without a trainer, only the weights are needed

@@ -142,7 +142,7 @@ def _class_of_model(checkpoint: str, edits: bool) -> dict[str, Any]:
     kinds = (getattr(policies, known) for known in policies.__all__)
     fitting = [kind for kind in kinds if getattr(kind, "pipeline_class", None) == name]
     if not fitting:
-        raise UserError(f"{checkpoint} is a {name}, which no family supports. See docs/models.md.")
+        return {"class_path": "AutoPolicy", "init_args": {"checkpoint": checkpoint, "references": int(edits)}}
     kind = next((kind for kind in fitting if kind.edits == edits), fitting[0])
     return {"class_path": kind.__name__, "init_args": {"checkpoint": checkpoint}}
 

@@ -79,7 +79,7 @@ def _check_recipe(command: Command, gpu_bytes: int | None) -> Policy:
     if errors := [*cli.errors(), *disk_errors(cli)]:
         raise UserError(*errors)
     rehearse(cli)
-    errors = reward_errors(cli)
+    errors, learned = reward_errors(cli), cli.model.policy.description()
     try:
         estimate, too_large = memory_report(cli, gpu_bytes)
         errors += too_large
@@ -89,7 +89,8 @@ def _check_recipe(command: Command, gpu_bytes: int | None) -> Policy:
         raise UserError(*errors)
     changed = " (before your changes)" if command.overlays or command.overrides else ""
     evidence = [f"Evidence{changed}: {level}."] if level else []
-    say("\n".join([*recipe.notes, cli.plan(), estimate, *cli.about_prompts(), *evidence]))
+    shown = [f"{cli.model.policy.pipeline_class}, learned from watched calls:", *learned] if learned else []
+    say("\n".join([*recipe.notes, cli.plan(), estimate, *shown, *cli.about_prompts(), *evidence]))
     say(f"{command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return cli.model.policy
 

@@ -111,11 +111,14 @@ def init(
     source: Annotated[
         str | None, Option("--from", help="Recipe to copy with its prompts.", autocompletion=_recipes)
     ] = None,
+    checkpoint: Annotated[
+        str | None, Option(metavar="NAME", help="Pipeline of diffusers to train: a hub name or a folder.")
+    ] = None,
 ) -> int:
     """Write a recipe, prompts and a reward to start from."""
     from lit_vgrpo.cli.init import write_starter
 
-    return write_starter(folder, source)
+    return write_starter(folder, source, checkpoint)
 
 
 @app.command(rich_help_panel=START)

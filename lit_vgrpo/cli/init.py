@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from lit_vgrpo.config.recipe import STAGES, find_recipe, loaded
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.system.hub import local_folder
 from lit_vgrpo.system.paths import SHIPPED_PREFIX, shipped_root, vacant_folder, write_new_folder
 
 STARTER = "starter"
 """Shipped folder with the files."""
 RECIPE = "recipe.yaml"
 FILES = (RECIPE, "train.txt", "heldout.txt", "reward.py")
+POLICY = re.compile(r"^  policy:\n(?:    .*\n)+", re.MULTILINE)
+LEARNED = """  policy:
+    checkpoint: {checkpoint}  # any pipeline of diffusers: docs/any_pipeline.md
+    lora_rank: 32
+    lora_alpha: 64
+    dtype: bfloat16
+    gradient_checkpointing: true
+"""
 NAME = "my_run"
 """Name in the files, replaced by the new folder's."""
 
 
-def write_starter(text: str, source: str | None = None) -> int:
+def write_starter(text: str, source: str | None = None, checkpoint: str | None = None) -> int:
     """Write a recipe, prompts and a reward that run unchanged on a tiny pipeline, or copy a source and its prompts.
 
     Args:
         text: The folder to write, new or empty; its name must be a valid run name.
+        checkpoint: Train a LoRA of this pipeline instead, whatever its class is.
     """
     name = Path(text).expanduser().absolute().name
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError(f"{name!r} cannot name a run. Use letters, digits, '_', '-' and '.': lightning init {NAME}")
     folder = vacant_folder(text)
     files = _starter(name) if source is None else _copy_of(source, name)
+    if checkpoint is not None:
+        place = json.dumps(str(local.absolute()) if (local := local_folder(checkpoint)) is not None else checkpoint)
+        files[RECIPE] = POLICY.sub(lambda _: LEARNED.format(checkpoint=place), files[RECIPE], count=1)
     with write_new_folder(folder, "Choose another folder.") as draft:
         for file, content in files.items():
             (draft / file).write_text(content, encoding="utf-8")
     say(f"Wrote {', '.join(files)} to {folder}.")
-    if source is not None:
+    if source is not None or checkpoint is not None:
         say(f"Find errors and estimate memory, then train:\n  cd {folder} && lightning check {RECIPE} --memory 80GiB")
         say(f"  lightning run {RECIPE}")
         return 0

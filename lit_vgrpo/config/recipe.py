@@ -22,6 +22,7 @@ from lit_vgrpo.config.tree import (
     expanded_logger,
     expanded_recipe,
     hold_out_another,
+    learn_without_class,
     leaves,
     merged,
     replaced,
@@ -204,6 +205,7 @@ def read_recipe(command: Command) -> Recipe:
             elif isinstance(dropped, dict) and class_name(dropped) not in ("", class_name(text)) and text != "null":
                 options = ", ".join(dropped.get("init_args") or {})
                 notes += [f"{key}={text} drops the options of {class_name(dropped)}: {options}."] if options else []
+        learn_without_class(plain.get("model"))
         notes += hold_out_another(plain.get("model"))
         if isinstance(trainer := plain.get("trainer"), dict) and "logger" in trainer:
             trainer["logger"] = expanded_logger(trainer["logger"])

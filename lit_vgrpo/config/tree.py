@@ -191,6 +191,19 @@ def expanded_logger(node: Any) -> Any:
     return LOGGERS.get(node, node) if isinstance(node, str) else node
 
 
+def learn_without_class(model: Any) -> None:
+    """Make a model's policy that has a checkpoint but no class an ``AutoPolicy``, in place.
+
+    >>> model = {"policy": {"checkpoint": "a/b"}}
+    >>> learn_without_class(model)
+    >>> model
+    {'policy': {'class_path': 'AutoPolicy', 'init_args': {'checkpoint': 'a/b'}}}
+    """
+    policy = model.get("policy") if isinstance(model, dict) else None
+    if isinstance(policy, dict) and "checkpoint" in policy and "class_path" not in policy:
+        model["policy"] = {"class_path": "AutoPolicy", "init_args": policy}
+
+
 def _weighted(reward: Any) -> Any:
     return {"class_path": "Weighted", "init_args": {"rewards": reward}} if isinstance(reward, list) else reward
 

@@ -22,6 +22,20 @@ MASK = "mask"
 REFERENCE = "reference"
 """Prefix of the names of the conditioning's tensors of pictures. They have one row per prompt, and no tokens."""
 
+SIZE_OF = "size_of_"
+"""Prefix of the names of the conditioning's tensors ``(B, n)`` with the sizes of another's rows before padding."""
+
+
+def padded(values: Sequence[Tensor]) -> list[Tensor]:
+    """Append zeros to tensors of one number of dimensions, so that all have the largest sides."""
+    sides = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
+
+    def grown(value: Tensor) -> Tensor:
+        missing = [side - size for side, size in zip(sides, value.shape, strict=True)]
+        return F.pad(value, [number for side in reversed(missing) for number in (0, side)]) if any(missing) else value
+
+    return [grown(value) for value in values]
+
 
 def lengthened(value: Tensor, length: int, dim: int = 1) -> Tensor:
     """Append zeros along the dimension of a prompt's tokens.
@@ -59,7 +73,12 @@ class Conditioning:
     def joined_with(self, other: Conditioning) -> Conditioning:
         """Return the rows of both; the shorter prompts are padded, for which they need a mask."""
         columns = {name: [value, other.tensors[name]] for name, value in self.tensors.items()}
-        if any(one.shape[1:] != two.shape[1:] for one, two in columns.values()):
+        different = [name for name, (one, two) in columns.items() if one.shape[1:] != two.shape[1:]]
+        if different and all(SIZE_OF + name in columns for name in different):
+            for name in different:
+                rows = [row for value in columns[name] for row in padded([*value.unbind(0)])]
+                columns[name] = [torch.stack(padded(rows))]
+        elif different:
             if MASK not in columns:
                 raise ValueError(f"Prompts of different lengths need a tensor {MASK!r}. Pad all prompts to one length.")
             length = max(mask.shape[1] for mask in columns[MASK])

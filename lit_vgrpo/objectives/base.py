@@ -226,16 +226,16 @@ class Objective(ABC):
         """Return why the method cannot train on a prompt's row, in one line, or ``None``."""
         return None
 
-    def policy_errors(self, policy: type[Policy]) -> list[str]:
+    def policy_errors(self, policy: Policy) -> list[str]:
         """Return why this method does not work on a family of policies: at most one line."""
         if policy.path_kind not in self.path_kinds:
             path = {"flow": "a rectified flow", "vp": "a variance-preserving path"}[policy.path_kind]
             method = type(self).__name__
-            return [f"model.objective={method} does not work on {policy.__name__}: it is not defined on {path}."]
+            return [f"model.objective={method} does not work on {type(policy).__name__}: it is not defined on {path}."]
         spec, where = self.rollout_spec(0), "model.objective.rollout"
         if spec.solver not in (policy.sde_solvers if spec.is_sde else (None, *policy.solvers)):
             known = " or ".join((*policy.solvers, *policy.sde_solvers))
-            return [f"{where}.solver={spec.solver} is not a solver of {policy.__name__}. Use {known}."]
+            return [f"{where}.solver={spec.solver} is not a solver of {type(policy).__name__}. Use {known}."]
         return []
 
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:

@@ -434,11 +434,11 @@ class PairObjective(Objective):
             )
         return errors
 
-    def policy_errors(self, policy: type[Policy]) -> list[str]:
+    def policy_errors(self, policy: Policy) -> list[str]:
         if self.share_passes == "pure_noise" and policy.path_kind != "flow":
             return [
                 f"model.objective.share_passes={self.share_passes} needs a path that ends in pure noise, but that of "
-                f"{policy.__name__} keeps some of the image. Set it to none."
+                f"{type(policy).__name__} keeps some of the image. Set it to none."
             ]
         return super().policy_errors(policy)
 

@@ -2,6 +2,7 @@
 
 from lit_vgrpo.core.probability_paths import RectifiedFlow, VariancePreserving
 from lit_vgrpo.core.types import Conditioning
+from lit_vgrpo.policies.auto import AutoPolicy
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.chroma import ChromaPolicy
 from lit_vgrpo.policies.flux import FluxPolicy, KontextPolicy
@@ -18,6 +19,7 @@ from lit_vgrpo.policies.wan import WanPolicy
 from lit_vgrpo.policies.z_image import ZImagePolicy
 
 __all__ = [
+    "AutoPolicy",
     "ChromaPolicy",
     "Conditioning",
     "Flux2DevEditPolicy",

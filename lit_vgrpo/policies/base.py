@@ -482,6 +482,10 @@ class Policy(nn.Module):
 
     # --- overridden by some families -------------------------------------------------------------------------------
 
+    def description(self) -> list[str]:
+        """Return how the policy uses its pipeline, one line per fact, if it learned it."""
+        return []
+
     def unused_weights(self) -> tuple[str, ...]:
         """Return shell-style patterns of the network's weights that no output depends on, which are never trained."""
         return ()

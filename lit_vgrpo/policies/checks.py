@@ -24,7 +24,7 @@ from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import Conditioning, RolloutSpec
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.export import lora_options
+from lit_vgrpo.policies.export import LORA_FILE, loads_adapters, lora_options
 from lit_vgrpo.system.hub import quiet_libraries
 
 PROMPTS = ("a red circle on the left", "a blue square", "a green triangle at the top", "dogs")
@@ -255,8 +255,12 @@ def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Con
     try:
         with quiet_libraries(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # peft warns of another adapter
-            for options in lora_options(policy.network_names):
+            for options in lora_options(policy.network_names) if loads_adapters(policy.pipeline) else ():
                 policy.pipeline.load_lora_weights(str(folder), adapter_name="read_back", **options)
+            if not loads_adapters(policy.pipeline):
+                policy.network.load_lora_adapter(
+                    folder, adapter_name="read_back", weight_name=LORA_FILE, prefix=policy.network_name
+                )
         for network in networks.values():
             network.set_adapter("read_back")
         return policy(*given)

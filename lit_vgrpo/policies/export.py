@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lit_vgrpo.policies.placement import written_in
 from lit_vgrpo.system.hub import quiet_libraries
 
+LORA_FILE = "pytorch_lora_weights.safetensors"  # diffusers' name
 SD2_TEXT_WIDTH = 1024  # of the text encoder of Stable Diffusion 2.x
 
 
@@ -34,8 +37,25 @@ def save_adapter(
         config = network.peft_config["default"].to_dict()
         config |= {"lora_alpha": config["r"], "base_model_name_or_path": base}
         layers = _layers_of_adapter(network, weights and _own_weights(networks, key, weights), dtype)
-        given = {f"{name}_layers": layers, f"{name}_adapter_metadata": config}
-        pipeline.save_lora_weights(folder, weight_name=options.get("weight_name"), **given)
+        if loads_adapters(pipeline):
+            given = {f"{name}_layers": layers, f"{name}_adapter_metadata": config}
+            pipeline.save_lora_weights(folder, weight_name=options.get("weight_name"), **given)
+            continue
+        header = {
+            f"{key}.{option}": sorted(value) if isinstance(value, set) else value for option, value in config.items()
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        metadata = {
+            "format": "pt",
+            "lora_adapter_metadata": json.dumps(header, indent=2, sort_keys=True, default=sorted),
+        }
+        tensors = {f"{key}.{name}": tensor.contiguous() for name, tensor in layers.items()}
+        save_file(tensors, folder / LORA_FILE, metadata)
+
+
+def loads_adapters(pipeline: Any) -> bool:
+    """Return whether a pipeline has ``load_lora_weights``; otherwise its network's ``load_lora_adapter`` loads one."""
+    return hasattr(pipeline, "load_lora_weights")
 
 
 def lora_options(networks: Iterable[str]) -> list[dict[str, Any]]:
@@ -43,9 +63,8 @@ def lora_options(networks: Iterable[str]) -> list[dict[str, Any]]:
     _, *second = networks
     if not second:
         return [{}]
-    name = "pytorch_lora_weights"
-    others = {"weight_name": f"{name}_2.safetensors", f"load_into_{second[0]}": True}
-    return [{"weight_name": f"{name}.safetensors"}, others]
+    others = {"weight_name": LORA_FILE.replace(".", "_2."), f"load_into_{second[0]}": True}
+    return [{"weight_name": LORA_FILE}, others]
 
 
 def save_pipeline(
@@ -82,7 +101,6 @@ def save_kohya(network: Any, file: Path, base: str, dtype: torch.dtype = torch.f
     The header names the base model; without it, WebUI assumes Stable Diffusion 1.
     """
     from diffusers.utils import convert_state_dict_to_kohya
-    from safetensors.torch import save_file
 
     layers = {f"unet.{name}": tensor for name, tensor in _layers_of_adapter(network, None, dtype).items()}
     config, rank = network.config, str(network.peft_config["default"].r)
@@ -106,8 +124,6 @@ def save_comfyui(
     For a module that fuses several of diffusers', ``B`` is block-diagonal and the rank is the sum of their ranks. The
     file of a second network has ``_2`` at the end of its name.
     """
-    from safetensors.torch import save_file
-
     for number, network in enumerate(networks, start=1):
         layers, modules = _layers_of_adapter(network, None, dtype), dict(network.named_modules())
         trained = {name.removesuffix(".lora_A.weight") for name in layers if ".lora_A." in name}

@@ -25,6 +25,13 @@ TIMESTEPS = 1000  # which most pipelines divide by, whatever their scheduler has
 PATCH = 2  # latents per side of a token
 ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")  # LoRA targets
 REFERENCE_LATENTS = "reference_latents"  # of the pictures to edit, in a conditioning
+OWN_TIMESTEPS = (
+    "set_timesteps = pipe.scheduler.set_timesteps  # the pipeline's sigmas are for its own scheduler",
+    "pipe.scheduler.set_timesteps = lambda num_inference_steps=None, device=None, sigmas=None, mu=None: (",
+    "    set_timesteps(num_inference_steps or len(sigmas), device)",
+    ")",
+)
+"""Lines of Python that let a pipeline use another scheduler than its own."""
 DEFAULT_SIDE = 1024  # pixels of an image, in most pipelines
 
 
@@ -77,16 +84,7 @@ class FlowPolicy(Policy, ABC):
 
     def scheduler_misfit(self, scheduler: Any) -> str | None:
         """Return why the pipeline's scheduler is none of the family's, as a phrase that follows its name."""
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        odd = [name for name in ("stochastic_sampling", "invert_sigmas") if scheduler.config.get(name)]
-        odd += ["num_train_timesteps"] if scheduler.config.num_train_timesteps != TIMESTEPS else []
-        if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not odd:
-            return None
-        return (
-            f"comes with {' and '.join([type(scheduler).__name__, *odd])}: a rectified flow needs "
-            f"FlowMatchEulerDiscreteScheduler with {TIMESTEPS} steps, without stochastic_sampling and invert_sigmas."
-        )
+        return flow_scheduler_misfit(scheduler)
 
     def find_latent_shape(self) -> tuple[int, ...]:
         default = DEFAULT_SIDE // self.pipeline.vae_scale_factor
@@ -117,7 +115,7 @@ class FlowPolicy(Policy, ABC):
         base, tokens = self.pipeline.scheduler, self.image_tokens()
         if self.pipeline_solver != "euler":
             if solver == self.pipeline_solver:
-                scheduler = _like(base, steps)
+                scheduler = like(base, steps)
                 scheduler.set_timesteps(steps)
                 return scheduler
             from diffusers import FlowMatchEulerDiscreteScheduler
@@ -129,16 +127,32 @@ class FlowPolicy(Policy, ABC):
     def scheduler_lines(self, spec: RolloutSpec) -> list[str]:
         lines = super().scheduler_lines(spec)
         if lines and self.sigmas(spec.steps) is not None and spec.ode_solver(self.solvers) != "euler":
-            lines += [
-                "set_timesteps = pipe.scheduler.set_timesteps  # the pipeline's sigmas are for its own scheduler",
-                "pipe.scheduler.set_timesteps = lambda num_inference_steps=None, device=None, sigmas=None, mu=None: (",
-                "    set_timesteps(num_inference_steps or len(sigmas), device)",
-                ")",
-            ]
+            lines += OWN_TIMESTEPS
         return lines
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
         return (scheduler.timesteps.double() / scheduler.config.num_train_timesteps).float()
+
+
+def flow_scheduler_misfit(scheduler: Any, only_euler: bool = True) -> str | None:
+    """Return why a rectified flow cannot be sampled like a pipeline with this scheduler, as a phrase, or ``None``.
+
+    Args:
+        only_euler: Refuse the multistep schedulers with a fixed shift.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    config = scheduler.config
+    odd = [name for name in ("stochastic_sampling", "invert_sigmas") if config.get(name)]
+    odd += ["num_train_timesteps"] if config.num_train_timesteps != TIMESTEPS else []
+    is_usual = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+    is_other = not only_euler and config.get("use_flow_sigmas") and config.get("flow_shift")
+    if (is_usual or is_other) and not odd:
+        return None
+    return (
+        f"comes with {' and '.join([type(scheduler).__name__, *odd])}: a rectified flow needs "
+        f"FlowMatchEulerDiscreteScheduler with {TIMESTEPS} steps, without stochastic_sampling and invert_sigmas."
+    )
 
 
 def flow_scheduler(
@@ -167,7 +181,7 @@ def flow_scheduler(
     by_tokens = dynamic_mu(base, image_tokens)
     mu = by_tokens if by_tokens is None or mu is None else mu
     if solver == "euler":
-        scheduler = _like(base, steps)
+        scheduler = like(base, steps)
         given: dict[str, Any] = {} if mu is None else {"mu": mu}
         if euler_sigmas is not None:
             given["sigmas"] = list(euler_sigmas)
@@ -195,7 +209,7 @@ def flow_scheduler(
     return scheduler
 
 
-def _like(base: Any, steps: int) -> Any:
+def like(base: Any, steps: int) -> Any:
     """Return a scheduler like the pipeline's. With one step, the stretch to its last sigma would divide 0 by 0."""
     unstretched = {"shift_terminal": None} if steps == 1 and base.config.get("shift_terminal") else {}
     return type(base).from_config(base.config, **unstretched)

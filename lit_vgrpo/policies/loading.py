@@ -77,7 +77,9 @@ def find_folder(policy: Loadable) -> Path | None:
         raise LoadError(f"{name} is a file, not a pipeline folder. {advice}")
     kind_name = find_pipeline_class(policy.checkpoint, policy.revision)
     if kind_name not in (None, needed):
-        raise LoadError(f"{name} is a {kind_name}, {type(policy).__name__} needs {needed}. Use another class_path.")
+        raise LoadError(
+            f"{name} is a {kind_name}, {type(policy).__name__} needs {needed}. Use another class_path, or AutoPolicy."
+        )
     if (folder := config_folder(policy.checkpoint, policy.revision)) is None:
         return None
     parts = _parts(policy, folder)
@@ -150,7 +152,8 @@ def pipeline_misfit(policy: Loadable, pipeline: Any) -> str | None:
         if pipeline.scheduler.config.get(option) and option in inspect.signature(type(pipeline.scheduler)).parameters:
             return f"has a scheduler with {option}, which is not supported. Set it to false in the scheduler's config."
     for name in parts if policy.draft is None else ():  # with a draft, only sizes count
-        part, encoder = parts[name], parts.get(re.sub("^(tokenizer|processor)", "text_encoder", name))
+        read = "tokenizer" if "tokenizer" in parts else "(tokenizer|processor)"  # else a processor is another part's
+        part, encoder = parts[name], parts.get(re.sub(f"^{read}", "text_encoder", name))
         if part is not None and encoder not in (None, part):
             tokenizer, embeddings = getattr(part, "tokenizer", part), encoder.get_input_embeddings().num_embeddings
             if (error := tokenizer_error(tokenizer, embeddings)) is not None:

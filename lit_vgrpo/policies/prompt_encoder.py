@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lit_vgrpo.core.pictures import picture_digest
-from lit_vgrpo.core.types import MASK, Conditioning, is_of_prompt, lengthened
+from lit_vgrpo.core.types import MASK, Conditioning, is_of_prompt, lengthened, padded
 from lit_vgrpo.policies.embeddings import Embedder, EmbeddingCache, Row, encoder_fingerprint
 from lit_vgrpo.policies.placement import place, placed
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
@@ -141,6 +141,8 @@ class PromptEncoder:
         length = self.policy.prompt_length()
         if length is not None and is_of_prompt(name):
             values = [lengthened(value, length, dim=0) for value in values]
+        elif length is None and any(value.shape != values[0].shape for value in values):
+            values = padded(values)
         # converted to float32 last: rows of 16-bit encoders are half as large
         return torch.stack([value.to(self.policy.device) for value in values]).float()
 

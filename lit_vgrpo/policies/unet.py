@@ -51,16 +51,7 @@ class UNetPolicy(Policy):
         return self
 
     def misfit(self, pipeline: Any) -> str | None:
-        scheduler, config = pipeline.scheduler, pipeline.scheduler.config
-        if not hasattr(scheduler, "alphas_cumprod") or config.get("timestep_type") == "continuous":
-            return f"comes with {type(scheduler).__name__}: it was trained on another kind of noise schedule."
-        if pipeline.unet.config.time_cond_proj_dim is not None:
-            return "is a consistency model (time_cond_proj_dim). Use the model that it was distilled from."
-        if config.prediction_type not in PREDICTIONS:
-            return f"predicts {config.prediction_type!r}, not {' or '.join(PREDICTIONS)}."
-        if config.prediction_type == "epsilon" and config.get("rescale_betas_zero_snr"):
-            return "predicts epsilon, which is undefined where its schedule ends in pure noise (zero SNR)."
-        return super().misfit(pipeline)
+        return vp_misfit(pipeline) or super().misfit(pipeline)
 
     def build_path(self) -> VariancePreserving:
         base = self.pipeline.scheduler
@@ -92,6 +83,24 @@ class UNetPolicy(Policy):
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
         return self.path.time(scheduler.timesteps)
+
+
+def vp_misfit(pipeline: Any) -> str | None:
+    """Return why a pipeline cannot be sampled on the variance-preserving path, as a phrase, or ``None``."""
+    scheduler, config = pipeline.scheduler, pipeline.scheduler.config
+    if not hasattr(scheduler, "alphas_cumprod") or config.get("timestep_type") == "continuous":
+        return f"comes with {type(scheduler).__name__}: it was trained on another kind of noise schedule."
+    network = getattr(pipeline, "unet", None)
+    if network is not None and network.config.get("time_cond_proj_dim") is not None:
+        return "is a consistency model (time_cond_proj_dim). Use the model that it was distilled from."
+    if config.prediction_type not in PREDICTIONS:
+        return f"predicts {config.prediction_type!r}, not {' or '.join(PREDICTIONS)}."
+    own = vp_scheduler("ddim", scheduler).alphas_cumprod
+    if not config.get("rescale_betas_zero_snr") and not torch.allclose(own, scheduler.alphas_cumprod):
+        return f"comes with {type(scheduler).__name__}: it was trained on another kind of noise schedule."
+    if config.prediction_type == "epsilon" and config.get("rescale_betas_zero_snr"):
+        return "predicts epsilon, which is undefined where its schedule ends in pure noise (zero SNR)."
+    return None
 
 
 def vp_scheduler(solver: str, base: Any) -> Any:

@@ -15,7 +15,7 @@ from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import one_line, report
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.export import lora_options
+from lit_vgrpo.policies.export import loads_adapters, lora_options
 from lit_vgrpo.policies.loading import config_folder
 from lit_vgrpo.report.page import environment
 from lit_vgrpo.report.run_data import RunData, read_run
@@ -66,7 +66,8 @@ def add_card(
             lines.append(from_pretrained(policy, base, policy.dtype))
             for options in lora_options(policy.network_names):
                 given = [_quoted(written), *(f"{key}={value!r}" for key, value in options.items())]
-                lines.append(f"pipe.load_lora_weights({', '.join(given)})")
+                loads = "" if loads_adapters(policy.pipeline) else f"{policy.network_name}."
+                lines.append(f"pipe.{loads}load_lora_{'adapter' if loads else 'weights'}({', '.join(given)})")
         else:
             lines.append(from_pretrained(policy, f"{written}", dtype, folder))
         data = read_run(run)
@@ -168,7 +169,8 @@ def sample_lines(policy: Policy, spec: RolloutSpec) -> list[str]:
     known = inspect.signature(type(policy.pipeline).__call__).parameters
     options = policy.pipeline_references(torch.zeros(1, 3, height, width)) if policy.edits else {}
     options |= {"height": height, "width": width}
-    options |= {name: getattr(policy, name) for name in ("max_sequence_length", "num_frames") if name in known}
+    own = [name for name in ("max_sequence_length", "num_frames") if name in known and getattr(policy, name, None)]
+    options |= {name: getattr(policy, name) for name in own}
     options |= {"num_inference_steps": spec.steps, **policy.pipeline_guidance(spec.guidance, 1)}
     options |= policy.pipeline_options
     named = [f"picture_{number + 1}" for number in range(policy.references)]

@@ -91,7 +91,7 @@ def module_errors(module: TrainingModule, sizes: Sizes) -> list[str]:
         *errors,
         *dict.fromkeys((*module.reward.check(), *evaluator.observed.check())),
         *module.optimization.check(trainable_parameters(draft).values() if isinstance(draft, Policy) else ()),
-        *objective.policy_errors(type(policy)),
+        *objective.policy_errors(policy),
         *objective.check(sizes),
         *_misfits(module),
     ]

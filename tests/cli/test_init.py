@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from saved_runs import assert_one_line
 from stand_ins import StandIns
 
@@ -87,3 +88,13 @@ def test_the_reward_knows_the_colours():
     assert scores[0] > 0.8
     assert scores[1] < 0.2
     assert scores[2:] == [None, 0.0]
+
+
+def test_it_takes_any_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine", "--checkpoint", "fal/AuraFlow-v0.3", "--from", "sd3_pickscore"]) == 0
+    policy = yaml.safe_load((tmp_path / "mine" / "recipe.yaml").read_text())["model"]["policy"]
+    assert policy["checkpoint"] == "fal/AuraFlow-v0.3"
+    assert "class_path" not in policy
+    assert main(["init", "toy", "--checkpoint", "fal/AuraFlow-v0.3"]) == 0
+    assert "lightning check recipe.yaml" in capsys.readouterr().out

@@ -50,7 +50,7 @@ PASSES = {
     "tiny_shapes_pretrain": {"update": (2, 0)},
     "tiny_unet": {"rollout": (0, 5), "anchor": (0, 1), "update": (1, 0)},
     "tiny_unet_pretrain": {"update": (1, 0)},
-    "wan_pickscore": {"rollout": (0, 16), "update": (4, 0)},
+    **{key: {"rollout": (0, 16), "update": (4, 0)} for key in ("auraflow_pickscore", "ltx_pickscore", "wan_pickscore")},
 }
 UPDATES = {"flux_multireward": 4, "sd35m_stage5": 2, "sd3_pickscore_flowgrpo": 2}
 LESS = ["trainer.accelerator=cpu", "data.prompts_per_iteration=2", "data.group_size=2"]
@@ -66,6 +66,8 @@ SIZES = {
     **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in NEWER},
     **{f"flux2_{kind}_pickscore": [FEW_STEPS, *SMALLEST, SHORT] for kind in ("klein", "dev")},
     "wan_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=5"],
+    "auraflow_pickscore": [FEW_STEPS, *SMALLEST],
+    "ltx_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=9"],
     "flux_hps_flowbp": [FEW_STEPS, *SMALL],
     "flux_multireward": [FEW_STEPS, *SMALL],
     "kontext_edit": [FEW_STEPS, *SMALLEST],
@@ -83,6 +85,7 @@ REPEATS = (
     *("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain", "tiny_unet_pretrain"),
     *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
     *(f"{model}_pickscore" for model in NEWER),
+    *("auraflow_pickscore", "ltx_pickscore"),
     *("sd3_pickscore_nft", "kontext_edit", "sd15_aesthetic", "flux_multireward", "sdxl_preference"),
     *("sd3_pickscore_fast", "sd3_pickscore_flowbp", "flux_hps_flowbp", "tiny_hacked"),
     *("tiny_ocr", "tiny_edit", "tiny_opd", "tiny_motion"),
@@ -130,7 +133,7 @@ def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
     images = ("a CPU core", "a 40 GB GPU", "a 48 GB GPU", "an 80 GB GPU", "a 141 GB GPU", "8 GPUs of 141 GB")
     assert headings[:6] == [f"--- Images from text, on {card}" for card in images]
     assert headings[6:10:2] == ["--- Edited pictures, on a CPU core", "--- Videos, on a CPU core"]
-    assert len({*headings}) == len(headings) == 13
+    assert len({*headings}) == len(headings) == 14
     entries = [part for part in parts if part.strip() not in headings]
     assert sorted(entry.partition(":")[0] for entry in entries) == [path.stem for path in FILES]
     assert all("\n  needs     " in entry and "\n  evidence  " in entry for entry in entries)

@@ -140,7 +140,7 @@ def test_what_cannot_share_is_refused(options, sizes, line):
 
 
 def test_a_path_that_does_not_end_in_noise_is_refused():
-    (error,) = VGRPO(share_passes="pure_noise").policy_errors(UNetPolicy)
+    (error,) = VGRPO(share_passes="pure_noise").policy_errors(UNetPolicy("x"))
     assert "needs a path that ends in pure noise, but that of UNetPolicy keeps some of the image" in error
 
 

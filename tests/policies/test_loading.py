@@ -64,6 +64,12 @@ def test_guidance_as_an_input_is_known_before_loading(flux_folder):
     assert FluxPolicy("black-forest-labs/FLUX.1-dev").embeds_guidance  # until its config is there
 
 
+def test_a_template_that_leaves_no_token_for_a_prompt_is_refused(families):
+    message = r"max_sequence_length=20 leaves no token for a prompt: its template takes 28\.$"
+    with pytest.raises(LoadError, match=message):
+        families("lumina2").load(max_sequence_length=20)
+
+
 def as_variant(folder, to, variant="fp16"):
     shutil.copytree(folder, to)
     for file in list(to.rglob("*.safetensors")):

@@ -47,7 +47,7 @@ FIRST = {
 def test_an_iteration_moves_the_adapter_at_the_planned_cost(families, tmp_path, name, make, updates):
     policy = families(name).load(lora_rank=2)
     objective = make()
-    assert objective.policy_errors(type(policy)) == []
+    assert objective.policy_errors(policy) == []
     module = VGRPOModule(policy, objective, Brightness(), optimizer=OptimizerConfig(lr=1e-2))
     trainer = make_trainer(tmp_path, 1)
     data = make_data(heldout_limit=1, updates_per_iteration=updates)

@@ -204,6 +204,12 @@ class Network:
             for name in network.names:
                 network._ip("netns", "del", name)
 
+    def cut(self, seconds):
+        """Pull the cable for so many seconds."""
+        assert self._ip("-n", self.names[0], "link", "set", self.names[0], "down")
+        time.sleep(seconds)
+        assert self._ip("-n", self.names[0], "link", "set", self.names[0], "up")
+
     def start(self, number, log, *words):
         """Start torchrun with the command on one machine."""
         name, address = self.names[number], self.addresses[number]

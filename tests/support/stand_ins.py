@@ -11,6 +11,7 @@ from zlib import crc32
 import scorer_files
 import torch
 import yaml
+import zoo
 from diffusers import AutoencoderKL
 from fault_server import FaultServer, answering
 from geneval_models import save_segmenter
@@ -48,6 +49,8 @@ STARTS = {
     "tiny_ocr_start": partial(build_sd3, task="words"),
 }
 """Models that the pre-training recipes make, without a trained VAE."""
+LEARNED = {"fal/AuraFlow-v0.3": "AuraFlowPipeline", "Lightricks/LTX-Video": "LTXPipeline"}
+"""Pipelines in the zoo, by the checkpoint of a recipe that names no policy class."""
 SHIFTED = ("SD3Policy", "FluxPolicy")
 
 
@@ -113,10 +116,13 @@ class StandIns:
         for key in ("train", "heldout"):
             if str(tree["data"][key]).startswith("edits/"):  # the user's own
                 words.append(f"data.{key}=shipped:prompts/edit_{key}.jsonl")
-        checkpoint = policy["init_args"]["checkpoint"]
+        checkpoint = policy.get("init_args", policy)["checkpoint"]
         if checkpoint in STARTS:
             start = self._once(checkpoint, lambda folder: STARTS[checkpoint](folder, small=True))
             words.append(f"model.policy.checkpoint={start}")
+        elif checkpoint in LEARNED:
+            folder = self._once(LEARNED[checkpoint], lambda folder: zoo.save(LEARNED[checkpoint], folder))
+            words.append(f"model.policy.checkpoint={folder}")
         elif not checkpoint.startswith("shipped:"):
             words.append(f"model.policy.checkpoint={self.policy(policy['class_path'])}")
         if teachers := model["objective"]["init_args"].get("teachers"):

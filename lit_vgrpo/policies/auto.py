@@ -1,0 +1,700 @@
+"""Any pipeline of diffusers as a policy, learned from watched calls."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lit_vgrpo.core.pixels import to_pil
+from lit_vgrpo.core.probability_paths import ProbabilityPath, RectifiedFlow, VariancePreserving
+from lit_vgrpo.core.ranges import Range, checked
+from lit_vgrpo.core.solvers import FLOW_SDES, VP_SDES
+from lit_vgrpo.core.types import SIZE_OF, Conditioning, RolloutSpec
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.policies.base import Policy, PutStart
+from lit_vgrpo.policies.flow import FLOW_SOLVERS, OWN_TIMESTEPS, flow_scheduler, flow_scheduler_misfit, like
+from lit_vgrpo.policies.learned import BESIDE, Leaf, Learned, NotLearned, as_tensor, built, guided, leaves, values_at
+from lit_vgrpo.policies.learner import WORDS, Learner, number_of
+from lit_vgrpo.policies.loading import INDEX, KEY, config_folder, find_pipeline_class
+from lit_vgrpo.policies.trained import is_target, name_in_block
+from lit_vgrpo.policies.unet import PREDICTIONS, VP_SOLVERS, vp_misfit, vp_scheduler
+from lit_vgrpo.policies.watching import Call, Watcher, to_meta
+from lit_vgrpo.system.hub import LoadError
+
+NETWORKS = ("transformer", "unet")
+PROOF, PROOF_SCALE, PROOF_STEPS = "three blue cubes and a small yellow cat under a tree", 4.0, 8
+"""The call that proves what was learned."""
+ROUNDING, ROUNDING_16 = 1e-4, 2e-2
+"""Largest differences in the proof, relative to the largest value: in float32, and in 16 bits."""
+NEGATIVE = "reference_negative."
+"""Prefix of the negative prompt's values that depend on a picture."""
+SCHEDULER = "scheduler/scheduler_config.json"
+OWN_SOLVERS = {"DPMSolverMultistepScheduler": "dpm++", "UniPCMultistepScheduler": "unipc"}
+FIXED_SIZE: dict[str, Any] = {"use_resolution_binning": False, "_auto_resize": False}
+"""Arguments with which a pipeline's call keeps the size that it is given."""
+
+
+@checked
+class AutoPolicy(Policy):
+    """A diffusers pipeline of any class as a policy.
+
+    Loading watches a few calls of the pipeline, in which its network and its VAE are replaced, and learns what they
+    get: the latents' layout, the time, the prediction's sign, the conditioning and the rule of guidance. It then
+    compares everything that the policy passes them with the pipeline, for another prompt, and stops if something
+    differs. The network itself does not run.
+
+    Args:
+        checkpoint: A hub name, a local pipeline folder, or a loaded pipeline.
+        call: Arguments for the pipeline's call, such as ``{max_sequence_length: 256}``.
+        references: Pictures that each prompt edits, passed as ``image``; 0 for a pipeline that needs none.
+        num_frames: Frames per video; ``None`` uses the pipeline's default.
+        **options: See :class:`~lit_vgrpo.policies.base.Policy`.
+    """
+
+    default_lora_targets: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        checkpoint: str,
+        call: dict[str, Any] | None = None,
+        references: Annotated[int, Range(0, 8)] = 0,
+        num_frames: Annotated[int, Range(1, 1001)] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(checkpoint, **options)
+        self.call, self.references, self.num_frames = dict(call or {}), references, num_frames
+        self._learned: dict[tuple[Any, ...], Learned] = {}
+        self._watcher: Watcher | None = None
+        self._pictures: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._schedules: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    # --- known from the pipeline's files ----------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        known: dict[str, Callable[[], Any]] = {
+            "pipeline_class": self._pipeline_class,
+            "network_name": self._network_name,
+            "path_kind": lambda: "flow" if is_flow(self._scheduler_config()) else "vp",
+            "solvers": self._solvers,
+            "sde_solvers": lambda: FLOW_SDES if self.path_kind == "flow" else VP_SDES,
+        }
+        return known[name]() if name in known else super().__getattr__(name)
+
+    @property
+    def edits(self) -> bool:  # type: ignore[override]
+        return self.references > 0
+
+    @property
+    def pipeline_takes_one(self) -> bool:  # type: ignore[override]
+        return self.learned.takes_one
+
+    @property
+    def pipeline_options(self) -> dict[str, Any]:  # type: ignore[override]
+        known = taken_by(self.pipeline)
+        return {name: value for name, value in self._arguments().items() if name in known}
+
+    @property
+    def frames_per_second(self) -> int:
+        """Rate of the videos, by the pipeline's own argument for it; 16 if it has none."""
+        known = self.watcher.parameters
+        name = next((name for name in ("frame_rate", "fps") if name in known), "")
+        return int(self.call.get(name) or (known[name].default if name else 0) or 16)
+
+    def _file(self, name: str) -> dict[str, Any]:
+        """Return one of the pipeline's configurations; empty if it is not on this machine."""
+        pipeline = self.pipeline or self.given
+        if pipeline is not None:
+            part = pipeline if name == INDEX else pipeline.scheduler
+            return {"_class_name": type(part).__name__, **dict(part.config)}
+        folder = config_folder(self.checkpoint, self.revision)
+        path = None if folder is None else folder / name
+        return json.loads(path.read_text()) if path is not None and path.is_file() else {}
+
+    def _pipeline_class(self) -> str:
+        pipeline = self.pipeline or self.given
+        if pipeline is not None:
+            return type(pipeline).__name__
+        name = find_pipeline_class(self.checkpoint, self.revision)
+        if name is None:
+            raise LoadError(
+                f"{KEY}={self.checkpoint} has no {INDEX} on this machine. Run: hf download {self.checkpoint}"
+            )
+        import diffusers
+
+        if not hasattr(diffusers, name):
+            raise LoadError(f"{KEY}={self.checkpoint} is a {name}, which diffusers does not have.")
+        return name
+
+    def _network_name(self) -> str:
+        index = self._file(INDEX)
+        return next((name for name in NETWORKS if index.get(name, [None])[0] is not None), NETWORKS[0])
+
+    def _scheduler_config(self) -> dict[str, Any]:
+        return self._file(SCHEDULER)
+
+    def _solvers(self) -> tuple[str, ...]:
+        if self.path_kind == "vp":
+            return VP_SOLVERS
+        own = OWN_SOLVERS.get(self._scheduler_config().get("_class_name", ""), FLOW_SOLVERS[0])
+        return (own, *(solver for solver in FLOW_SOLVERS if solver != own))
+
+    def null_components(self, folder: Path) -> dict[str, None]:
+        index = self._file(INDEX)
+        spared = [
+            name for name in ("safety_checker", "feature_extractor") if "safety_checker" in index and name in index
+        ]
+        return {**super().null_components(folder), **dict.fromkeys(spared)}
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def misfit(self, pipeline: Any) -> str | None:
+        if getattr(pipeline, "vae", None) is None:
+            return "has no vae. Use the policy class of its family, if there is one."
+        if any(getattr(pipeline, name, None) is not None for name in ("transformer_2", "unet_2", "prior_prior")):
+            return "has a second network. Use the policy class of its family, if there is one."
+        network = getattr(pipeline, self.network_name)
+        if self.lora_rank is not None and not hasattr(network, "add_adapter"):
+            return f"has a {type(network).__name__} without adapters. Leave out model.policy.lora_rank."
+        unknown = sorted(self.call.keys() - taken_by(pipeline))
+        if unknown:
+            return f"takes no {unknown[0]}, which model.policy.call has. Leave it out."
+        return (
+            flow_scheduler_misfit(pipeline.scheduler, only_euler=False)
+            if self.path_kind == "flow"
+            else vp_misfit(pipeline)
+        )
+
+    def adopt(self, pipeline: Any, put_start: PutStart | None = None) -> Policy:
+        self._learned.clear()
+        self._schedules.clear()
+        self._watcher = None
+        if not self.lora_targets and self.lora_rank is not None:
+            self.lora_targets = attention_layers(getattr(pipeline, self.network_name))
+        super().adopt(pipeline, put_start)
+        if not self._decodes_several():
+            self.decode_batch_size = 1
+        return self
+
+    def _decodes_several(self) -> bool:
+        """Return whether the VAE takes a batch, tried on the meta device; HunyuanVideo 1.5's takes one video."""
+        vae, learned = self.pipeline.vae, self.learned
+        with suppress(RuntimeError, ValueError, NotImplementedError), torch.device("meta"), torch.no_grad():
+            twin = type(vae).from_config(vae.config)
+            twin.decode(torch.empty(1, *learned.vae_shape), **learned.vae_options)
+            with suppress(RuntimeError, ValueError):
+                twin.decode(torch.empty(2, *learned.vae_shape), **learned.vae_options)
+                return True
+            return False
+        return True  # cannot be tried
+
+    def unused_weights(self) -> tuple[str, ...]:
+        learned = self.learned
+        seen = self.learner.call(WORDS[0], 2, last=1).passes[0]
+        index = learned.to_prediction
+        return self.watcher.idle_weights(seen, lambda output: picked(output.flatten(1), to_meta(index)))
+
+    def description(self) -> list[str]:
+        """Return what was learned, in five lines; after a check alone, by the pipeline without weights."""
+        if not self.loaded:
+            return self.draft.description() if isinstance(self.draft, AutoPolicy) else []
+        learned, rule = self.learned, self.learned.guidance
+        given = list(leaves(learned.tree))
+        times = [f"{leaf.name} = {linear(leaf.factor, 't', leaf.offset)}" for leaf in given if leaf.kind == "time"]
+        rows = [
+            f"{leaf.name} {list(leaf.one.shape)}{' of any length' * leaf.changes_size}"
+            for leaf in learned.of_kind("row")
+        ]
+        latents, state = list(learned.latent_shape), list(learned.state_shape)
+        layout = (
+            f"{latents}, passed as {list(learned.of_kind('latents')[0].one.shape)}"
+            if state != latents
+            else f"{latents}"
+        )
+        scale = linear(rule.factor, "s", rule.offset)
+        guidance = {"none": f"none: it {rule.reason}", "input": f"an input, by {rule.option}"}.get(
+            rule.rule, f"u + g (c - u), g = {scale} of {rule.option}{'' if rule.rule == 'linear' else f', {rule.rule}'}"
+        )
+        beside = " next to a picture's values" if learned.has_beside else ""
+        return [
+            f"time: {', '.join(times)}",
+            f"latents: {layout}{beside}",
+            f"prediction: {learned.sign:+g} times the output{' of one image per pass' * learned.takes_one}",
+            f"guidance: {guidance}",
+            f"conditioning: {', '.join(rows)}",
+        ]
+
+    def build_path(self) -> ProbabilityPath:
+        if self.path_kind == "flow":
+            times = self.learned.of_kind("time")
+            return RectifiedFlow(self.dtype, 1) if abs(times[0].factor) == 1 else RectifiedFlow()
+        base = self.pipeline.scheduler
+        return VariancePreserving(vp_scheduler("ddim", base).alphas_cumprod, PREDICTIONS[base.config.prediction_type])
+
+    # --- watched calls ----------------------------------------------------------------------------------------------
+
+    @property
+    def watcher(self) -> Watcher:
+        if self._watcher is None or self._watcher.placed_on != self.device:
+            networks = {self.network_name: getattr(self.pipeline, self.network_name)}
+            self._watcher = Watcher(self.pipeline, networks, self.device, self._new_scheduler)
+        return self._watcher
+
+    def _new_scheduler(self) -> Any:
+        base = self.pipeline.scheduler
+        return type(base).from_config(base.config) if self.path_kind == "flow" else vp_scheduler("ddim", base)
+
+    @property
+    def learner(self) -> Learner:
+        learner = Learner(self.watcher, self._arguments(), self._times, self._blank)
+        if self._size_key() in self._learned:
+            learner.off = self._learned[self._size_key()].guidance.off
+        return learner
+
+    def _size_key(self) -> tuple[Any, ...]:
+        return self.height, self.width, self.num_frames
+
+    def _arguments(self) -> dict[str, Any]:
+        given = {"height": self.height, "width": self.width, "num_frames": self.num_frames}
+        fixed = dict(FIXED_SIZE)
+        if self.height is not None and self.width is not None:
+            fixed["max_area"] = self.height * self.width
+        return {name: value for name, value in given.items() if value is not None} | fixed | self.call
+
+    def _times(self, scheduler: Any) -> Tensor:
+        steps = scheduler.config.num_train_timesteps
+        timesteps = scheduler.timesteps.double()
+        return (timesteps if self.path_kind == "flow" else timesteps + 1) / steps
+
+    def _blank(self, prompts: int, grey: float = 0.0) -> dict[str, Any]:
+        if not self.edits:
+            return {}
+        key = (prompts, grey, *self._size_key())
+        if key not in self._pictures:  # the same objects, whose embeddings are then kept
+            sides = self.height or 512, self.width or 512
+            pictures = torch.full((prompts * self.references, 3, *sides), grey)
+            self._pictures[key] = self.pipeline_references(pictures)
+        return self._pictures[key]
+
+    @property
+    def learned(self) -> Learned:
+        """What was learned of the pipeline at the current size."""
+        key = self._size_key()
+        if key not in self._learned:
+            try:
+                self._learned[key] = self.learner.learn()
+                self._prove()
+            except NotLearned as error:
+                self._learned.pop(key, None)
+                raise LoadError(
+                    f"{KEY}={self.checkpoint}: {self.pipeline_class} {error}. Write a policy class for it "
+                    "(docs/add_a_policy.md)."
+                ) from error
+            except LoadError:
+                self._learned.pop(key, None)
+                raise
+            except Exception as error:  # the pipeline's code may raise anything
+                self._learned.pop(key, None)
+                if self.device.type == "meta":  # where values do not exist
+                    raise NotImplementedError(f"{self.pipeline_class} cannot be called without weights") from error
+                reason = f"{type(error).__name__}: {one_line(error)}"
+                raise LoadError(f"{KEY}={self.checkpoint}: a call of {self.pipeline_class} fails. {reason}") from error
+        return self._learned[key]
+
+    def _prove(self) -> None:
+        """Compare with the pipeline what the policy would pass the network, the scheduler and the VAE in a guided call.
+
+        Raises:
+            NotLearned: Something differs by more than rounding.
+        """
+        learned, rule = self.learned, self.learned.guidance
+        device, rounding = self.watcher.device, ROUNDING if self.dtype == torch.float32 else ROUNDING_16
+        is_guided = rule.rule in ("linear", "norm", "clamped_norm")
+        more = self._guided_arguments(PROOF_SCALE) if rule.rule != "none" else {}
+        factor = self.pixels_per_latent
+        sides = [side * factor for side in learned.latent_shape[-2:]]
+        frames = [] if learned.is_one_frame or len(learned.latent_shape) == 3 else [learned.latent_shape[1]]
+        shape = [1, 3, *(frames or ([1] if learned.is_one_frame else [])), *sides]
+        fake = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+        learner = self.learner
+        seen = learner.call(PROOF, PROOF_STEPS, learner.guided_output, decode=lambda latents: fake, keeps=False, **more)
+        cond = Conditioning(self.encode_prompts([PROOF]) if not self.edits else self._edit_proof())
+        conds = (
+            [Conditioning(self.encode_negative()) if not self.edits else self.negative_of(cond)] if is_guided else []
+        )
+        conds.insert(1 - rule.negative_row if is_guided else 0, cond)
+        times, per_step = self._times(seen.scheduler).float(), len(conds)
+        outputs = [output for now in seen.passes for output in now.outputs]
+        if len(outputs) != PROOF_STEPS * per_step:
+            raise NotLearned(
+                f"has {len(outputs)} rows in {PROOF_STEPS} steps, where {PROOF_STEPS * per_step} are expected"
+            )
+        for number, step in enumerate(seen.steps):
+            z, t = self._latents_of(step["sample"]), times[number : number + 1].to(device)
+            given = [now for now in seen.passes if now.step == number]
+            theirs = [(now, row) for now in given for row in range(learned.number_of_images(now))]
+            for (now, row), own in zip(theirs, conds, strict=True):
+                tensors = {name: value.float() for name, value in own.tensors.items()}
+                tensors["guidance"] = torch.full((1,), PROOF_SCALE, device=device)
+                ours = self._inputs(z.float(), t, tensors, learned.alike(tensors, 1)[0][0])
+                pairs = zip(values_at(learned.tree, ours), values_at(learned.tree, now.inputs, row), strict=True)
+                for (leaf, mine), (_, value) in pairs:
+                    if leaf.kind in ("time", "guidance") and leaf.dim is None:  # one number for all rows
+                        mine, value = as_tensor(number_of(mine)), as_tensor(number_of(value))
+                    refuse_difference(f"what its network gets as {leaf.name}", mine, value, rounding, leaf.changes_size)
+            place = number * per_step
+            made = [self._prediction(output[None].float()) for output in outputs[place : place + per_step]]
+            prediction = made[0]
+            if is_guided:
+                with_prompt, without = made[1 - rule.negative_row], made[rule.negative_row]
+                prediction = self.guided(with_prompt, without, PROOF_SCALE)
+            refuse_difference(
+                "what its scheduler gets", self.pipeline_latents(prediction), step["model_output"], rounding
+            )
+        if seen.decoded is None or seen.result is None:
+            raise NotLearned("does not decode with its VAE")
+        last = seen.steps[-1]
+        after = self._latents_of(seen.states[-1].reshape(last["sample"].shape)).float()
+        refuse_difference("what its VAE gets", self.vae_latents(after), seen.decoded[0], rounding)
+        picture = self._as_images(fake) / 2 + 0.5
+        shown = torch.as_tensor(np.asarray(seen.result[0][0].cpu()) if isinstance(seen.result[0][0], Tensor) else 0)
+        refuse_difference("its picture", picture[0].clamp(0, 1)[..., :3, :, :], shown[..., :3, :, :], rounding)
+
+    def _latents_of(self, state: Tensor) -> Tensor:
+        """Return the policy's latents of the scheduler's."""
+        return self._picked(state.flatten(1), "to_latents").reshape(len(state), *self.learned.latent_shape)
+
+    def _edit_proof(self) -> dict[str, Tensor]:
+        side = [self.height or 512, self.width or 512]
+        return self.encode_edits([PROOF], torch.zeros(1, self.references, 3, *side))
+
+    def _call(self, prompt: str, last: int, **more: Any) -> Call:
+        learner = self.learner
+        return learner.call(prompt, 2, last=last, keeps=False, **more)
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
+
+    def _rows(self, seen: Call, row: int) -> dict[str, Tensor]:
+        """Return a row's values of a step, by name, one row each."""
+        place = 0
+        for now in seen.passes:
+            number = self._learned_rows(now)
+            if row < place + number:
+                return self.learned.conditioning(now, row - place)
+            place += number
+        raise RuntimeError("a watched call ended too early")
+
+    def _learned_rows(self, now: Any) -> int:
+        return self.learned.number_of_images(now)
+
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        return self._rows(self._call(prompts[0], 1), 0)
+
+    def encode_negative(self) -> dict[str, Tensor]:
+        rule = self.learned.guidance
+        if rule.rule in ("none", "input"):
+            return self.encode_prompts([self.negative_prompt])
+        seen = self._call(self.negative_prompt, rule.passes, **self._guided_arguments(3.0))
+        return self._rows(seen, rule.negative_row)
+
+    def _guided_arguments(self, scale: float) -> dict[str, Any]:
+        given = self.learned.guidance.arguments(scale)
+        takes = "negative_prompt" in self.watcher.parameters
+        return {**given, **({"negative_prompt": self.negative_prompt} if takes else {})}
+
+    def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
+        rule, given = self.learned.guidance, self.pipeline_references(pictures)
+        if rule.rule in ("none", "input"):
+            return self._rows(self._call(prompts[0], 1, **given), 0)
+        seen = self._call(prompts[0], rule.passes, **given, **self._guided_arguments(3.0))
+        negative = self._rows(seen, rule.negative_row)
+        kept = {NEGATIVE + name: value for name, value in negative.items() if name != BESIDE}
+        return {**self._rows(seen, 1 - rule.negative_row), **kept}
+
+    def negative_of(self, cond: Conditioning) -> Conditioning:
+        if not self.edits:
+            return super().negative_of(cond)
+        kept = {name.removeprefix(NEGATIVE): value for name, value in cond.tensors.items() if name.startswith(NEGATIVE)}
+        beside = {BESIDE: cond.tensors[BESIDE]} if BESIDE in cond.tensors else {}
+        return Conditioning({**kept, **beside})
+
+    def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
+        shown = torch.zeros(pictures.shape) if pictures.is_meta else pictures
+        images = to_pil(shown.flatten(0, -4))
+        return {"image": images[0] if len(images) == 1 else images}
+
+    def prompt_limit(self) -> tuple[Any, int, str]:
+        parts = self.pipeline.components
+        names = [name for name in parts if name.startswith(("tokenizer", "processor")) and parts[name] is not None]
+        tokenizer = getattr(parts[names[-1]], "tokenizer", parts[names[-1]])
+        encoder = names[-1].replace("tokenizer", "text_encoder").replace("processor", "text_encoder")
+        default = self.watcher.parameters.get("max_sequence_length")
+        limit = self._arguments().get("max_sequence_length", getattr(default, "default", None))
+        return tokenizer, limit or tokenizer.model_max_length, type(parts.get(encoder)).__name__
+
+    # --- predictions ------------------------------------------------------------------------------------------------
+
+    def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        groups = self.learned.alike(cond.tensors, len(z))
+        if len(groups) == 1:
+            return self._pass(z, t, cond.tensors, groups[0][0])
+        parts = []
+        for sizes, rows in groups:
+            chosen = torch.tensor(rows, device=z.device)
+            parts.append(self._pass(z[chosen], t[chosen], cond.select(chosen).tensors, sizes))
+        order = torch.tensor([row for _, rows in groups for row in rows], device=z.device).argsort()
+        return torch.cat(parts)[order]
+
+    def _pass(self, z: Tensor, t: Tensor, tensors: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]]) -> Tensor:
+        """Return the predictions for rows whose conditioning has the same sizes."""
+        output = self.network(**self._inputs(z, t, tensors, sizes))
+        first = output[0] if isinstance(output, tuple | list) else next(iter(output.values()))
+        return self._prediction(torch.stack(list(first)) if isinstance(first, list | tuple) else first)
+
+    def _prediction(self, output: Tensor) -> Tensor:
+        """Return the predictions in a network's output, in the layout of the latents."""
+        flat = self._picked(output.flatten(1), "to_prediction")
+        sign = self.learned.sign
+        return (flat if sign == 1 else sign * flat).reshape(len(output), *self.learned.latent_shape)
+
+    def _inputs(
+        self, z: Tensor, t: Tensor, tensors: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]]
+    ) -> dict[str, Any]:
+        """Return the network's arguments."""
+        learned, number = self.learned, len(z)
+
+        @cache
+        def unpadded(name: str) -> list[Tensor]:
+            rows = tensors[name]
+            if rows.is_meta:  # sizes have no values
+                return list(rows)
+            sides = tensors[SIZE_OF + name].int().tolist()
+            return [row[tuple(map(slice, size))] for row, size in zip(rows, sides, strict=True)]
+
+        def value_of(leaf: Leaf) -> Any:
+            if leaf.kind == "fixed" and not isinstance(leaf.value, Tensor):
+                return leaf.value
+            if leaf.kind == "latents":
+                return self._network_latents(leaf, z, tensors)
+            if leaf.kind == "row":
+                value = tensors[leaf.name]
+                if leaf.is_padded:
+                    return unpadded(leaf.name)
+                if leaf.name in sizes:
+                    value = value[(slice(None), *(slice(side) for side in sizes[leaf.name]))]
+                return value if not isinstance(leaf.value, Tensor) else as_type(value, leaf.value.dtype)
+            one = self._on_device(leaf, z.device)
+            if leaf.kind == "fixed":
+                return one.expand(number, *one.shape[1:])
+            given = t if leaf.kind == "time" else tensors["guidance"]
+            values = given if (leaf.factor, leaf.offset) == (1, 0) else leaf.offset + leaf.factor * given
+            values = as_type(values, one.dtype) if self.path_kind == "vp" else values  # a flow's may be rounded
+            return values.reshape(number, *[1] * (one.ndim - 1)).expand(number, *one.shape[1:])
+
+        inputs: dict[str, Any] = built(learned.tree, number, value_of)
+        return inputs
+
+    def _network_latents(self, leaf: Leaf, z: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        flat = z.flatten(1)
+        if self.learned.has_beside:
+            beside = tensors[BESIDE].flatten(1) if BESIDE in tensors else self._on_device(leaf, z.device).flatten(1)
+            flat = torch.cat([flat, beside.expand(len(z), -1).to(flat)], dim=1)
+        return self._picked(flat, "to_network").reshape(len(z), *leaf.one.shape)
+
+    def _on_device(self, leaf: Leaf, device: torch.device) -> Tensor:
+        """Return a leaf's value for one image, with a first dimension of 1."""
+        return self._copy(leaf.name, leaf.one.unsqueeze(0), device)
+
+    def _picked(self, values: Tensor, name: str) -> Tensor:
+        """Return values ``(B, n)`` in the order of one of the learned maps."""
+        index: Tensor | None = getattr(self.learned, name)
+        return picked(values, None if index is None else self._copy(name, index, values.device))
+
+    def _copy(self, name: str, value: Tensor, device: torch.device) -> Tensor:
+        """Return a copy of what was learned on a device, made once."""
+        copies = self.learned.copies
+        if (name, device) not in copies:
+            with torch.inference_mode(False):
+                copies[name, device] = value.to(device)
+        return copies[name, device]
+
+    def guided(self, with_prompt: Tensor, without: Tensor, guidance: Any) -> Tensor:
+        learned = self.learned
+        if learned.guidance.rule == "linear":
+            return super().guided(with_prompt, without, guidance)
+        c, u = (
+            self._picked(values.flatten(1), "from_prediction").reshape(len(values), *learned.kept_shape)
+            for values in (with_prompt, without)
+        )
+        combined = guided(learned.guidance.rule, learned.guidance.dims, c, u, guidance).flatten(1)
+        return self._picked(combined, "to_kept").reshape(with_prompt.shape)
+
+    @property
+    def embeds_guidance(self) -> bool:
+        return self.loaded and self.learned.guidance.rule == "input"
+
+    def guidance_error(self) -> str | None:
+        rule = self.learned.guidance if self.loaded else None
+        if rule is None or rule.rule != "none":
+            return None
+        return f"{self.checkpoint} cannot be guided: {self.pipeline_class} {rule.reason}. Use a scale of 1."
+
+    def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
+        rule = self.learned.guidance
+        if rule.rule == "none" or (guidance == 1.0 and rule.rule != "input"):
+            return dict(rule.off)
+        several = [self.negative_prompt] * prompts
+        negative = {"negative_prompt": self.negative_prompt if self.learned.takes_one else several}
+        return rule.arguments(guidance) | (negative if "negative_prompt" in self.watcher.parameters else {})
+
+    # --- times and latents ------------------------------------------------------------------------------------------
+
+    def scheduler(self, solver: str, steps: int) -> Any:
+        base = self.pipeline.scheduler
+        if self.path_kind == "vp":
+            scheduler = vp_scheduler(solver, base)
+            scheduler.set_timesteps(steps)
+            return scheduler
+        given = self._schedule(steps)
+        if solver == self.solvers[0]:
+            scheduler = like(base, steps)
+            scheduler.set_timesteps(**given)
+            return scheduler
+        if self.solvers[0] != FLOW_SOLVERS[0]:
+            from diffusers import FlowMatchEulerDiscreteScheduler
+
+            config = {"num_train_timesteps": base.config.num_train_timesteps, "shift": base.config.flow_shift}
+            base, given = FlowMatchEulerDiscreteScheduler(**config), {}
+        return flow_scheduler(solver, base, steps, 0, given.get("sigmas"), given.get("mu"))
+
+    def _schedule(self, steps: int) -> dict[str, Any]:
+        """Return the arguments with which the pipeline sets its scheduler's times."""
+        key = (*self._size_key(), steps)
+        if key not in self._schedules:
+            self._schedules[key] = self.learner.call(WORDS[0], steps, last=1).schedule
+        return self._schedules[key]
+
+    def scheduler_times(self, scheduler: Any) -> Tensor:
+        return self._times(scheduler).float()
+
+    def scheduler_lines(self, spec: RolloutSpec) -> list[str]:
+        lines = super().scheduler_lines(spec)
+        passes_times = self.path_kind == "flow" and self._schedule(spec.steps).keys() & {"sigmas", "timesteps", "mu"}
+        return [*lines, *OWN_TIMESTEPS] if lines and passes_times else lines
+
+    def find_latent_shape(self) -> tuple[int, ...]:
+        return self.learned.latent_shape
+
+    @property
+    def pixels_per_latent(self) -> int:
+        if self.height is not None:
+            return self.height // self.learned.latent_shape[-2]
+        for name in ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor"):
+            if (factor := getattr(self.pipeline, name, None)) is not None:
+                return int(factor)
+        raise LoadError(f"{self.checkpoint} has no vae_scale_factor. Set model.policy.height and width.")
+
+    def pipeline_latents(self, noise: Tensor) -> Tensor:
+        learned = self.learned
+        return self._picked(noise.flatten(1), "from_latents").reshape(len(noise), *learned.state_shape)
+
+    def vae_latents(self, latents: Tensor) -> Tensor:
+        learned = self.learned
+        scale, shift = self._affine(latents.device)
+        latents = latents * scale + shift
+        return latents.unsqueeze(2) if learned.is_one_frame else latents
+
+    def _affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return scale and shift from the latents to the VAE's."""
+        learned = self.learned
+        return learned.vae_scale.to(device), learned.vae_shift.to(device)
+
+    def vae_decode(self, latents: Tensor) -> Tensor:
+        return self._as_images(self.pipeline.vae.decode(latents, return_dict=False, **self.learned.vae_options)[0])
+
+    def _as_images(self, images: Tensor) -> Tensor:
+        """Return images or videos from what the VAE decodes."""
+        if images.ndim == 5:
+            return images[:, :, 0] if self.learned.is_one_frame else images.transpose(1, 2)[:, :, :3]
+        return images[:, :3]
+
+    def vae_encode(self, images: Tensor) -> Tensor:
+        learned = self.learned
+        scale, shift = self._affine(images.device)
+        images = images.unsqueeze(2) if learned.is_one_frame else images.transpose(1, 2) if images.ndim == 5 else images
+        encoded = self.pipeline.vae.encode(images)
+        latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+        return (latents.reshape(len(latents), *learned.latent_shape) - shift) / scale
+
+
+def taken_by(pipeline: Any) -> set[str]:
+    """Return the names of the arguments of a pipeline's call."""
+    return set(inspect.signature(type(pipeline).__call__).parameters)
+
+
+def is_flow(config: Mapping[str, Any]) -> bool:
+    """Return whether a scheduler's configuration is that of a rectified flow."""
+    named = str(config.get("_class_name", "")).startswith("FlowMatch")
+    return named or bool(config.get("use_flow_sigmas")) or config.get("prediction_type") == "flow_prediction"
+
+
+def as_type(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers in an integer type, rounded, or as they are in a floating-point one."""
+    if dtype.is_floating_point:
+        return value
+    return value.bool() if dtype == torch.bool else value.round().to(dtype)
+
+
+def refuse_difference(what: str, ours: Any, theirs: Any, rounding: float, is_padded: bool = False) -> None:
+    """Raise NotLearned if two values differ by more than a share of the largest.
+
+    Args:
+        rounding: The share.
+        is_padded: A longer value ends in padding.
+    """
+    if not isinstance(theirs, Tensor):
+        if ours != theirs:
+            raise NotLearned(f"does not follow what was learned: {what} is {theirs}, and would be {ours}")
+        return
+    if ours.numel() == theirs.numel() == 1:
+        ours = ours.reshape(theirs.shape)
+    if ours.ndim != theirs.ndim or not (is_padded or ours.shape == theirs.shape):
+        raise NotLearned(f"does not follow what was learned: {what} has another shape")
+    window = tuple(slice(0, min(a, b)) for a, b in zip(ours.shape, theirs.shape, strict=True))
+    mine, value = ours[window].double().cpu(), theirs[window].double().cpu()
+    difference = ((mine - value).abs().max() / value.abs().max().clamp(min=1e-3)).item() if value.numel() else 0.0
+    if not difference <= rounding:
+        raise NotLearned(f"does not follow what was learned: {what} differs by {difference:.1e} of its largest value")
+
+
+def linear(factor: float, name: str, offset: float) -> str:
+    """Return ``offset + factor name`` as a text."""
+    return (f"{factor:g} " if factor != 1 else "") + name + (f" {offset:+g}" if offset else "")
+
+
+def picked(values: Tensor, index: Tensor | None) -> Tensor:
+    """Return ``values[:, index]``."""
+    return values if index is None else values.index_select(1, index)
+
+
+def attention_layers(network: nn.Module) -> list[str]:
+    """Return the names of the linear layers in a network's attention modules, for an adapter."""
+    modules, found = dict(network.named_modules()), set[str]()
+    for name, module in modules.items():
+        kind = type(module).__name__
+        if ("Attention" in kind or "Attn" in kind) and "Block" not in kind and "Norm" not in kind:
+            inner = [part for part, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+            found |= {f"{name}.{part}" for part in inner if "norm" not in part}
+    shared = {name_in_block(name) for name in found}
+    others = [name for name, module in modules.items() if not isinstance(module, nn.Linear)]
+    unclear = {short for short in shared if any(is_target(name, short) for name in others)}  # of a list elsewhere
+    return sorted(shared - unclear) + sorted(name for name in found if name_in_block(name) in unclear)

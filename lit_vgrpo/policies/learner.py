@@ -1,0 +1,455 @@
+"""Learning of a pipeline from watched calls with coded values.
+
+The latents after each step and the outputs of the network are replaced by zeros, ones and the digits of an index. What
+arrives at the network, the scheduler and the VAE then tells which value comes from where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.policies.learned import (
+    RULES,
+    Guidance,
+    Leaf,
+    Learned,
+    NotLearned,
+    arguments_of,
+    as_tensor,
+    guided,
+    leaves,
+    values_at,
+)
+from lit_vgrpo.policies.watching import Call, Pass, Stop, Watcher, rows_of
+
+BASE = 128
+"""Of the digits: numbers below it are exact in 16 bits."""
+SCALES = (3.0, 5.0)
+"""At which the rule of guidance is learned."""
+WORDS = ("red", "blue", "a red circle on the left of two small green squares, above a long yellow line and a cat")
+"""Two prompts of one length, and a longer one."""
+SAME = 1e-4
+UNUSED = ("return_dict", "generator")
+"""Arguments of a VAE's ``decode`` that do not matter."""
+Step = Callable[[int, Tensor], Tensor]
+Predict = Callable[[Call, Pass], Any]
+
+
+@dataclass
+class Source:
+    """Where values ``(N,)`` come from: ``scale * source[index] + offset``, only ``offset`` where ``index`` is -1."""
+
+    index: Tensor
+    scale: Tensor
+    offset: Tensor
+
+    def refuse_unless(self, scale: float, what: str) -> None:
+        """Raise NotLearned unless the values are the source's times a factor."""
+        comes = self.index >= 0
+        if (
+            not torch.allclose(self.scale[comes], torch.tensor(scale), rtol=SAME)
+            or self.offset[comes].abs().max() > SAME
+        ):
+            raise NotLearned(f"does not pass on {what} as they are")
+
+
+def codes(size: int) -> list[Tensor]:
+    """Return the coded values ``(size,)``: zeros, ones, and the digits of an index."""
+    digits = max(1, math.ceil(math.log(size, BASE) - 1e-9))
+    index = torch.arange(size)
+    return [torch.zeros(size), torch.ones(size), *((index // BASE**k % BASE).float() for k in range(digits))]
+
+
+def decoded(seen: Sequence[Tensor], size: int) -> Source:
+    """Return where values come from, by what arrived for each of :func:`codes`."""
+    zeros, ones, *digits = (value.detach().flatten().double().cpu() for value in seen)
+    scale = ones - zeros
+    comes = scale.abs() > 1e-7 * ones.abs().max().clamp(min=1e-3)
+    index = torch.zeros_like(scale)
+    for k, value in enumerate(digits):
+        index += ((value - zeros) / torch.where(comes, scale, torch.ones(()))).round() * BASE**k
+    if not ((index >= 0) & (index < size))[comes].all():
+        raise NotLearned("mixes values of the latents")
+    return Source(torch.where(comes, index.long(), -1), torch.where(comes, scale, 0).float(), zeros.float())
+
+
+def as_map(index: Tensor, size: int) -> Tensor | None:
+    """Return an index; ``None`` if it takes everything in order."""
+    return None if len(index) == size and torch.equal(index, torch.arange(size)) else index
+
+
+class Learner:
+    """Learns a pipeline from its calls.
+
+    Args:
+        watcher: Of the pipeline.
+        arguments: Of all calls, such as its size.
+        times: Returns a scheduler's times of the path, ``(S,)``.
+        pictures: Returns the arguments for the pictures to edit of a number of prompts, of one shade of grey.
+    """
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        arguments: Mapping[str, Any],
+        times: Callable[[Any], Tensor],
+        pictures: Callable[[int, float], Mapping[str, Any]],
+    ) -> None:
+        self.watcher, self.arguments, self.times, self.pictures = watcher, dict(arguments), times, pictures
+        self.off: dict[str, Any] = {}
+
+    def call(
+        self,
+        prompt: str | list[str],
+        steps: int,
+        predict: Predict | None = None,
+        step: Step | None = None,
+        decode: Callable[[Tensor], Tensor] | None = None,
+        last: int | None = None,
+        keeps: bool = True,
+        **more: Any,
+    ) -> Call:
+        """Watch a call, see :meth:`Watcher.watch`; ``last`` is the number of passes after which it ends."""
+
+        def ended(seen: Call, now: Pass) -> Any:
+            if last is not None and len(seen.passes) >= last:
+                raise Stop
+            return self.output(now, None, len(seen.passes))
+
+        given: dict[str, Any] = {"prompt": prompt, "num_inference_steps": steps, "output_type": "pt"}
+        given |= {"generator": torch.Generator().manual_seed(0), **self.pictures(1, 0.0), **self.arguments}
+        known = self.watcher.parameters
+        given = {name: value for name, value in {**given, **self.off, **more}.items() if name in known}
+        return self.watcher.watch(given, predict or ended, step, decode, keeps)
+
+    def output(self, now: Pass, code: Tensor | None, seed: int = 0) -> Any:
+        """Return an output of a network with coded values, or random ones."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def values(shape: torch.Size) -> Tensor:
+            drawn = torch.randn(shape, generator=generator) if code is None else code[: shape.numel()].reshape(shape)
+            return drawn.to(self.watcher.device)
+
+        return self.watcher.output(now, values)
+
+    def learn(self) -> Learned:
+        """Return what was learned.
+
+        Raises:
+            NotLearned: Something does not fit.
+        """
+        self._turn_guidance_off()
+        tree, takes_one = self._find_rows()
+        learned = self._find_sources(tree, takes_one)
+        learned.guidance = self._find_guidance(learned)
+        return learned
+
+    def _turn_guidance_off(self) -> None:
+        """Find the arguments without guidance: one pass of one row per step."""
+        known = self.watcher.parameters
+        names = [name for name in ("true_cfg_scale", "guidance_scale") if name in known]
+        for value in (1.0, 0.0):
+            self.off = {name: value if name == "guidance_scale" else 1.0 for name in names}
+            seen = self.call(WORDS[0], 2)
+            if not (seen.steps and seen.passes):
+                raise NotLearned("takes no step of its scheduler, or no pass of its network")
+            if len(seen.passes) == len(seen.steps) and len(rows_of(self.output(seen.passes[0], None))) == 1:
+                return
+        raise NotLearned("cannot be called without guidance: each step has several passes or rows")
+
+    # --- rows of prompts and pictures -------------------------------------------------------------------------------
+
+    def _find_rows(self) -> tuple[Any, bool]:
+        """Return the network's arguments as leaves, and whether images need separate passes."""
+        first, other, longer = (self.call(words, 2, last=1).passes[0].inputs for words in WORDS)
+        try:
+            two = self.call([WORDS[0]] * 2, 2, last=1, **self.pictures(2, 0.0)).passes[0]
+            takes_one = len(rows_of(self.output(two, None))) != 2
+            tree = arguments_of(first, first if takes_one else two.inputs)
+        except (NotLearned, ValueError, TypeError, RuntimeError, IndexError):
+            takes_one = True
+        if takes_one:
+            tree = arguments_of(first, twice(first))
+        known = {leaf.name: value for leaf, value in values_at(tree, first)}
+        others = [(other, True), (longer, False)]
+        if self.pictures(1, 0.0):
+            others.append((self.call(WORDS[0], 2, last=1, **self.pictures(1, 1.0)).passes[0].inputs, True))
+        for seen, has_one_size in others:
+            for leaf, value in values_at(tree, seen):
+                mark_if_different(leaf, known[leaf.name], value, has_one_size)
+        # all images share it, but prompts of one length differ
+        takes_one |= any(
+            leaf.kind == "row" and leaf.dim is None and not leaf.is_listed and not leaf.changes_size
+            for leaf in leaves(tree)
+        )
+        return tree, takes_one
+
+    # --- latents, times and predictions -----------------------------------------------------------------------------
+
+    def _find_sources(self, tree: Any, takes_one: bool) -> Learned:
+        first = self.call(WORDS[0], 2)
+        state, output = first.steps[0]["sample"], rows_of(self.output(first.passes[0], None))[0]
+        size = state.numel()
+        of_state, of_output = codes(size), codes(output.numel())
+        again = max(len(of_state), len(of_output))  # the step after which ones come once more
+
+        def predict(seen: Call, now: Pass) -> Any:
+            return self.output(now, of_output[min(now.step, len(of_output) - 1)])
+
+        def step(index: int, before: Tensor) -> Tensor:
+            return like(before, of_state[1 if index == again else min(index, len(of_state) - 1)])
+
+        seen = self.call(WORDS[0], again + 2, predict, step)
+        if not len(seen.passes) == len(seen.steps) == again + 2:
+            counts = f"{len(seen.steps)} scheduler steps and {len(seen.passes)} passes"
+            raise NotLearned(f"takes {counts} in {again + 2} sampling steps")
+        at = [{leaf.name: value for leaf, value in values_at(tree, now.inputs)} for now in seen.passes]
+        self._find_times(tree, at, self.times(seen.scheduler).tolist())
+        leaf, latents = self._find_latents(tree, at[1:], len(of_state), again, size)
+        predictions = decoded([taken["model_output"] for taken in seen.steps[: len(of_output)]], output.numel())
+        sign = predictions.scale[0].item()
+        predictions.refuse_unless(sign, "the network's predictions")
+        vae, vae_shape, vae_options = self._find_vae(state)
+        for source, what in ((latents, "its network"), (vae, "its VAE")):
+            if len(source.index[source.index >= 0].unique()) != size:
+                raise NotLearned(f"does not pass {what} all latents")
+        if len(predictions.index) != size or (predictions.index < 0).any() or len(vae.index) != size:
+            raise NotLearned("has predictions, or latents to decode, of another size than its latents")
+        leaf.kind = "latents"
+        shape = vae_shape
+        if len(shape) == 4 and shape[1] == 1 and "num_frames" not in self.watcher.parameters:
+            shape = (shape[0], *shape[2:])  # an image as a video of one frame
+        from_latents = vae.index.argsort()  # the policy's latents are in the VAE's order
+        own = torch.arange(size, size + len(latents.index))
+        to_network = torch.where(latents.index >= 0, from_latents[latents.index.clamp(min=0)], own)
+        return Learned(
+            tree=tree,
+            latent_shape=shape,
+            state_shape=tuple(state.shape[1:]),
+            from_latents=as_map(from_latents, size),
+            to_network=as_map(to_network, size),
+            to_prediction=as_map(predictions.index[vae.index], output.numel()),
+            sign=sign,
+            output_shape=tuple(output.shape),
+            vae_scale=per_channel(vae.scale.reshape(shape)),
+            vae_shift=per_channel(vae.offset.reshape(shape)),
+            vae_shape=vae_shape,
+            vae_options=vae_options,
+            takes_one=takes_one,
+        )
+
+    def _find_times(self, tree: Any, at: Sequence[Mapping[str, Any]], times: Sequence[float]) -> None:
+        """Mark the leaves that are a linear function of the time."""
+        for leaf in leaves(tree):
+            numbers = [number_of(now[leaf.name]) for now in at]
+            first, last = numbers[0], numbers[-1]
+            if leaf.kind == "row" or first is None or last is None or first == last:
+                continue
+            factor = (last - first) / (times[-1] - times[0])
+            rounded = float(f"{factor:.3g}")  # as the pipeline has it, up to the rounding of its times
+            factor = rounded if abs(rounded - factor) < 2e-3 * abs(factor) else factor
+            offset = first - factor * times[0]
+            offset = float(round(offset)) if abs(offset - round(offset)) < 2e-3 * abs(factor) else offset
+            error = max(abs(offset + factor * t - (n or 0.0)) for n, t in zip(numbers, times, strict=True))
+            if error <= max(0.01 * abs(factor), 0.0 if as_tensor(leaf.value).is_floating_point() else 1.0):
+                leaf.kind, leaf.factor, leaf.offset = "time", factor, offset
+        if not any(leaf.kind == "time" for leaf in leaves(tree)):
+            raise NotLearned("passes its network no time that is a linear function of the scheduler's")
+
+    def _find_latents(
+        self, tree: Any, at: Sequence[Mapping[str, Any]], number: int, again: int, size: int
+    ) -> tuple[Leaf, Source]:
+        """Return the leaf with the latents, and where its values come from, by the passes after each step."""
+        found = []
+        for leaf in leaves(tree):
+            values = [now[leaf.name] for now in at]
+            if leaf.kind == "time" or not isinstance(values[0], Tensor):
+                continue
+            if not all(torch.equal(value, values[0]) for value in values):
+                found.append((leaf, [value.float() for value in values]))
+        if len(found) != 1:
+            names = " and ".join(leaf.name for leaf, _ in found) or "nothing"
+            raise NotLearned(f"passes its network {names} that changes from step to step, where latents are expected")
+        leaf, values = found[0]
+        if not torch.allclose(values[again], values[1]):
+            raise NotLearned(f"scales {leaf.name} differently at different times")
+        source = decoded(values[:number], size)
+        source.refuse_unless(1.0, "latents")
+        return leaf, source
+
+    def _find_vae(self, state: Tensor) -> tuple[Source, tuple[int, ...], dict[str, Any]]:
+        """Return where the VAE's input comes from, its shape for one image, and the other arguments of its decode."""
+        inputs, options = list[Tensor](), dict[str, Any]()
+        for code in codes(state.numel()):
+            seen = self.call(WORDS[0], 2, step=lambda _, before, code=code: like(before.float(), code)).decoded  # type: ignore[misc]
+            if seen is None:
+                raise NotLearned("does not decode its last latents with its VAE")
+            inputs.append(seen[0])
+            options = {name: value for name, value in seen[1].items() if name not in UNUSED}
+        shape = tuple(inputs[0].shape)
+        if shape[0] != 1:
+            raise NotLearned(f"decodes {shape[0]} images for one")
+        return decoded(inputs, state.numel()), shape[1:], options
+
+    # --- guidance ---------------------------------------------------------------------------------------------------
+
+    def _find_guidance(self, learned: Learned) -> Guidance:
+        """Return the rule of guidance."""
+        known, off = self.watcher.parameters, dict(self.off)
+        more: dict[str, Any] = {"negative_prompt": WORDS[1]} if "negative_prompt" in known else {}
+        for option in ("guidance_scale", "true_cfg_scale"):
+            if option not in known:
+                continue
+            calls = [self.call(WORDS[0], 2, self.guided_output, **{option: scale, **more}) for scale in SCALES]
+            rows = self._rows_of_step(learned, calls[0], 0)
+            if len(rows) == 2 and len(self._rows_of_step(learned, calls[0], 1)) == 2:
+                return self._rule(learned, option, calls)
+            if len(rows) != 1:
+                return Guidance(off=off, reason=f"has {len(rows)} rows in its first guided step")
+            if self._has_guidance_input(learned, calls):
+                return Guidance(option, off, "input", reason="")
+        return Guidance(off=off)
+
+    def guided_output(self, seen: Call, now: Pass) -> Any:
+        """Return a network's output whose rows are alike, and longer for one of a step's rows in turn.
+
+        A guided prediction is then longer than its parts in one step, and shorter in the next.
+        """
+        output, place = self.output(now, None), sum(images_before(seen, now))
+        for row, values in enumerate(rows_of(output), start=place):
+            generator = torch.Generator().manual_seed(now.step)
+            base = torch.randn(values.shape, generator=generator)
+            noise = torch.randn(values.shape, generator=generator.manual_seed(100 + row))
+            values.copy_((1.4 if (row + now.step) % 2 else 1.0) * base + 0.1 * noise)
+        now.outputs = rows_of(output)
+        return output
+
+    def _rows_of_step(self, learned: Learned, seen: Call, step: int) -> list[tuple[dict[str, Any], Tensor]]:
+        """Return the prompt's values and the output of each row of a step."""
+        found = []
+        for now in seen.passes:
+            for row, output in enumerate(now.outputs if now.step == step else []):
+                values = values_at(learned.tree, now.inputs, row)
+                found.append(({leaf.name: value for leaf, value in values if leaf.kind == "row"}, output))
+        return found
+
+    def _has_guidance_input(self, learned: Learned, calls: Sequence[Call]) -> bool:
+        """Return whether an argument of the network is the guidance scale, and mark it."""
+        values = [
+            dict((leaf.name, value) for leaf, value in values_at(learned.tree, c.passes[0].inputs)) for c in calls
+        ]
+        for leaf in leaves(learned.tree):
+            first, second = (number_of(at[leaf.name]) for at in values)
+            if leaf.kind == "fixed" and first is not None and second is not None and first != second:
+                leaf.factor = (second - first) / (SCALES[1] - SCALES[0])
+                leaf.kind, leaf.offset = "guidance", first - leaf.factor * SCALES[0]
+                return True
+        return False
+
+    def _rule(self, learned: Learned, option: str, calls: Sequence[Call]) -> Guidance:
+        """Return the rule that gives what the scheduler got."""
+        plain = {
+            leaf.name: value for leaf, value in values_at(learned.tree, self.call(WORDS[0], 2, last=1).passes[0].inputs)
+        }
+        is_plain = [starts_like(values, plain) for values, _ in self._rows_of_step(learned, calls[0], 0)]
+        if sum(is_plain) != 1:
+            return Guidance(off=dict(self.off), reason="does not show which of its guided rows has the prompt")
+        positive = is_plain.index(True)
+        for rule, dims in RULES:
+            found = list[float]()
+            for seen, scale in zip(calls, SCALES, strict=True):
+                pairs = []
+                for number, taken in enumerate(seen.steps):
+                    rows = self._rows_of_step(learned, seen, number)
+                    c, u = (rows[row][1].double()[None] for row in (positive, 1 - positive))
+                    pairs.append((c, u, taken["model_output"].double().flatten()))
+                c, u, got = pairs[0]
+                a, b = (self._scheduled(learned, value) for value in (c - u, u))
+                fitted = ((a * (got - b)).sum() / (a * a).sum()).item()
+                for k in (fitted,) if rule == "linear" else (scale, scale + 1, scale - 1):
+                    guesses = [self._scheduled(learned, guided(rule, dims, c, u, k)) for c, u, _ in pairs]
+                    errors = [
+                        (guess - got).abs().max() / got.abs().max()
+                        for guess, (*_, got) in zip(guesses, pairs, strict=True)
+                    ]
+                    if max(errors) < 1e-2:  # the pipeline may compute in 16 bits
+                        found.append(k)
+                        break
+            if len(found) == len(SCALES):
+                factor = round((found[1] - found[0]) / (SCALES[1] - SCALES[0]), 3)
+                offset = round(found[0] - factor * SCALES[0], 2)
+                passes = sum(now.step == 0 for now in calls[0].passes)
+                return Guidance(option, dict(self.off), rule, factor, offset, dims, 1 - positive, passes, reason="")
+        return Guidance(off=dict(self.off), reason="combines its guided passes by a rule that is not known")
+
+    def _scheduled(self, learned: Learned, output: Tensor) -> Tensor:
+        """Return what the scheduler gets of a network's output, flat."""
+        flat = output.flatten()
+        flat = flat if learned.to_prediction is None else flat[learned.to_prediction]
+        return learned.sign * (flat if learned.from_latents is None else flat[learned.from_latents])
+
+
+def images_before(seen: Call, now: Pass) -> list[int]:
+    """Return the number of rows of each earlier pass of the same step."""
+    return [len(other.outputs) for other in seen.passes if other.step == now.step and other is not now]
+
+
+def mark_if_different(leaf: Leaf, known: Any, value: Any, has_one_size: bool) -> None:
+    """Mark a leaf as a row of a prompt if its values for two prompts differ."""
+    if isinstance(known, Tensor) and isinstance(value, Tensor):
+        if known.shape != value.shape:
+            if has_one_size:
+                raise NotLearned(f"passes its network {leaf.name} of another shape for a prompt of one length")
+            leaf.kind, leaf.changes_size = "row", True
+        elif not torch.equal(known, value):
+            leaf.kind = "row"
+    elif type(known) is not type(value):
+        raise NotLearned(f"passes its network {leaf.name} of {type(value).__name__} for only one of two prompts")
+    elif known != value:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise NotLearned(f"passes its network {leaf.name}={value!r} for one prompt and {known!r} for another")
+        leaf.kind, leaf.changes_size = "row", True
+
+
+def number_of(value: Any) -> float | None:
+    """Return the only number in a value; ``None`` if it has others, or is none."""
+    if isinstance(value, bool) or not isinstance(value, Tensor | int | float):
+        return None
+    flat = as_tensor(value).flatten().double()
+    return flat[0].item() if len(flat) and torch.equal(flat, flat[:1].expand_as(flat)) else None
+
+
+def like(latents: Tensor, values: Tensor) -> Tensor:
+    """Return values in the shape and type of latents."""
+    return values.reshape(latents.shape).to(latents)
+
+
+def twice(value: Any) -> Any:
+    """Return arguments as they would be for two images: each tensor with a first dimension of 1 twice."""
+    if isinstance(value, Tensor):
+        return torch.cat([value, value]) if value.ndim and len(value) == 1 else value
+    return {key: twice(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+def starts_like(values: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
+    """Return whether a row's values are a prompt's, perhaps padded."""
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            if value.ndim != plain[name].ndim:
+                return False
+            window = tuple(slice(0, min(sides)) for sides in zip(value.shape, plain[name].shape, strict=True))
+            if not torch.equal(value[window], plain[name][window]):
+                return False
+    return True
+
+
+def per_channel(values: Tensor) -> Tensor:
+    """Return values ``(C, ...)`` as ``(C, 1, ...)`` where those of a channel are equal."""
+    first = values.flatten(1)[:, :1].reshape(len(values), *[1] * (values.ndim - 1))
+    return first if torch.allclose(values, first.expand_as(values), rtol=1e-6, atol=1e-8) else values

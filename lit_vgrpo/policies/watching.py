@@ -1,0 +1,351 @@
+"""One call of a diffusers pipeline, watched where it uses its network, its scheduler and its VAE.
+
+The network and the VAE are replaced, so that a call costs no more than its text encoders. The pipeline itself is not
+changed: a shallow copy is called.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from lit_vgrpo.policies.meta import AutocastOnMeta
+from lit_vgrpo.policies.placement import placed
+from lit_vgrpo.system.hub import quiet_libraries
+
+
+class Stop(Exception):
+    """Ends a watched call."""
+
+
+class Decoded(NamedTuple):
+    """What a VAE's ``decode`` returns, as a tuple and as an object."""
+
+    sample: Any
+
+
+class Previous(NamedTuple):
+    """What a scheduler's step returns, as a tuple and as an object."""
+
+    prev_sample: Any
+
+
+@dataclass
+class Pass:
+    """A pass of a network.
+
+    Attributes:
+        network: Name of the network in its pipeline.
+        inputs: Its arguments by name.
+        step: Number of the sampling step.
+        outputs: The prediction for each row, if the caller keeps it.
+    """
+
+    network: str
+    inputs: dict[str, Any]
+    step: int
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Call:
+    """What was seen of a call.
+
+    Attributes:
+        passes: In order.
+        steps: The arguments ``model_output``, ``timestep`` and ``sample`` of each scheduler step.
+        states: The latents after each step.
+        schedule: The arguments of ``set_timesteps``.
+        scheduler: The scheduler that the call used.
+        decoded: The VAE's input, and the other arguments of its ``decode``.
+        result: What the call returned; ``None`` if it was stopped.
+    """
+
+    passes: list[Pass] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    schedule: dict[str, Any] = field(default_factory=dict)
+    scheduler: Any = None
+    decoded: tuple[Tensor, dict[str, Any]] | None = None
+    result: Any = None
+
+
+class StandIn:
+    """A component of a pipeline whose call or ``decode`` is replaced."""
+
+    def __init__(self, part: Any, call: Callable[..., Any], method: str = "__call__") -> None:
+        vars(self).update(stands_for=part, replacement=call)
+        if method != "__call__":
+            vars(self)[method] = call
+
+    @property  # type: ignore[misc]  # pipelines ask for the class of their VAE
+    def __class__(self) -> Any:
+        return type(self.stands_for)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stands_for, name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.replacement(*given, **named)
+
+
+class Watcher:
+    """Calls a pipeline and records what it does.
+
+    Args:
+        pipeline: A loaded diffusers pipeline.
+        networks: The networks to replace, by their names in the pipeline.
+        device: Device of its text encoders; without weights, on the meta device, they return random values.
+        scheduler: Returns a new scheduler for each call.
+    """
+
+    def __init__(
+        self, pipeline: Any, networks: Mapping[str, Any], device: torch.device, scheduler: Callable[[], Any]
+    ) -> None:
+        self.pipeline, self.networks, self.scheduler = pipeline, networks, scheduler
+        self.placed_on = device
+        self.has_weights = device.type != "meta"
+        self.device = device if self.has_weights else torch.device("cpu")
+        self._kept: dict[str, Any] = {}  # embeddings of prompts and pictures, by the arguments
+        self._shapes: dict[str, Any] = {}
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the pipeline's call."""
+        return inspect.signature(type(self.pipeline).__call__).parameters
+
+    @torch.no_grad()
+    def watch(
+        self,
+        arguments: Mapping[str, Any],
+        predict: Callable[[Call, Pass], Any],
+        step: Callable[[int, Tensor], Tensor] | None = None,
+        decode: Callable[[Tensor], Tensor] | None = None,
+        keeps: bool = False,
+    ) -> Call:
+        """Call the pipeline.
+
+        Args:
+            arguments: Of the call.
+            predict: Returns what a network returns for the last of the passes; may raise :class:`Stop`.
+            step: Returns the latents after a step, by its number and the latents before it; ``None`` lets the scheduler
+                take the step.
+            decode: Returns the VAE's output; ``None`` stops before decoding.
+            keeps: Keep the prompts' embeddings for later calls.
+        """
+        seen, scheduler = Call(), self.scheduler()
+        seen.scheduler = scheduler
+        take, prepare = scheduler.step, scheduler.set_timesteps
+        forms = {name: inspect.signature(type(network).forward) for name, network in self.networks.items()}
+
+        @wraps(take)
+        def step_taken(*given: Any, **named: Any) -> Any:
+            bound = inspect.signature(take).bind(*given, **named).arguments
+            seen.steps.append({name: copied(bound[name]) for name in ("model_output", "timestep", "sample")})
+            if step is None:
+                after = take(*given, **{**named, "return_dict": False})[0]
+            else:
+                after = step(len(seen.steps) - 1, bound["sample"])
+            seen.states.append(copied(after))
+            return Previous(after)
+
+        @wraps(prepare)
+        def prepared(*given: Any, **named: Any) -> Any:
+            seen.schedule = dict(inspect.signature(prepare).bind(*given, **named).arguments)
+            seen.schedule.pop("device", None)
+            return prepare(*given, **named)
+
+        def passed(name: str) -> Callable[..., Any]:
+            def forward(*given: Any, **named: Any) -> Any:
+                inputs = dict(forms[name].bind(None, *given, **named).arguments)
+                inputs = {**inputs, **inputs.pop("kwargs", {})}
+                inputs.pop("self")
+                seen.passes.append(Pass(name, tree_map(copied, inputs), len(seen.steps)))
+                return predict(seen, seen.passes[-1])
+
+            return forward
+
+        def decoded(*given: Any, **named: Any) -> Any:
+            options = dict(inspect.signature(self.pipeline.vae.decode).bind(*given, **named).arguments)
+            latents = options.pop(next(iter(options)))
+            seen.decoded = latents, {**options, **options.pop("kwargs", {})}
+            if decode is None:
+                raise Stop
+            return Decoded(decode(latents))
+
+        scheduler.step, scheduler.set_timesteps = step_taken, prepared
+        twin, parts = self._twin(), dict[str, Any](scheduler=scheduler)
+        parts |= {name: StandIn(network, passed(name)) for name, network in self.networks.items()}
+        for name, part in self.pipeline.components.items():
+            if name.endswith("guider") and part is not None:
+                parts[name] = copy.deepcopy(part)
+                parts[name].disable()
+        parts["vae"] = StandIn(self.pipeline.vae, decoded, "decode")
+        encode, vae = self.pipeline.vae.encode, self.pipeline.vae
+        if self.has_weights:  # in float32, whatever the prompts' type is
+            encode = wraps(encode)(lambda images, **named: vae.encode(images.to(vae.dtype), **named))
+        if not self.has_weights:
+            encode = wraps(encode)(partial(random_latents, self.pipeline.vae))
+        vars(parts["vae"]).update(encode=self._once(encode) if keeps else encode, device=self.device)
+        if keeps and hasattr(twin, "encode_prompt"):
+            parts["encode_prompt"] = self._once(twin.encode_prompt)
+        vars(twin).update(parts)
+        try:
+            frozen = [part for name, part in self.pipeline.components.items() if name not in self.networks]
+            modules = [part for part in frozen if isinstance(part, nn.Module)] if self.has_weights else []
+            with quiet_libraries(), placed(modules, self.device):
+                seen.result = twin(**arguments)
+        except Stop:
+            pass
+        return seen
+
+    def _twin(self) -> Any:
+        """Return a shallow copy of the pipeline whose parts are on the device, whatever their order is."""
+        twin, kind, device = copy.copy(self.pipeline), type(self.pipeline), self.device
+        twin.__class__ = type(kind.__name__, (kind,), {"_execution_device": property(lambda self: device)})
+
+        for name, part in self.pipeline.components.items() if not self.has_weights else ():
+            if isinstance(part, nn.Module) and name not in (*self.networks, "vae"):
+                vars(twin)[name] = StandIn(part, partial(random_output, part))
+                vars(vars(twin)[name])["device"] = device
+        return twin
+
+    def _once(self, encode: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose results for equal arguments are kept."""
+
+        @wraps(encode)
+        def call(*given: Any, **named: Any) -> Any:
+            leaves, form = tree_flatten((given, named))
+            sums = [(x.shape, x.double().sum().item()) if isinstance(x, Tensor) else x for x in leaves]
+            key = f"{encode.__name__} {form} {sums}"
+            if key not in self._kept:
+                self._kept[key] = encode(*given, **named)
+            return self._kept[key]
+
+        return call
+
+    def output(self, seen: Pass, values: Callable[[torch.Size], Tensor]) -> Any:
+        """Return an output of a network's own kind with other values.
+
+        Args:
+            values: Returns a tensor of a shape.
+        """
+        leaves, form = self._output_form(seen)
+        return tree_unflatten([values(leaf) if isinstance(leaf, torch.Size) else leaf for leaf in leaves], form)
+
+    def _output_form(self, seen: Pass) -> tuple[list[Any], Any]:
+        """Return a network's output with shapes in the place of tensors, and its structure.
+
+        Of a pass on the meta device, if possible; with its masks on the CPU, if their values are read.
+        """
+        network = self.networks[seen.network]
+        shapes = tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf, seen.inputs)
+        key = f"{seen.network} {shapes}"
+        if key not in self._shapes:
+            try:
+                output = on_meta(network, tree_map(to_meta, seen.inputs))[1]
+            except Exception:  # reads values
+                try:
+                    output = on_meta(network, tree_map(floats_to_meta, seen.inputs))[1]
+                except Exception:
+                    output = network(**seen.inputs)
+            leaves, form = tree_flatten(output)
+            self._shapes[key] = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves], form
+        return self._shapes[key]
+
+    def idle_weights(self, seen: Pass, prediction: Callable[[Tensor], Tensor]) -> tuple[str, ...]:
+        """Return patterns of a network's weights on which no prediction depends, tried on the meta device.
+
+        Args:
+            prediction: Returns the used values of an output ``(B, ...)``.
+        """
+        network, twin = self.networks[seen.network], None
+        for moved in (to_meta, floats_to_meta):
+            with suppress(Exception), torch.enable_grad():  # reads values
+                twin, output = on_meta(network, tree_map(moved, seen.inputs))
+                prediction(torch.stack(rows_of(output))).sum().backward()
+                break
+        else:
+            return ()
+        idle = {name for name, weight in twin.named_parameters() if weight.grad is None}
+        found = set()
+        for name in idle:
+            module = name.rpartition(".")[0]
+            own = {f"{module}.{key}" for key, _ in twin.get_submodule(module).named_parameters()}
+            found.add(f"{module}.*" if own <= idle else name)
+        return tuple(sorted(found))
+
+
+def random_output(module: nn.Module, *given: Any, **named: Any) -> Any:
+    """Return random values of the shapes that a module on the meta device returns, by its integer inputs."""
+    leaves = [leaf for leaf in tree_flatten((given, named))[0] if isinstance(leaf, Tensor)]
+    seed = sum(int(leaf.long().sum()) for leaf in leaves if not leaf.is_floating_point())
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        is_real = leaf.is_floating_point()
+        return torch.randn(leaf.shape, generator=generator) if is_real else torch.zeros(leaf.shape, dtype=leaf.dtype)
+
+    return tree_map(drawn, module(*tree_map(to_meta, given), **tree_map(to_meta, named)))
+
+
+def random_latents(vae: Any, images: Tensor, **named: Any) -> Any:
+    """Return random latents of the shape that a VAE on the meta device encodes, the same for the same images."""
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    encoded = vae.encode(without_values(images.shape, images.dtype))
+    generator = torch.Generator().manual_seed(0 if images.is_meta else int(1000 * images.double().sum()))
+    if hasattr(encoded, "latent_dist"):
+        encoded.latent_dist = DiagonalGaussianDistribution(
+            torch.randn(encoded.latent_dist.parameters.shape, generator=generator)
+        )
+    else:
+        encoded.latent = torch.randn(encoded.latent.shape, generator=generator)
+    return encoded
+
+
+@cache
+def without_values(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor on the meta device, the same in each call, so that an estimate of memory counts none."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def copied(leaf: Any) -> Any:
+    """Return a copy of a tensor, which a pipeline may change in place."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def on_meta(network: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return a network like another on the meta device, and its output."""
+    with torch.device("meta"), AutocastOnMeta():
+        twin = type(network).from_config(network.config).eval()
+        return twin, twin(**inputs)
+
+
+def floats_to_meta(leaf: Any) -> Any:
+    """Return a floating-point tensor without its values, or anything else unchanged, on the CPU."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to("meta", torch.float32) if leaf.is_floating_point() else leaf.cpu()
+
+
+def to_meta(leaf: Any) -> Any:
+    """Return a tensor without its values, or anything else unchanged."""
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+def rows_of(output: Any) -> list[Tensor]:
+    """Return the prediction for each row of a network's output."""
+    first = output[0] if isinstance(output, tuple | list) else next(iter(output.values()))
+    return list(first)
