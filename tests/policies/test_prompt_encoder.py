@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from pretended_gpu import pretended_gpu
+from support.pretended_gpu import pretended_gpu
 
 from lit_vgrpo.policies import SD3Policy, prompt_encoder
 from lit_vgrpo.policies.embeddings import encoder_fingerprint

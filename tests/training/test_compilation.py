@@ -7,7 +7,7 @@ import torch
 from all_methods import METHODS
 from helpers import fit, make_data, make_module, make_trainer, same, weights
 from lightning.pytorch.callbacks import LambdaCallback
-from pretended_gpu import pretended_gpu
+from support.pretended_gpu import pretended_gpu
 from torch._dynamo.testing import CompileCounter
 
 from lit_vgrpo import VGRPO, EvaluationSpec, RolloutSpec, SD3Policy
