@@ -261,7 +261,8 @@ class RemoteReward(Reward):
         import httpx
 
         timeout_s, body = self.connection.timeout_s, bytearray()
-        async with self._servers.lease(earlier, self._count) as (server, limit_s):
+        async with self._servers.lease(earlier, self._count) as attempt:
+            server = attempt.server
             if server not in clients:
                 timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S, pool=None)
                 limits = httpx.Limits(max_connections=self.connection.max_connections)
@@ -269,7 +270,7 @@ class RemoteReward(Reward):
             post = partial(clients[server].stream, "POST", server.url, extensions=server.extensions, **content)
             try:
                 # a limit on the whole exchange: a server that trickles bytes never exceeds the one on a read
-                async with asyncio.timeout(limit_s), post() as answer:
+                async with attempt.limit, post() as answer:
                     async for block in answer.aiter_bytes():
                         body += block
                         if len(body) > LARGEST_ANSWER:
@@ -277,8 +278,8 @@ class RemoteReward(Reward):
                 if answer.status_code == 200:
                     return read(bytes(body))
             except (TimeoutError, httpx.TimeoutException) as error:
-                is_late = isinstance(error, TimeoutError) and limit_s < timeout_s
-                reason = f"did not respond within {limit_s:.4g} s"
+                is_late = isinstance(error, TimeoutError) and attempt.limit_s < timeout_s
+                reason = f"did not respond within {attempt.limit_s:.4g} s"
                 failure = self._counted(server, "late" if is_late else "timeout", reason)
                 failure.is_late = is_late
                 raise failure from error

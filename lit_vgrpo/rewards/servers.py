@@ -6,6 +6,7 @@ httpx and urllib3 only repeat a request at the same address; clients that balanc
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections import deque
@@ -67,6 +68,17 @@ class RequestError(Exception):
     is_late: bool = False  # the server may work, but another is asked
 
 
+@dataclass(eq=False)
+class Attempt:
+    """A request under way."""
+
+    server: Server
+    start: float  # seconds of the event loop's clock
+    limit_s: float  # of the whole exchange
+    limit: asyncio.Timeout
+    may_be_late: bool  # another server may be asked instead, once per request
+
+
 class Servers:
     """Servers that give the same scores, used from one event loop at a time.
 
@@ -83,6 +95,7 @@ class Servers:
         self.all = [Server(with_path(one, path)) for one in self.urls]
         self._seconds: deque[float] = deque(maxlen=64)  # of the last answers
         self._waiting: list[asyncio.Future[None]] = []
+        self._under_way: list[Attempt] = []
 
     def find(self, option: Callable[[str], str]) -> None:
         """Resolve names, and set the options of all clients; errors as of :meth:`Connection.client_options`."""
@@ -107,25 +120,23 @@ class Servers:
         return server is not None and any(other.back_at <= time.monotonic() for other in others)
 
     @asynccontextmanager
-    async def lease(
-        self, earlier: list[RequestError], count: Callable[[str, float], None]
-    ) -> AsyncIterator[tuple[Server, float]]:
-        """Wait for a free server for a request's next attempt; yield it with the attempt's limit in seconds."""
+    async def lease(self, earlier: list[RequestError], count: Callable[[str, float], None]) -> AsyncIterator[Attempt]:
+        """Wait for a free server for a request's next attempt; the caller keeps its limit, which may get shorter."""
         server = await self._free(earlier[-1].server if earlier else None)
-        late_s = limit_s = self.connection.timeout_s
-        if len(self._seconds) >= ANSWERS and self.has_other(server):
-            late_s = max(LATE_S, LATE * median(self._seconds))
-        if len(earlier) < self.connection.retries and not any(error.is_late for error in earlier):
-            limit_s = min(limit_s, late_s)  # once per request, which is then sent elsewhere
-        start, error = time.monotonic(), None
+        start, timeout_s, error = asyncio.get_running_loop().time(), self.connection.timeout_s, None
+        may_be_late = len(earlier) < self.connection.retries and not any(error.is_late for error in earlier)
+        limit_s = min(timeout_s, self._late_s(server)) if may_be_late else timeout_s
+        attempt = Attempt(server, start, limit_s, asyncio.timeout_at(start + limit_s), may_be_late)
+        self._under_way.append(attempt)
         server.busy, server.requests = server.busy + 1, server.requests + 1
         try:
             try:
-                yield server, limit_s
+                yield attempt
             except RequestError as caught:
                 caught.server, error = server, caught
-            seconds = time.monotonic() - start
-            self._note(server, seconds, error, seconds >= late_s)
+            self._under_way.remove(attempt)
+            seconds = asyncio.get_running_loop().time() - start
+            self._note(server, seconds, error, seconds >= min(timeout_s, self._late_s(server)))
             if self.several:
                 counts = {"requests": 1, "seconds": seconds, "failures": int(error is not None)}
                 for event, number in counts.items():
@@ -133,9 +144,17 @@ class Servers:
             if error is not None:
                 raise error
         finally:
+            if attempt in self._under_way:  # cancelled
+                self._under_way.remove(attempt)
             server.busy -= 1
             if waiter := next((one for one in self._waiting if not one.done()), None):
                 waiter.set_result(None)
+
+    def _late_s(self, server: Server) -> float:
+        """Return the seconds after which a request to a server is late; infinity if that is not known, or no help."""
+        if len(self._seconds) < ANSWERS or not self.has_other(server):
+            return math.inf
+        return max(LATE_S, LATE * median(self._seconds))
 
     async def _free(self, last: Server | None) -> Server:
         while True:
@@ -154,6 +173,10 @@ class Servers:
     def _note(self, server: Server, seconds: float, error: RequestError | None, is_late: bool) -> None:
         if error is None:
             self._seconds.append(seconds)
+            for other in self._under_way if len(self._seconds) == ANSWERS else ():  # sent before that was known
+                if other.may_be_late and (late_s := self._late_s(other.server)) < other.limit_s:
+                    other.limit_s = late_s
+                    other.limit.reschedule(other.start + late_s)
         if not self.several or server.back_at > time.monotonic():
             return
         server.late = server.late + 1 if is_late else 0

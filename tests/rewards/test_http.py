@@ -428,9 +428,10 @@ def test_every_client_takes_addresses_and_starts_with_one_that_answers(make):
         assert reward(*make_images(6)).isfinite().all()
 
 
-def test_a_server_that_hangs_is_left_out_long_before_the_timeout():
+@pytest.mark.parametrize("answers", [6, 0])  # with 0, it hangs before it is known how long an answer takes
+def test_a_server_that_hangs_is_left_out_long_before_the_timeout(answers):
     batch = make_images(40)
-    with FaultServer([errors.scores] * 6, then=errors.hang) as hung, FaultServer() as fine:
+    with FaultServer([errors.scores] * answers, then=errors.hang) as hung, FaultServer() as fine:
         reward = HTTPReward([hung.url, fine.url], batch_size=1, connection=patient(timeout_s=300))
         torch.testing.assert_close(reward(*batch), means(batch[0]), rtol=0, atol=1e-6)
     counts = reward.take_counts()
