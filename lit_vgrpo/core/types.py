@@ -76,8 +76,7 @@ class Conditioning:
         different = [name for name, (one, two) in columns.items() if one.shape[1:] != two.shape[1:]]
         if different and all(SIZE_OF + name in columns for name in different):
             for name in different:
-                rows = [row for value in columns[name] for row in padded([*value.unbind(0)])]
-                columns[name] = [torch.stack(padded(rows))]
+                columns[name] = [torch.stack(padded([row for value in columns[name] for row in value]))]
         elif different:
             if MASK not in columns:
                 raise ValueError(f"Prompts of different lengths need a tensor {MASK!r}. Pad all prompts to one length.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,13 +19,13 @@ from lit_vgrpo.core.solvers import FLOW_SDES, VP_SDES
 from lit_vgrpo.core.types import SIZE_OF, Conditioning, RolloutSpec
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.base import Policy, PutStart
-from lit_vgrpo.policies.flow import FLOW_SOLVERS, OWN_TIMESTEPS, flow_scheduler, flow_scheduler_misfit, like
-from lit_vgrpo.policies.learned import BESIDE, Leaf, Learned, NotLearned, as_tensor, built, guided, leaves, values_at
+from lit_vgrpo.policies.flow import FLOW_SOLVERS, OWN_TIMESTEPS, euler_like, flow_scheduler, flow_scheduler_misfit, like
+from lit_vgrpo.policies.learned import BESIDE, Leaf, Learned, NotLearned, as_tensor, built, guided, values_at
 from lit_vgrpo.policies.learner import WORDS, Learner, number_of
-from lit_vgrpo.policies.loading import INDEX, KEY, config_folder, find_pipeline_class
+from lit_vgrpo.policies.loading import INDEX, KEY, call_parameters, find_pipeline_class, small_file
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.policies.unet import PREDICTIONS, VP_SOLVERS, vp_misfit, vp_scheduler
-from lit_vgrpo.policies.watching import Call, Watcher, to_meta
+from lit_vgrpo.policies.watching import Call, Watcher, prediction_of, stacked, to_meta
 from lit_vgrpo.system.hub import LoadError
 
 NETWORKS = ("transformer", "unet")
@@ -56,7 +54,7 @@ class AutoPolicy(Policy):
         checkpoint: A hub name, a local pipeline folder, or a loaded pipeline.
         call: Arguments for the pipeline's call, such as ``{max_sequence_length: 256}``.
         references: Pictures that each prompt edits, passed as ``image``; 0 for a pipeline that needs none.
-        num_frames: Frames per video; ``None`` uses the pipeline's default.
+        num_frames: Frames per video, for a pipeline that makes videos.
         **options: See :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
@@ -72,6 +70,7 @@ class AutoPolicy(Policy):
     ) -> None:
         super().__init__(checkpoint, **options)
         self.call, self.references, self.num_frames = dict(call or {}), references, num_frames
+        self._files: dict[str, dict[str, Any]] = {}
         self._learned: dict[tuple[Any, ...], Learned] = {}
         self._watcher: Watcher | None = None
         self._pictures: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -83,7 +82,7 @@ class AutoPolicy(Policy):
         known: dict[str, Callable[[], Any]] = {
             "pipeline_class": self._pipeline_class,
             "network_name": self._network_name,
-            "path_kind": lambda: "flow" if is_flow(self._scheduler_config()) else "vp",
+            "path_kind": lambda: "vp" if (config := self._file(SCHEDULER)) and not is_flow(config) else "flow",
             "solvers": self._solvers,
             "sde_solvers": lambda: FLOW_SDES if self.path_kind == "flow" else VP_SDES,
         }
@@ -99,7 +98,7 @@ class AutoPolicy(Policy):
 
     @property
     def pipeline_options(self) -> dict[str, Any]:  # type: ignore[override]
-        known = taken_by(self.pipeline)
+        known = self.watcher.parameters
         return {name: value for name, value in self._arguments().items() if name in known}
 
     @property
@@ -110,14 +109,16 @@ class AutoPolicy(Policy):
         return int(self.call.get(name) or (known[name].default if name else 0) or 16)
 
     def _file(self, name: str) -> dict[str, Any]:
-        """Return one of the pipeline's configurations; empty if it is not on this machine."""
+        """Return one of the pipeline's configurations; empty if it is unavailable."""
         pipeline = self.pipeline or self.given
         if pipeline is not None:
             part = pipeline if name == INDEX else pipeline.scheduler
             return {"_class_name": type(part).__name__, **dict(part.config)}
-        folder = config_folder(self.checkpoint, self.revision)
-        path = None if folder is None else folder / name
-        return json.loads(path.read_text()) if path is not None and path.is_file() else {}
+        if name not in self._files:  # asked once, also if it is unavailable
+            path, self._files[name] = small_file(self.checkpoint, name, self.revision), {}
+            with suppress(ValueError):  # a damaged file, which loading reports
+                self._files[name] = {} if path is None else json.loads(path.read_text())
+        return self._files[name]
 
     def _pipeline_class(self) -> str:
         pipeline = self.pipeline or self.given
@@ -138,20 +139,15 @@ class AutoPolicy(Policy):
         index = self._file(INDEX)
         return next((name for name in NETWORKS if index.get(name, [None])[0] is not None), NETWORKS[0])
 
-    def _scheduler_config(self) -> dict[str, Any]:
-        return self._file(SCHEDULER)
-
     def _solvers(self) -> tuple[str, ...]:
         if self.path_kind == "vp":
             return VP_SOLVERS
-        own = OWN_SOLVERS.get(self._scheduler_config().get("_class_name", ""), FLOW_SOLVERS[0])
+        own = OWN_SOLVERS.get(self._file(SCHEDULER).get("_class_name", ""), FLOW_SOLVERS[0])
         return (own, *(solver for solver in FLOW_SOLVERS if solver != own))
 
     def null_components(self, folder: Path) -> dict[str, None]:
         index = self._file(INDEX)
-        spared = [
-            name for name in ("safety_checker", "feature_extractor") if "safety_checker" in index and name in index
-        ]
+        spared = index.keys() & {"safety_checker", "feature_extractor"} if "safety_checker" in index else ()
         return {**super().null_components(folder), **dict.fromkeys(spared)}
 
     # --- loading ----------------------------------------------------------------------------------------------------
@@ -164,14 +160,14 @@ class AutoPolicy(Policy):
         network = getattr(pipeline, self.network_name)
         if self.lora_rank is not None and not hasattr(network, "add_adapter"):
             return f"has a {type(network).__name__} without adapters. Leave out model.policy.lora_rank."
-        unknown = sorted(self.call.keys() - taken_by(pipeline))
+        unknown = sorted(self.call.keys() - call_parameters(pipeline).keys())
         if unknown:
             return f"takes no {unknown[0]}, which model.policy.call has. Leave it out."
-        return (
-            flow_scheduler_misfit(pipeline.scheduler, only_euler=False)
-            if self.path_kind == "flow"
-            else vp_misfit(pipeline)
-        )
+        if self.num_frames is None and "num_frames" in call_parameters(pipeline):
+            return "makes videos. Set model.policy.num_frames."
+        if self.path_kind == "vp":
+            return vp_misfit(pipeline)
+        return flow_scheduler_misfit(pipeline.scheduler, only_euler=False)
 
     def adopt(self, pipeline: Any, put_start: PutStart | None = None) -> Policy:
         self._learned.clear()
@@ -198,27 +194,22 @@ class AutoPolicy(Policy):
 
     def unused_weights(self) -> tuple[str, ...]:
         learned = self.learned
-        seen = self.learner.call(WORDS[0], 2, last=1).passes[0]
-        index = learned.to_prediction
-        return self.watcher.idle_weights(seen, lambda output: picked(output.flatten(1), to_meta(index)))
+        index = to_meta(learned.to_prediction)
+        return self.watcher.idle_weights(learned.example, lambda output: picked(output.flatten(1), index))
 
     def description(self) -> list[str]:
         """Return what was learned, in five lines; after a check alone, by the pipeline without weights."""
         if not self.loaded:
             return self.draft.description() if isinstance(self.draft, AutoPolicy) else []
         learned, rule = self.learned, self.learned.guidance
-        given = list(leaves(learned.tree))
-        times = [f"{leaf.name} = {linear(leaf.factor, 't', leaf.offset)}" for leaf in given if leaf.kind == "time"]
+        times = [f"{leaf.name} = {linear(leaf.factor, 't', leaf.offset)}" for leaf in learned.of_kind("time")]
         rows = [
             f"{leaf.name} {list(leaf.one.shape)}{' of any length' * leaf.changes_size}"
             for leaf in learned.of_kind("row")
         ]
-        latents, state = list(learned.latent_shape), list(learned.state_shape)
-        layout = (
-            f"{latents}, passed as {list(learned.of_kind('latents')[0].one.shape)}"
-            if state != latents
-            else f"{latents}"
-        )
+        layout = f"{list(learned.latent_shape)}"
+        if learned.state_shape != learned.latent_shape:
+            layout += f", passed as {list(learned.of_kind('latents')[0].one.shape)}"
         scale = linear(rule.factor, "s", rule.offset)
         guidance = {"none": f"none: it {rule.reason}", "input": f"an input, by {rule.option}"}.get(
             rule.rule, f"u + g (c - u), g = {scale} of {rule.option}{'' if rule.rule == 'linear' else f', {rule.rule}'}"
@@ -262,6 +253,10 @@ class AutoPolicy(Policy):
     def _size_key(self) -> tuple[Any, ...]:
         return self.height, self.width, self.num_frames
 
+    def _sides(self) -> tuple[int, int]:
+        """Return height and width of pictures to edit while the images' are not known."""
+        return self.height or 512, self.width or 512
+
     def _arguments(self) -> dict[str, Any]:
         given = {"height": self.height, "width": self.width, "num_frames": self.num_frames}
         fixed = dict(FIXED_SIZE)
@@ -279,8 +274,7 @@ class AutoPolicy(Policy):
             return {}
         key = (prompts, grey, *self._size_key())
         if key not in self._pictures:  # the same objects, whose embeddings are then kept
-            sides = self.height or 512, self.width or 512
-            pictures = torch.full((prompts * self.references, 3, *sides), grey)
+            pictures = torch.full((prompts * self.references, 3, *self._sides()), grey)
             self._pictures[key] = self.pipeline_references(pictures)
         return self._pictures[key]
 
@@ -292,21 +286,18 @@ class AutoPolicy(Policy):
             try:
                 self._learned[key] = self.learner.learn()
                 self._prove()
-            except NotLearned as error:
-                self._learned.pop(key, None)
-                raise LoadError(
-                    f"{KEY}={self.checkpoint}: {self.pipeline_class} {error}. Write a policy class for it "
-                    "(docs/add_a_policy.md)."
-                ) from error
-            except LoadError:
-                self._learned.pop(key, None)
-                raise
             except Exception as error:  # the pipeline's code may raise anything
                 self._learned.pop(key, None)
+                where = f"{KEY}={self.checkpoint}:"
+                if isinstance(error, NotLearned):
+                    advice = "Write a policy class for it (docs/add_a_policy.md)."
+                    raise LoadError(f"{where} {self.pipeline_class} {error}. {advice}") from error
+                if isinstance(error, LoadError):
+                    raise
                 if self.device.type == "meta":  # where values do not exist
                     raise NotImplementedError(f"{self.pipeline_class} cannot be called without weights") from error
                 reason = f"{type(error).__name__}: {one_line(error)}"
-                raise LoadError(f"{KEY}={self.checkpoint}: a call of {self.pipeline_class} fails. {reason}") from error
+                raise LoadError(f"{where} a call of {self.pipeline_class} fails. {reason}") from error
         return self._learned[key]
 
     def _prove(self) -> None:
@@ -319,29 +310,25 @@ class AutoPolicy(Policy):
         device, rounding = self.watcher.device, ROUNDING if self.dtype == torch.float32 else ROUNDING_16
         is_guided = rule.rule in ("linear", "norm", "clamped_norm")
         more = self._guided_arguments(PROOF_SCALE) if rule.rule != "none" else {}
-        factor = self.pixels_per_latent
-        sides = [side * factor for side in learned.latent_shape[-2:]]
-        frames = [] if learned.is_one_frame or len(learned.latent_shape) == 3 else [learned.latent_shape[1]]
-        shape = [1, 3, *(frames or ([1] if learned.is_one_frame else [])), *sides]
+        sides = [side * self.pixels_per_latent for side in learned.latent_shape[-2:]]
+        shape = (1, 3, *learned.vae_shape[1:-2], *sides)
         fake = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-
         learner = self.learner
         seen = learner.call(PROOF, PROOF_STEPS, learner.guided_output, decode=lambda latents: fake, keeps=False, **more)
-        cond = Conditioning(self.encode_prompts([PROOF]) if not self.edits else self._edit_proof())
-        conds = (
-            [Conditioning(self.encode_negative()) if not self.edits else self.negative_of(cond)] if is_guided else []
-        )
-        conds.insert(1 - rule.negative_row if is_guided else 0, cond)
+        encoded = self.encode_prompts([PROOF])
+        if self.edits:
+            encoded = self.encode_edits([PROOF], torch.zeros(1, self.references, 3, *self._sides()))
+        conds = [Conditioning(encoded)]
+        if is_guided:
+            negative = self.negative_of(conds[0]) if self.edits else Conditioning(self.encode_negative())
+            conds.insert(rule.negative_row, negative)
         times, per_step = self._times(seen.scheduler).float(), len(conds)
         outputs = [output for now in seen.passes for output in now.outputs]
         if len(outputs) != PROOF_STEPS * per_step:
-            raise NotLearned(
-                f"has {len(outputs)} rows in {PROOF_STEPS} steps, where {PROOF_STEPS * per_step} are expected"
-            )
+            raise NotLearned(f"has {len(outputs)} rows in {PROOF_STEPS} steps, not {PROOF_STEPS * per_step}")
         for number, step in enumerate(seen.steps):
             z, t = self._latents_of(step["sample"]), times[number : number + 1].to(device)
-            given = [now for now in seen.passes if now.step == number]
-            theirs = [(now, row) for now in given for row in range(learned.number_of_images(now))]
+            theirs = learned.rows([now for now in seen.passes if now.step == number])
             for (now, row), own in zip(theirs, conds, strict=True):
                 tensors = {name: value.float() for name, value in own.tensors.items()}
                 tensors["guidance"] = torch.full((1,), PROOF_SCALE, device=device)
@@ -362,39 +349,26 @@ class AutoPolicy(Policy):
             )
         if seen.decoded is None or seen.result is None:
             raise NotLearned("does not decode with its VAE")
-        last = seen.steps[-1]
-        after = self._latents_of(seen.states[-1].reshape(last["sample"].shape)).float()
+        after = self._latents_of(seen.states[-1]).float()
         refuse_difference("what its VAE gets", self.vae_latents(after), seen.decoded[0], rounding)
         picture = self._as_images(fake) / 2 + 0.5
-        shown = torch.as_tensor(np.asarray(seen.result[0][0].cpu()) if isinstance(seen.result[0][0], Tensor) else 0)
-        refuse_difference("its picture", picture[0].clamp(0, 1)[..., :3, :, :], shown[..., :3, :, :], rounding)
+        shown = seen.result[0][0]
+        if not isinstance(shown, Tensor):
+            raise NotLearned("does not return its pictures as tensors")
+        refuse_difference("its picture", picture[0].clamp(0, 1), shown[..., :3, :, :], rounding)
 
     def _latents_of(self, state: Tensor) -> Tensor:
         """Return the policy's latents of the scheduler's."""
         return self._picked(state.flatten(1), "to_latents").reshape(len(state), *self.learned.latent_shape)
 
-    def _edit_proof(self) -> dict[str, Tensor]:
-        side = [self.height or 512, self.width or 512]
-        return self.encode_edits([PROOF], torch.zeros(1, self.references, 3, *side))
-
     def _call(self, prompt: str, last: int, **more: Any) -> Call:
-        learner = self.learner
-        return learner.call(prompt, 2, last=last, keeps=False, **more)
+        return self.learner.call(prompt, 2, last=last, keeps=False, **more)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
     def _rows(self, seen: Call, row: int) -> dict[str, Tensor]:
         """Return a row's values of a step, by name, one row each."""
-        place = 0
-        for now in seen.passes:
-            number = self._learned_rows(now)
-            if row < place + number:
-                return self.learned.conditioning(now, row - place)
-            place += number
-        raise RuntimeError("a watched call ended too early")
-
-    def _learned_rows(self, now: Any) -> int:
-        return self.learned.number_of_images(now)
+        return self.learned.conditioning(*self.learned.rows(seen.passes)[row])
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         return self._rows(self._call(prompts[0], 1), 0)
@@ -456,9 +430,7 @@ class AutoPolicy(Policy):
 
     def _pass(self, z: Tensor, t: Tensor, tensors: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]]) -> Tensor:
         """Return the predictions for rows whose conditioning has the same sizes."""
-        output = self.network(**self._inputs(z, t, tensors, sizes))
-        first = output[0] if isinstance(output, tuple | list) else next(iter(output.values()))
-        return self._prediction(torch.stack(list(first)) if isinstance(first, list | tuple) else first)
+        return self._prediction(stacked(prediction_of(self.network(**self._inputs(z, t, tensors, sizes)))))
 
     def _prediction(self, output: Tensor) -> Tensor:
         """Return the predictions in a network's output, in the layout of the latents."""
@@ -570,10 +542,7 @@ class AutoPolicy(Policy):
             scheduler.set_timesteps(**given)
             return scheduler
         if self.solvers[0] != FLOW_SOLVERS[0]:
-            from diffusers import FlowMatchEulerDiscreteScheduler
-
-            config = {"num_train_timesteps": base.config.num_train_timesteps, "shift": base.config.flow_shift}
-            base, given = FlowMatchEulerDiscreteScheduler(**config), {}
+            base, given = euler_like(base), {}
         return flow_scheduler(solver, base, steps, 0, given.get("sigmas"), given.get("mu"))
 
     def _schedule(self, steps: int) -> dict[str, Any]:
@@ -634,11 +603,6 @@ class AutoPolicy(Policy):
         encoded = self.pipeline.vae.encode(images)
         latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
         return (latents.reshape(len(latents), *learned.latent_shape) - shift) / scale
-
-
-def taken_by(pipeline: Any) -> set[str]:
-    """Return the names of the arguments of a pipeline's call."""
-    return set(inspect.signature(type(pipeline).__call__).parameters)
 
 
 def is_flow(config: Mapping[str, Any]) -> bool:

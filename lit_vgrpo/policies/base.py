@@ -24,7 +24,15 @@ from lit_vgrpo.core.sharding import is_sharded
 from lit_vgrpo.core.types import Conditioning, RolloutSpec, is_of_prompt
 from lit_vgrpo.policies.acceleration import FoldedNetwork, compile_network, lora_layers, set_attention_backend
 from lit_vgrpo.policies.export import save_adapter, save_pipeline
-from lit_vgrpo.policies.loading import INDEX, KEY, find_folder, pipeline_misfit, pipeline_on_meta, read_pipeline
+from lit_vgrpo.policies.loading import (
+    INDEX,
+    KEY,
+    call_parameters,
+    find_folder,
+    pipeline_misfit,
+    pipeline_on_meta,
+    read_pipeline,
+)
 from lit_vgrpo.policies.placement import cast, in_own_precision, place, unmasked_on_meta, with_cpu_default
 from lit_vgrpo.policies.prompt_encoder import PromptEncoder
 from lit_vgrpo.policies.trained import add_adapter, choose_trained, quantise, refuse_unknown_targets
@@ -394,7 +402,7 @@ class Policy(nn.Module):
         if self.embeds_guidance:
             return {"guidance_scale": guidance}
         negative = [self.negative_prompt] * prompts
-        if "true_cfg_scale" in inspect.signature(type(self.pipeline).__call__).parameters:
+        if "true_cfg_scale" in call_parameters(self.pipeline):
             return {"true_cfg_scale": guidance, "negative_prompt": negative}
         return {"guidance_scale": guidance, **({"negative_prompt": negative} if self.negative_prompt else {})}
 

@@ -6,7 +6,6 @@ policy unchanged. All assume float32.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import Conditioning, RolloutSpec
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import LORA_FILE, loads_adapters, lora_options
+from lit_vgrpo.policies.loading import call_parameters
 from lit_vgrpo.system.hub import quiet_libraries
 
 PROMPTS = ("a red circle on the left", "a blue square", "a green triangle at the top", "dogs")
@@ -297,7 +297,7 @@ def call_of(
         pictures: The pictures that the prompts edit, as in ``encode_edits``.
     """
     pipeline = policy.pipeline
-    known = inspect.signature(type(pipeline).__call__).parameters
+    known = call_parameters(pipeline)
     shared = [name for name in vars(policy) if name in known]  # max_sequence_length, which a subclass may pass on
     options: dict[str, Any] = {
         **{name: getattr(policy, name) for name in shared},

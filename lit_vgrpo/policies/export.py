@@ -41,16 +41,11 @@ def save_adapter(
             given = {f"{name}_layers": layers, f"{name}_adapter_metadata": config}
             pipeline.save_lora_weights(folder, weight_name=options.get("weight_name"), **given)
             continue
-        header = {
-            f"{key}.{option}": sorted(value) if isinstance(value, set) else value for option, value in config.items()
-        }
+        header = {f"{key}.{option}": value for option, value in config.items()}
+        text = json.dumps(header, indent=2, sort_keys=True, default=sorted)  # some values are sets
         folder.mkdir(parents=True, exist_ok=True)
-        metadata = {
-            "format": "pt",
-            "lora_adapter_metadata": json.dumps(header, indent=2, sort_keys=True, default=sorted),
-        }
         tensors = {f"{key}.{name}": tensor.contiguous() for name, tensor in layers.items()}
-        save_file(tensors, folder / LORA_FILE, metadata)
+        save_file(tensors, folder / LORA_FILE, {"format": "pt", "lora_adapter_metadata": text})
 
 
 def loads_adapters(pipeline: Any) -> bool:

@@ -118,10 +118,7 @@ class FlowPolicy(Policy, ABC):
                 scheduler = like(base, steps)
                 scheduler.set_timesteps(steps)
                 return scheduler
-            from diffusers import FlowMatchEulerDiscreteScheduler
-
-            config = {"num_train_timesteps": base.config.num_train_timesteps, "shift": base.config.flow_shift}
-            return flow_scheduler(solver, FlowMatchEulerDiscreteScheduler(**config), steps, tokens)
+            return flow_scheduler(solver, euler_like(base), steps, tokens)
         return flow_scheduler(solver, base, steps, tokens, self.sigmas(steps), self.shift_mu(steps))
 
     def scheduler_lines(self, spec: RolloutSpec) -> list[str]:
@@ -132,6 +129,14 @@ class FlowPolicy(Policy, ABC):
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
         return (scheduler.timesteps.double() / scheduler.config.num_train_timesteps).float()
+
+
+def euler_like(base: Any) -> Any:
+    """Return an Euler scheduler with the shift of a multistep scheduler."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    config = base.config
+    return FlowMatchEulerDiscreteScheduler(num_train_timesteps=config.num_train_timesteps, shift=config.flow_shift)
 
 
 def flow_scheduler_misfit(scheduler: Any, only_euler: bool = True) -> str | None:

@@ -130,6 +130,11 @@ def values_at(tree: Any, given: Any = None, image: int = 0) -> Iterator[tuple[Le
             yield from values_at(part, value, image)
 
 
+def named_values(tree: Any, given: Any) -> dict[str, Any]:
+    """Return the values for the first image among a pass's arguments, by the leaf's name."""
+    return {leaf.name: value for leaf, value in values_at(tree, given)}
+
+
 def leaves(tree: Any) -> list[Leaf]:
     """Return all leaves."""
     return [leaf for leaf, _ in values_at(tree)]
@@ -223,6 +228,7 @@ class Learned:
         vae_shape: Of the VAE's input, without the dimension of images.
         vae_options: Other arguments of the VAE's ``decode``.
         takes_one: Images need separate passes.
+        example: A pass with one image.
         guidance: The rule of guidance.
         copies: Copies of its tensors on devices.
     """
@@ -240,6 +246,7 @@ class Learned:
     vae_shape: tuple[int, ...]
     vae_options: dict[str, Any]
     takes_one: bool
+    example: Pass
     guidance: Guidance = field(default_factory=Guidance)
     copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
@@ -258,9 +265,9 @@ class Learned:
         """Return the leaves of a kind."""
         return [leaf for leaf in leaves(self.tree) if leaf.kind == kind]
 
-    def number_of_images(self, seen: Pass) -> int:
-        """Return the number of images in a pass."""
-        return images_in(self.tree, seen.inputs)
+    def rows(self, passes: Sequence[Pass]) -> list[tuple[Pass, int]]:
+        """Return the rows of passes in order: the pass, and the number of the image in it."""
+        return [(seen, image) for seen in passes for image in range(images_in(self.tree, seen.inputs))]
 
     def conditioning(self, seen: Pass, image: int) -> dict[str, Tensor]:
         """Return an image's values in a pass that depend on its prompt and pictures, one row each."""

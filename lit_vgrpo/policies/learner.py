@@ -24,6 +24,7 @@ from lit_vgrpo.policies.learned import (
     as_tensor,
     guided,
     leaves,
+    named_values,
     values_at,
 )
 from lit_vgrpo.policies.watching import Call, Pass, Stop, Watcher, rows_of
@@ -103,6 +104,7 @@ class Learner:
     ) -> None:
         self.watcher, self.arguments, self.times, self.pictures = watcher, dict(arguments), times, pictures
         self.off: dict[str, Any] = {}
+        self.first: Call  # of two steps, without guidance
 
     def call(
         self,
@@ -156,7 +158,7 @@ class Learner:
         names = [name for name in ("true_cfg_scale", "guidance_scale") if name in known]
         for value in (1.0, 0.0):
             self.off = {name: value if name == "guidance_scale" else 1.0 for name in names}
-            seen = self.call(WORDS[0], 2)
+            self.first = seen = self.call(WORDS[0], 2)
             if not (seen.steps and seen.passes):
                 raise NotLearned("takes no step of its scheduler, or no pass of its network")
             if len(seen.passes) == len(seen.steps) and len(rows_of(self.output(seen.passes[0], None))) == 1:
@@ -167,7 +169,8 @@ class Learner:
 
     def _find_rows(self) -> tuple[Any, bool]:
         """Return the network's arguments as leaves, and whether images need separate passes."""
-        first, other, longer = (self.call(words, 2, last=1).passes[0].inputs for words in WORDS)
+        first = self.first.passes[0].inputs
+        other, longer = (self.call(words, 2, last=1).passes[0].inputs for words in WORDS[1:])
         try:
             two = self.call([WORDS[0]] * 2, 2, last=1, **self.pictures(2, 0.0)).passes[0]
             takes_one = len(rows_of(self.output(two, None))) != 2
@@ -176,7 +179,7 @@ class Learner:
             takes_one = True
         if takes_one:
             tree = arguments_of(first, twice(first))
-        known = {leaf.name: value for leaf, value in values_at(tree, first)}
+        known = named_values(tree, first)
         others = [(other, True), (longer, False)]
         if self.pictures(1, 0.0):
             others.append((self.call(WORDS[0], 2, last=1, **self.pictures(1, 1.0)).passes[0].inputs, True))
@@ -193,8 +196,7 @@ class Learner:
     # --- latents, times and predictions -----------------------------------------------------------------------------
 
     def _find_sources(self, tree: Any, takes_one: bool) -> Learned:
-        first = self.call(WORDS[0], 2)
-        state, output = first.steps[0]["sample"], rows_of(self.output(first.passes[0], None))[0]
+        state, output = self.first.steps[0]["sample"], rows_of(self.output(self.first.passes[0], None))[0]
         size = state.numel()
         of_state, of_output = codes(size), codes(output.numel())
         again = max(len(of_state), len(of_output))  # the step after which ones come once more
@@ -209,7 +211,7 @@ class Learner:
         if not len(seen.passes) == len(seen.steps) == again + 2:
             counts = f"{len(seen.steps)} scheduler steps and {len(seen.passes)} passes"
             raise NotLearned(f"takes {counts} in {again + 2} sampling steps")
-        at = [{leaf.name: value for leaf, value in values_at(tree, now.inputs)} for now in seen.passes]
+        at = [named_values(tree, now.inputs) for now in seen.passes]
         self._find_times(tree, at, self.times(seen.scheduler).tolist())
         leaf, latents = self._find_latents(tree, at[1:], len(of_state), again, size)
         predictions = decoded([taken["model_output"] for taken in seen.steps[: len(of_output)]], output.numel())
@@ -242,6 +244,7 @@ class Learner:
             vae_shape=vae_shape,
             vae_options=vae_options,
             takes_one=takes_one,
+            example=self.first.passes[0],
         )
 
     def _find_times(self, tree: Any, at: Sequence[Mapping[str, Any]], times: Sequence[float]) -> None:
@@ -341,9 +344,7 @@ class Learner:
 
     def _has_guidance_input(self, learned: Learned, calls: Sequence[Call]) -> bool:
         """Return whether an argument of the network is the guidance scale, and mark it."""
-        values = [
-            dict((leaf.name, value) for leaf, value in values_at(learned.tree, c.passes[0].inputs)) for c in calls
-        ]
+        values = [named_values(learned.tree, seen.passes[0].inputs) for seen in calls]
         for leaf in leaves(learned.tree):
             first, second = (number_of(at[leaf.name]) for at in values)
             if leaf.kind == "fixed" and first is not None and second is not None and first != second:
@@ -354,9 +355,7 @@ class Learner:
 
     def _rule(self, learned: Learned, option: str, calls: Sequence[Call]) -> Guidance:
         """Return the rule that gives what the scheduler got."""
-        plain = {
-            leaf.name: value for leaf, value in values_at(learned.tree, self.call(WORDS[0], 2, last=1).passes[0].inputs)
-        }
+        plain = named_values(learned.tree, self.first.passes[0].inputs)
         is_plain = [starts_like(values, plain) for values, _ in self._rows_of_step(learned, calls[0], 0)]
         if sum(is_plain) != 1:
             return Guidance(off=dict(self.off), reason="does not show which of its guided rows has the prompt")
@@ -421,8 +420,10 @@ def number_of(value: Any) -> float | None:
     """Return the only number in a value; ``None`` if it has others, or is none."""
     if isinstance(value, bool) or not isinstance(value, Tensor | int | float):
         return None
-    flat = as_tensor(value).flatten().double()
-    return flat[0].item() if len(flat) and torch.equal(flat, flat[:1].expand_as(flat)) else None
+    flat = as_tensor(value).flatten()
+    return (
+        float(flat[0]) if len(flat) and not flat.is_complex() and torch.equal(flat, flat[:1].expand_as(flat)) else None
+    )
 
 
 def like(latents: Tensor, values: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -161,6 +162,11 @@ def pipeline_misfit(policy: Loadable, pipeline: Any) -> str | None:
     return policy.misfit(pipeline)
 
 
+def call_parameters(pipeline: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a pipeline's call."""
+    return inspect.signature(type(pipeline).__call__).parameters
+
+
 def find_pipeline_class(checkpoint: str, revision: str | None = None, what_to_set: str = KEY) -> str | None:
     """Return the class that a pipeline's index names, downloaded if necessary; ``None`` if unavailable.
 
@@ -169,18 +175,23 @@ def find_pipeline_class(checkpoint: str, revision: str | None = None, what_to_se
     """
     if (reason := explain_unloadable(checkpoint, INDEX, what_to_set, revision)) is not None:
         raise LoadError(reason)
-    if local_folder(checkpoint) is None and cached_file(checkpoint, INDEX, revision) is None:
+    index = small_file(checkpoint, INDEX, revision)
+    if index is None:
+        return None
+    try:
+        return str(json.loads(index.read_text())["_class_name"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"{index} is damaged. Save or download the pipeline again.") from error
+
+
+def small_file(checkpoint: str, name: str, revision: str | None = None) -> Path | None:
+    """Return one of a pipeline's small files, downloaded if necessary; ``None`` if it is unavailable."""
+    if local_folder(checkpoint) is None and cached_file(checkpoint, name, revision) is None:
         from huggingface_hub import hf_hub_download
 
         with suppress(Exception):  # the next line tells
-            hf_hub_download(checkpoint, INDEX, revision=revision)
-    folder = config_folder(checkpoint, revision)
-    if folder is None:
-        return None
-    try:
-        return str(json.loads((folder / INDEX).read_text())["_class_name"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise LoadError(f"{folder / INDEX} is damaged. Save or download the pipeline again.") from error
+            hf_hub_download(checkpoint, name, revision=revision)
+    return file_at_hand(checkpoint, name, revision)
 
 
 def read_pipeline(policy: Loadable) -> Any:

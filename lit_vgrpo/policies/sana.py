@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.flow import FlowPolicy
+from lit_vgrpo.policies.loading import call_parameters
 
 MASK = "prompt_mask"  # not core.types.MASK: all prompts have one length
 
@@ -45,7 +45,7 @@ class SanaPolicy(FlowPolicy):
         return self.pipeline.tokenizer, self.max_sequence_length - 1, type(self.pipeline.text_encoder).__name__
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        instruction = inspect.signature(type(self.pipeline).__call__).parameters["complex_human_instruction"].default
+        instruction = call_parameters(self.pipeline)["complex_human_instruction"].default
         return self._encoded(prompts, instruction)
 
     def encode_negative(self) -> dict[str, Tensor]:

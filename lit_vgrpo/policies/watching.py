@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lit_vgrpo.policies.loading import call_parameters
 from lit_vgrpo.policies.meta import AutocastOnMeta
 from lit_vgrpo.policies.placement import placed
 from lit_vgrpo.system.hub import quiet_libraries
@@ -80,12 +81,10 @@ class Call:
 
 
 class StandIn:
-    """A component of a pipeline whose call or ``decode`` is replaced."""
+    """A component of a pipeline with another call, or other attributes."""
 
-    def __init__(self, part: Any, call: Callable[..., Any], method: str = "__call__") -> None:
-        vars(self).update(stands_for=part, replacement=call)
-        if method != "__call__":
-            vars(self)[method] = call
+    def __init__(self, part: Any, call: Callable[..., Any] | None = None, **replaced: Any) -> None:
+        vars(self).update(stands_for=part, replacement=call or part, **replaced)
 
     @property  # type: ignore[misc]  # pipelines ask for the class of their VAE
     def __class__(self) -> Any:
@@ -118,10 +117,7 @@ class Watcher:
         self._kept: dict[str, Any] = {}  # embeddings of prompts and pictures, by the arguments
         self._shapes: dict[str, Any] = {}
 
-    @property
-    def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The parameters of the pipeline's call."""
-        return inspect.signature(type(self.pipeline).__call__).parameters
+        self.parameters = call_parameters(pipeline)
 
     @torch.no_grad()
     def watch(
@@ -189,13 +185,10 @@ class Watcher:
             if name.endswith("guider") and part is not None:
                 parts[name] = copy.deepcopy(part)
                 parts[name].disable()
-        parts["vae"] = StandIn(self.pipeline.vae, decoded, "decode")
-        encode, vae = self.pipeline.vae.encode, self.pipeline.vae
-        if self.has_weights:  # in float32, whatever the prompts' type is
-            encode = wraps(encode)(lambda images, **named: vae.encode(images.to(vae.dtype), **named))
-        if not self.has_weights:
-            encode = wraps(encode)(partial(random_latents, self.pipeline.vae))
-        vars(parts["vae"]).update(encode=self._once(encode) if keeps else encode, device=self.device)
+        vae = self.pipeline.vae
+        encode = wraps(vae.encode)(partial(encoded_latents if self.has_weights else random_latents, vae))
+        kept = self._once(encode) if keeps else encode
+        parts["vae"] = StandIn(vae, decode=decoded, encode=kept, device=self.device)
         if keeps and hasattr(twin, "encode_prompt"):
             parts["encode_prompt"] = self._once(twin.encode_prompt)
         vars(twin).update(parts)
@@ -212,11 +205,9 @@ class Watcher:
         """Return a shallow copy of the pipeline whose parts are on the device, whatever their order is."""
         twin, kind, device = copy.copy(self.pipeline), type(self.pipeline), self.device
         twin.__class__ = type(kind.__name__, (kind,), {"_execution_device": property(lambda self: device)})
-
         for name, part in self.pipeline.components.items() if not self.has_weights else ():
             if isinstance(part, nn.Module) and name not in (*self.networks, "vae"):
-                vars(twin)[name] = StandIn(part, partial(random_output, part))
-                vars(vars(twin)[name])["device"] = device
+                vars(twin)[name] = StandIn(part, partial(random_output, part), device=device)
         return twin
 
     def _once(self, encode: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,21 +234,13 @@ class Watcher:
         return tree_unflatten([values(leaf) if isinstance(leaf, torch.Size) else leaf for leaf in leaves], form)
 
     def _output_form(self, seen: Pass) -> tuple[list[Any], Any]:
-        """Return a network's output with shapes in the place of tensors, and its structure.
-
-        Of a pass on the meta device, if possible; with its masks on the CPU, if their values are read.
-        """
+        """Return a network's output with shapes in the place of tensors, and its structure."""
         network = self.networks[seen.network]
         shapes = tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf, seen.inputs)
         key = f"{seen.network} {shapes}"
         if key not in self._shapes:
-            try:
-                output = on_meta(network, tree_map(to_meta, seen.inputs))[1]
-            except Exception:  # reads values
-                try:
-                    output = on_meta(network, tree_map(floats_to_meta, seen.inputs))[1]
-                except Exception:
-                    output = network(**seen.inputs)
+            tried = on_meta(network, seen.inputs)
+            output = network(**seen.inputs) if tried is None else tried[1]
             leaves, form = tree_flatten(output)
             self._shapes[key] = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves], form
         return self._shapes[key]
@@ -268,13 +251,13 @@ class Watcher:
         Args:
             prediction: Returns the used values of an output ``(B, ...)``.
         """
-        network, twin = self.networks[seen.network], None
-        for moved in (to_meta, floats_to_meta):
-            with suppress(Exception), torch.enable_grad():  # reads values
-                twin, output = on_meta(network, tree_map(moved, seen.inputs))
-                prediction(torch.stack(rows_of(output))).sum().backward()
-                break
-        else:
+        try:
+            with torch.enable_grad():
+                if (tried := on_meta(self.networks[seen.network], seen.inputs)) is None:
+                    return ()
+                twin, output = tried
+                prediction(stacked(prediction_of(output))).sum().backward()
+        except Exception:  # the network's code may raise anything
             return ()
         idle = {name for name, weight in twin.named_parameters() if weight.grad is None}
         found = set()
@@ -298,6 +281,11 @@ def random_output(module: nn.Module, *given: Any, **named: Any) -> Any:
         return torch.randn(leaf.shape, generator=generator) if is_real else torch.zeros(leaf.shape, dtype=leaf.dtype)
 
     return tree_map(drawn, module(*tree_map(to_meta, given), **tree_map(to_meta, named)))
+
+
+def encoded_latents(vae: Any, images: Tensor, **named: Any) -> Any:
+    """Return what a VAE encodes, in its own type."""
+    return vae.encode(images.to(vae.dtype), **named)
 
 
 def random_latents(vae: Any, images: Tensor, **named: Any) -> Any:
@@ -326,11 +314,16 @@ def copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def on_meta(network: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return a network like another on the meta device, and its output."""
-    with torch.device("meta"), AutocastOnMeta():
-        twin = type(network).from_config(network.config).eval()
-        return twin, twin(**inputs)
+def on_meta(network: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Return a network like another on the meta device, and its output; ``None`` if it reads values of the inputs.
+
+    Masks and other integers may stay on the CPU, where some networks read them.
+    """
+    for moved in (to_meta, floats_to_meta):
+        with suppress(Exception), torch.device("meta"), AutocastOnMeta():
+            twin = type(network).from_config(network.config).eval()
+            return twin, twin(**tree_map(moved, inputs))
+    return None
 
 
 def floats_to_meta(leaf: Any) -> Any:
@@ -345,7 +338,16 @@ def to_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
+def prediction_of(output: Any) -> Any:
+    """Return the prediction in a network's output: ``(B, ...)``, or a list of one tensor per row."""
+    return output[0] if isinstance(output, tuple | list) else next(iter(output.values()))
+
+
+def stacked(prediction: Any) -> Tensor:
+    """Return a prediction ``(B, ...)``."""
+    return torch.stack(list(prediction)) if isinstance(prediction, list | tuple) else prediction
+
+
 def rows_of(output: Any) -> list[Tensor]:
-    """Return the prediction for each row of a network's output."""
-    first = output[0] if isinstance(output, tuple | list) else next(iter(output.values()))
-    return list(first)
+    """Return the prediction for each row of a network's output, not as copies."""
+    return list(prediction_of(output))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import one_line, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import loads_adapters, lora_options
-from lit_vgrpo.policies.loading import config_folder
+from lit_vgrpo.policies.loading import call_parameters, config_folder
 from lit_vgrpo.report.page import environment
 from lit_vgrpo.report.run_data import RunData, read_run
 from lit_vgrpo.report.verdict import Verdict
@@ -166,7 +165,7 @@ def sample_lines(policy: Policy, spec: RolloutSpec) -> list[str]:
     with policy.sized(*sides_of(spec)):
         height, width = policy.image_size or (1, 1)
         scheduler = policy.scheduler_lines(spec)
-    known = inspect.signature(type(policy.pipeline).__call__).parameters
+    known = call_parameters(policy.pipeline)
     options = policy.pipeline_references(torch.zeros(1, 3, height, width)) if policy.edits else {}
     options |= {"height": height, "width": width}
     own = [name for name in ("max_sequence_length", "num_frames") if name in known and getattr(policy, name, None)]

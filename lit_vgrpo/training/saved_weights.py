@@ -19,6 +19,7 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.export import LORA_FILE
 from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_STEM, SUFFIXES, lora_file_error, put_lora
 from lit_vgrpo.policies.meta import drawing_errors
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
@@ -30,7 +31,7 @@ from lit_vgrpo.training.resume import Progress, last_good
 from lit_vgrpo.training.trainer_internals import declared
 
 TRAINED, AVERAGE, REFERENCE = "trained", "EMA", "reference"
-SUFFIX, DEFAULT_FILE = SUFFIXES[0], f"pytorch_lora_weights{SUFFIXES[0]}"
+SUFFIX = SUFFIXES[0]
 _HUB_FILE = re.compile(
     rf"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w./-]+(?:{'|'.join(map(re.escape, SUFFIXES))})))?", re.ASCII
 )
@@ -108,7 +109,7 @@ class LoraPlace:
 
     path: Path | None = None
     repository: str = ""
-    filename: str = DEFAULT_FILE
+    filename: str = LORA_FILE
 
     def at_hand(self) -> Path | None:
         """Return the file if it is on this machine."""
@@ -155,9 +156,9 @@ def _lora_at(start_from: str, path: Path) -> LoraPlace | None:
     if path.is_dir():
         known = [] if (path / CONFIG_NAME).is_file() else sorted(path.iterdir())
         files = [file for file in known if file.suffix == SUFFIX] or [file for file in known if file.suffix in SUFFIXES]
-        if len(files) > 1 and path / DEFAULT_FILE not in files:
+        if len(files) > 1 and path / LORA_FILE not in files:
             raise LoadError(f"{KEY}={start_from} has {len(files)} files. Name one of them, such as {files[0]}.")
-        return LoraPlace(path / DEFAULT_FILE if len(files) > 1 else files[0]) if files else None
+        return LoraPlace(path / LORA_FILE if len(files) > 1 else files[0]) if files else None
     if path.is_file():
         if path.suffix not in (*SUFFIXES, ".ckpt") and path.name != CONFIG_NAME:
             raise LoadError(f"{KEY}={start_from} is neither a run nor a LoRA file, {', '.join(SUFFIXES)}.")
@@ -165,7 +166,7 @@ def _lora_at(start_from: str, path: Path) -> LoraPlace | None:
     named = _HUB_FILE.fullmatch(start_from)
     first = start_from.partition("/")[0]
     if named is not None and first != _RUNS and not typed_path(first).is_dir():
-        return LoraPlace(None, named[1], named[2] or DEFAULT_FILE)
+        return LoraPlace(None, named[1], named[2] or LORA_FILE)
     if path.suffix in SUFFIXES:
         raise LoadError(f"{KEY}={start_from} does not exist.")
     return None
