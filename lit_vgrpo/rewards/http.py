@@ -47,7 +47,7 @@ SHOWN = 300
 LARGEST_ANSWER = 10_000_000
 """Bytes of an answer; the rest is not read."""
 CALLS_AT_ONCE = 64
-"""Batches of images that are scored at once by several servers."""
+"""Batches of images that are scored at once, within the connections that are allowed."""
 
 
 class ScoreRequest(BaseModel):
@@ -132,12 +132,12 @@ class RemoteReward(Reward):
     """
 
     concurrent = True
+    calls_at_once = CALLS_AT_ONCE
     loads_nothing = False
 
     def __init__(self, url: str | list[str], connection: Connection | None, path: str = "") -> None:
         self.connection = connection or Connection()
         self.url = url
-        self.calls_at_once = 1 if isinstance(url, str) else CALLS_AT_ONCE
         self._servers = Servers(url, path, self.connection)
         self._jitter = random.Random()  # the global generators belong to the run
         self._counts: dict[str, float] = {}

@@ -375,17 +375,19 @@ def test_several_servers_share_the_batches_of_a_call_and_the_log_has_each():
     assert {name.rpartition("/")[2] for name, number in counts.items() if number} == {"requests", "seconds"}
 
 
-def test_several_servers_score_several_calls_at_once():
+@pytest.mark.parametrize("number", [1, 2])
+def test_several_calls_are_scored_at_once(number):
     together = threading.Barrier(2)
 
     def wait_for_the_other(handler):
         together.wait(10)
         errors.scores(handler)
 
-    (images, prompts, rows), urls = make_images(4), []
+    images, prompts, rows = make_images(4)
     with FaultServer(then=wait_for_the_other) as one, FaultServer(then=wait_for_the_other) as other:
-        urls = [one.url, other.url]
-        queue = ScoreQueue(Weighted([HTTPReward(urls, connection=patient(max_connections=1, retries=0))]))
+        url = one.url if number == 1 else [one.url, other.url]
+        connection = patient(max_connections=2 // number, retries=0)
+        queue = ScoreQueue(Weighted([HTTPReward(url, connection=connection)]))
         for n in range(4):
             queue.put(images[n : n + 1], prompts[n : n + 1], rows[n : n + 1])
         torch.testing.assert_close(queue.take().total, means(images), rtol=0, atol=1e-6)
