@@ -17,6 +17,7 @@ from torch import nn
 from lit_vgrpo.system.hub import (
     LoadError,
     cached_file,
+    download_small_files,
     explain_unloadable,
     file_at_hand,
     headers_only,
@@ -213,18 +214,23 @@ def read_pipeline(policy: Loadable) -> Any:
 
 
 def pipeline_on_meta(policy: Loadable, folder: Path) -> Any:
-    """Return the pipeline of a folder without weights, in float32; ``None`` if loading has to download some files.
+    """Return the pipeline of a folder without weights, in float32; ``None`` if not all of its small files can be had.
+
+    Those of a hub repository, a few MB of configurations and tokenizers, are downloaded if some are missing.
 
     Raises:
         LoadError: A part cannot be built, or its tensors differ from those in the headers of its files.
     """
-    try:
-        with headers_only():
+    with headers_only():
+        try:
             return _assembled(policy, folder)
-    except LoadError:
-        if local_folder(policy.checkpoint) is None:
-            return None
-        raise
+        except LoadError:
+            if local_folder(policy.checkpoint) is not None:
+                raise
+        with suppress(Exception):  # a hub that cannot be asked, or another error in the files, which loading reports
+            download_small_files(policy.checkpoint, policy.revision)
+            return _assembled(policy, folder)
+    return None
 
 
 def _assembled(policy: Loadable, folder: Path) -> Any:

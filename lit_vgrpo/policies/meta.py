@@ -20,7 +20,7 @@ from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import error_in_user_code, is_deliberate, one_line
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import KEY, config_folder, pipeline_on_meta
-from lit_vgrpo.system.hub import LoadError, quiet_libraries
+from lit_vgrpo.system.hub import SMALL_FILES, LoadError, quiet_libraries
 
 LOWERED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "baddbmm", "addmm"})
 RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "exp", "norm"})
@@ -108,8 +108,8 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
 def _copy_on_meta(policy: Policy, draft: Any) -> Policy:
     """Return a loaded copy of a policy, with the pipeline that its check built, or another one."""
     name, folder = policy.checkpoint, config_folder(policy.checkpoint, policy.revision)
-    download = f'hf download {name} --include "*.json" --include "*.txt" --include "*.model"'
-    missing = NotEstimated(f"{name} is not in the local cache. A few MB of configuration files are enough: {download}")
+    small = " ".join(f'--include "{pattern}"' for pattern in SMALL_FILES)
+    missing = NotEstimated(f"small files of {name} are not on this machine. Run: hf download {name} {small}")
     try:
         pipeline = draft or (None if folder is None else pipeline_on_meta(policy, folder))
     except LoadError as error:  # which the policy's check reports

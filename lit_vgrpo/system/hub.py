@@ -19,6 +19,7 @@ from lit_vgrpo.errors import causes, counted, one_line
 from lit_vgrpo.system.paths import SHIPPED_PREFIX, resolve_path
 
 HUB_TIMEOUT_S = 4.0
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # all but weights
 BATCHES_SEEN = "num_batches_tracked"  # of a batch norm; no output depends on it
 PACKED = "quantization_config"  # in the configuration of a network whose weights are quantised
 LONGEST_REASON = 300  # characters of a library's message
@@ -113,6 +114,13 @@ def file_at_hand(checkpoint: str, filename: str, revision: str | None = None) ->
     folder = local_folder(checkpoint)
     path = cached_file(checkpoint, filename, revision) if folder is None else folder / filename
     return path if path is not None and path.is_file() else None
+
+
+def download_small_files(checkpoint: str, revision: str | None = None) -> None:
+    """Download a hub repository's configurations, tokenizers and indices of weights; any error of the hub is raised."""
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(checkpoint, revision=revision, allow_patterns=SMALL_FILES)
 
 
 def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revision: str | None = None) -> str | None:

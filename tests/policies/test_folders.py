@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 from commands import check
+from fake_hub import FakeHub
 from helpers import Brightness, make_data, make_trainer, repeating
 from policies.contract import same_image_as_the_pipeline
 from policies.families import FAMILIES
@@ -466,6 +467,24 @@ def test_a_pipeline_in_memory_with_a_fault_is_one_line(families, fault):
     for call in (UNetPolicy(pipeline).check, UNetPolicy(pipeline).load):
         with pytest.raises(LoadError, match=rf"^{KEY}\S+ {message}"):
             raise LoadError(*call())
+
+
+def test_a_check_downloads_the_small_files_and_no_weights(families, tmp_path, monkeypatch):
+    folder = families("sd3").folder
+    files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    with FakeHub() as hub:
+        hub.use(monkeypatch, tmp_path)
+        half = {name: data for name, data in files.items() if not name.startswith("vae/")}
+        hub.repositories = {"owner/whole": files, "owner/half": half}
+        whole, other = SD3Policy("owner/whole"), SD3Policy("owner/half")
+        assert whole.check() == other.check() == []
+        names = {name: weight.shape for name, weight in policy_on_meta(whole).network.named_parameters()}
+        assert names == {n: w.shape for n, w in families("sd3").pipeline().transformer.named_parameters()}
+        assert other.draft is None
+        with pytest.raises(NotEstimated, match="Run: hf download owner/half "):
+            policy_on_meta(other)
+        read = sorted(name.removeprefix("owner/whole/") for name in hub.read if "whole" in name)
+        assert read == sorted(name for name in files if not name.endswith(".safetensors"))
 
 
 def test_what_is_no_pipeline_of_the_family(families):

@@ -11,6 +11,8 @@ import threading
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import huggingface_hub
+
 
 class FakeHub:
     """Repositories as ``{name: {path: bytes}}``.
@@ -23,12 +25,20 @@ class FakeHub:
         self.private = {}
         self.large = {}
         self.changes = []  # requests that change something, in order
+        self.read = []  # files that were downloaded
         self.server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
         self.server.hub, self.server.daemon_threads = self, True
 
     @property
     def address(self):
         return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def use(self, monkeypatch, cache):
+        """Let huggingface_hub in this process ask this hub, and keep files in a folder."""
+        pages = "/{repo_id}/resolve/{revision}/{filename}"
+        names = {"ENDPOINT": self.address, "HUGGINGFACE_CO_URL_TEMPLATE": self.address + pages}
+        for name, value in {**names, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(cache)}.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
 
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
@@ -46,8 +56,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        pages = {r"/api/whoami-v2": self.whoami, r"/api/models/(.+)/tree/main": self.tree}
-        self.route({**pages, r"/(.+)/resolve/main/(.+)": self.file})
+        pages = {r"/api/whoami-v2": self.whoami, r"/api/models/(.+)/tree/[^/]+": self.tree}
+        pages |= {r"/api/models/(.+)/revision/main": self.about}
+        self.route({**pages, r"/(.+)/resolve/[^/]+/(.+)": self.file})
 
     do_HEAD = do_GET
 
@@ -81,6 +92,10 @@ class _Handler(BaseHTTPRequestHandler):
         known = self.may("writes") or self.may("reads")
         self.answer({"type": "user", "name": "somebody", "orgs": []}) if known else self.refuse(401)
 
+    def about(self, name):
+        names = [{"rfilename": path} for path in self.server.hub.repositories.get(name, ())]
+        self.answer({"id": name, "sha": "1" * 40, "siblings": names}) if names else self.refuse(404, "RepoNotFound")
+
     def tree(self, name):
         files = self.server.hub.repositories.get(name)
         if files is None:
@@ -92,6 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.server.hub.repositories.get(name, {}).get(path)
         if data is None:
             return self.refuse(404, "EntryNotFound")
+        if self.command == "GET":
+            self.server.hub.read.append(f"{name}/{path}")
         return self.answer(data, headers={"ETag": sha256(data).hexdigest(), "X-Repo-Commit": "1" * 40})
 
     def create(self):

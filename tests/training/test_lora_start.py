@@ -437,10 +437,7 @@ def test_an_adapter_of_peft_on_the_hub_is_read_with_its_options(loras, tmp_path,
     local = loras.file("sd3", "peft")
     files = {f"v2/{file.name}": file.read_bytes() for file in local.parent.iterdir()}
     with FakeHub() as hub:
-        pages = "/{repo_id}/resolve/{revision}/{filename}"
-        names = {"ENDPOINT": hub.address, "HUGGINGFACE_CO_URL_TEMPLATE": hub.address + pages}
-        for name, value in {**names, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path)}.items():
-            monkeypatch.setattr(constants, name, value)
+        hub.use(monkeypatch, tmp_path)
         hub.repositories = {"owner/whole": files, "owner/half": {f"v2/{local.name}": local.read_bytes()}}
         whole = loras.started("sd3", f"owner/whole/v2/{local.name}")
         assert policy_errors(whole) == []

@@ -178,7 +178,8 @@ def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, 
     folder = shutil.copytree(tiny_sd3, repository / "snapshots" / ("a" * 40))
     (folder / "transformer" / "config.json").unlink()
     assert check([str(tiny_recipe), "model.policy.checkpoint=some/model"]) == 0
-    assert "memory: not estimated, some/model is not in the local cache" in capsys.readouterr().out
+    line = "memory: not estimated, small files of some/model are not on this machine. Run: hf download some/model "
+    assert line in capsys.readouterr().out
     assert check([str(tiny_recipe), f"model.policy.checkpoint={folder}"]) == 2
     assert "/transformer: it has no config.json." in capsys.readouterr().err
 
