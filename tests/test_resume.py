@@ -7,8 +7,8 @@ from functools import cache
 import lightning as L
 import pytest
 import torch
-from all_methods import METHODS, REPLAYED
-from helpers import SaveAt, make_data, make_module, make_trainer, repeating, same, weights
+from all_methods import METHODS, REPLAYED, REUSED
+from helpers import SaveAt, fit, make_data, make_module, make_trainer, repeating, same, weights
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA
@@ -101,6 +101,19 @@ def test_before_any_pass(tiny_sd3, tmp_path, undisturbed, name, passes):
     assert trainer.global_step == trainer.fit_loop.epoch_loop._batches_that_stepped == 4  # the loggers' step
     assert rollouts == 1
     assert same(weights(resumed), expected)
+
+
+def test_before_the_backward_pass_of_the_rollouts_graph(tiny_sd3, tmp_path):
+    """The checkpoint has no graph, so the passes are made again, in the same batches."""
+    make, data = REUSED["Flow-GRPO, reused"][0], {"micro_batch_size": 8, "heldout_limit": 1}
+    middle = SaveAt(tmp_path / "middle.ckpt", 1, 0)
+    whole, trainer = fit(tiny_sd3, tmp_path, [middle], 2, data, objective=make())
+    counts, images = whole.ledger.training_counts(), whole.ledger.images
+    assert counts == {"rollout": {"with_grad": 5 * images, "without_grad": images}}
+    assert whole.objective.passes_per_image(trainer.datamodule.sizes) == {"rollout": 6}
+    resumed, _ = fit(tiny_sd3, tmp_path, (), 2, data, ckpt=middle.path, objective=make())
+    assert resumed.ledger.training_counts()["update"] == {"with_grad": 5 * images / 2, "without_grad": 0}
+    assert same(weights(resumed), weights(whole))
 
 
 class SaveAfter(L.Callback):

@@ -63,6 +63,7 @@ def rollout_batches(
     device: torch.device | None = None,
     record_means: bool = False,
     record: Sequence[int] = (),
+    with_graph: bool = False,
 ) -> Generator[Rollout, None, None]:
     """Sample the images of a request, one forward batch at a time: noise, then the ODE or the SDE.
 
@@ -73,6 +74,7 @@ def rollout_batches(
         device: Device that stores the images and embeddings; ``None`` uses the network's device.
         record_means: Keep the mean of every SDE step.
         record: ODE steps whose initial latents are kept, ascending.
+        with_graph: Keep the network's prediction at every SDE step, with its graph.
     """
     device = device or policy.device
     group_rows, image_ids = request.layout()
@@ -88,7 +90,8 @@ def rollout_batches(
         noise = policy.prior(generators(STREAM_ROLLOUT, image_ids.tolist())).to(device)
     if spec.is_sde:
         noises = generators(STREAM_SDE, image_ids.tolist())
-        batches = _chain_batches(policy, conditioning, rows, spec, noise, request.batch_size, noises, record_means)
+        kept = record_means, with_graph
+        batches = _chain_batches(policy, conditioning, rows, spec, noise, request.batch_size, noises, *kept)
     else:
         batches = _ode_batches(policy, conditioning, rows, spec, noise, request.batch_size, record)
     start = 0
@@ -170,6 +173,7 @@ def _chain_batches(
     batch_size: int | None,
     generators: Sequence[torch.Generator],
     record_means: bool = False,
+    with_graph: bool = False,
 ) -> Generator[Batch, None, None]:
     """Sample with an SDE whose steps have a likelihood, and keep the steps with noise.
 
@@ -178,6 +182,7 @@ def _chain_batches(
     Args:
         generators: One per image, the source of all its SDE noise, so that an image depends on no other.
         record_means: Also keep the mean of every step.
+        with_graph: Also keep the network's prediction at every step, with its graph.
     """
     _, schedule = schedule_of(policy, spec)
     on_host = torch.cat([schedule, schedule.new_zeros(1)])
@@ -192,12 +197,13 @@ def _chain_batches(
         part = slice(start, start + size)
         cond = conditioning.select(filled(rows[part], size)).to(policy.device)
         z = filled(noise[part], size).to(policy.device).float()
-        ends, densities, centres = [], [], []
+        ends, densities, centres, predictions = [], [], [], []
         for index in bar("Sampling", range(steps), is_brief=True):
             if index == window.start:
                 first = z
             t, t_next = times[index].expand(len(z)), times[index + 1].expand(len(z))
-            prediction = policy(z, t, cond, spec.guidance)
+            with torch.set_grad_enabled(with_graph and index in window):
+                prediction = policy(z, t, cond, spec.guidance)
             level = spec.noise_level if index in window else 0.0
             step = transition(solver, policy.path, prediction, z, t, t_next, level, second_time)
             if index not in window:
@@ -208,18 +214,22 @@ def _chain_batches(
             ends.append(z)
             densities.append(log_prob(solver, z, step))
             centres += [step.mean] if record_means else []
+            predictions += [prediction] if with_graph else []
         if len(tail):
             z = _integrate_tail(policy, cond, spec, z, tail)
 
         def stored(values: Tensor, length: int = len(noise[part])) -> Tensor:
             return values[:length].to(noise.device)  # without the padding
 
+        with torch.set_grad_enabled(with_graph):
+            asked = stored(torch.stack(predictions, dim=1)) if with_graph else None
         trajectory = Trajectory(
             states=stored(torch.stack([first, *ends], dim=1)),
             log_probs=stored(torch.stack(densities, dim=1)),
             means=stored(torch.stack(centres, dim=1)) if record_means else None,
             times=window_times,
             second_time=second_time,
+            predictions=asked,
         )
         yield stored(z), called_at, trajectory
 

@@ -172,6 +172,7 @@ class Trajectory:
         means: ``(B, n, C, h, w)``, the mean of each step's distribution, or ``None`` if not requested.
         times: ``(n + 1,)``, float32, the steps' times and the one after the last.
         second_time: The second time of the whole schedule, used if a formula diverges at ``t = 1``.
+        predictions: ``(B, n, C, h, w)``, the network's at each step, with their graph, or ``None`` if not requested.
     """
 
     states: Tensor
@@ -179,16 +180,14 @@ class Trajectory:
     means: Tensor | None
     times: Tensor
     second_time: float
+    predictions: Tensor | None = None
 
     @classmethod
     def joined(cls, batches: Sequence[Trajectory]) -> Trajectory:
         """Return the steps of several batches of one request."""
-        return replace(
-            batches[0],
-            states=torch.cat([batch.states for batch in batches]),
-            log_probs=torch.cat([batch.log_probs for batch in batches]),
-            means=None if batches[0].means is None else torch.cat([b.means for b in batches if b.means is not None]),
-        )
+        names = [n for n in ("states", "log_probs", "means", "predictions") if getattr(batches[0], n) is not None]
+        columns: dict[str, Any] = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+        return replace(batches[0], **columns)
 
 
 @dataclass(frozen=True)

@@ -311,6 +311,7 @@ class Objective(ABC):
             device=self.rollout_device,
             record_means=self.records_means,
             record=self.recorded_steps(request.iteration),
+            with_graph=self.trains_on_rollout_passes,
         )
         with self.acting(policy), closing(drawn) as batches:
             yield from batches
@@ -322,6 +323,11 @@ class Objective(ABC):
     @property
     def records_means(self) -> bool:
         """True if the loss needs the mean of every SDE step as it was rolled out."""
+        return False
+
+    @property
+    def trains_on_rollout_passes(self) -> bool:
+        """True if the rollout's passes of SDE steps are those that are trained: it keeps their graph."""
         return False
 
     def recorded_steps(self, iteration: int) -> Sequence[int]:

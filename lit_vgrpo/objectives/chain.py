@@ -20,6 +20,9 @@ from lit_vgrpo.objectives.base import Copy, Metrics, Objective, PrepareContext
 from lit_vgrpo.objectives.pairs import anchor_errors
 from lit_vgrpo.policies.base import Policy
 
+PREDICTIONS = "predictions"
+"""Name under which an experience keeps the rollout's predictions with their graph."""
+
 
 def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
     """Return ``m((mean - mean_ref)^2) / (2 sigma^2)`` per step (arXiv 2505.05470, without its ``h``), ``(B, K)``."""
@@ -31,14 +34,26 @@ class StepPass:
 
     Attributes:
         step: The steps' distributions, ``(M, K, ...)``.
+
+    Args:
+        as_rolled_out: If the run resumed without the rollout's predictions, make passes with its batches.
     """
 
-    def __init__(self, policy: Policy, micro: Experience, spec: RolloutSpec, guidance: float) -> None:
+    def __init__(
+        self, policy: Policy, micro: Experience, spec: RolloutSpec, guidance: float, as_rolled_out: bool = False
+    ) -> None:
         assert micro.steps is not None
         steps = micro.steps.tensors()
         self.solver, self.after, shape = str(spec.solver), steps["after"], steps["t"].shape
         z, t, t_next, second = (steps[name].flatten(0, 1) for name in ("before", "t", "t_next", "second_time"))
-        prediction = policy(z, t, micro.conditioning.select(micro.rows.repeat_interleave(shape[1])), guidance)
+        cond, kept = micro.conditioning, micro.kept.get(PREDICTIONS)
+        if as_rolled_out and kept is None:
+            each = zip(steps["before"].unbind(1), steps["t"].unbind(1), strict=True)
+            kept = torch.stack([policy(*step, cond.select(micro.rows), guidance) for step in each], dim=1)
+        if kept is None:
+            prediction = policy(z, t, cond.select(micro.rows.repeat_interleave(shape[1])), guidance)
+        else:
+            prediction = kept.flatten(0, 1)
         one = transition(self.solver, policy.path, prediction, z, t, t_next, spec.noise_level, second)
         self.step = Transition(*(value.unflatten(0, shape) for value in (one.mean, one.std, one.diffusion)))
 
@@ -85,6 +100,9 @@ class ChainObjective(Objective):
         recompute_old: Recompute the old log-probabilities in the training's batches. In 16-bit precision those of the
             rollout's batches round differently, so the ratio is not exactly 1 before the update. Images that only an
             iteration's first update trains on need no separate passes for it.
+        reuse_rollout: Train on the rollout's own passes, so that a trained step passes through the network once instead
+            of twice. Their graph is kept until the update, as large as that of a micro-batch of all images of a rank.
+            Needs one update per iteration in one micro-batch, and no passes with other weights.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
@@ -101,6 +119,7 @@ class ChainObjective(Objective):
     training_guidance: GuidanceScale | None = None
     reference_guidance: GuidanceScale | None = None
     recompute_old: bool = False
+    reuse_rollout: bool = False
 
     # --- trained steps ---------------------------------------------------------------------------------------------
 
@@ -171,10 +190,36 @@ class ChainObjective(Objective):
         return errors
 
     def check(self, sizes: Sizes) -> list[str]:
-        return self.chain_errors() or super().check(sizes) + anchor_errors(self, self.anchor_weight, self.anchor_decay)
+        if errors := self.chain_errors():
+            return errors
+        anchor = anchor_errors(self, self.anchor_weight, self.anchor_decay)
+        return super().check(sizes) + anchor + self._reuse_errors(sizes)
+
+    def _reuse_errors(self, sizes: Sizes) -> list[str]:
+        """Return why the rollout's passes cannot be trained on, in one line."""
+        spec, copies, updates = self.rollout_spec(0), self.copies_needed(), sizes.updates_per_iteration
+        others = " and ".join(name for name, copy in copies.items() if copy.needs_pass(updates=1))
+        trained, noisy, scale = self.num_trained_steps(spec), len(spec.sde_steps), self.guidance_in("training", None)
+        problems = {
+            f"data.updates_per_iteration={updates}, and the second update has other weights. Use 1": updates > 1,
+            f"the passes of the {others} would swap weights below the graph. Set its weight to 0": bool(others),
+            f"training_guidance={scale:g} is not the rollout's. Use null": scale != spec.guidance,
+            f"only {trained} of {noisy} steps with noise are trained. Use another method": trained < noisy,
+        }
+        where = "model.objective.reuse_rollout=true trains on the rollout's passes, but"
+        found = [problem for problem, is_one in problems.items() if is_one and self.reuse_rollout][:1]
+        return [f"{where} {problem}, or reuse_rollout=false." for problem in found]
 
     def asked_per_image(self, sizes: Sizes) -> float:
         return self.num_trained_steps(self.rollout_spec(0))
+
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
+        passes = super().prediction_passes(sizes)
+        return {name: count for name, count in passes.items() if name != "update" or not self.reuse_rollout}
+
+    @property
+    def trains_on_rollout_passes(self) -> bool:
+        return self.reuse_rollout
 
     # --- one iteration ---------------------------------------------------------------------------------------------
 
@@ -207,6 +252,8 @@ class ChainObjective(Objective):
         experience = context.experience(steps=every, advantages=clamped(context.advantages, self.advantage_clip))
         if self.copies_needed()["old"].asked == "rollout":
             experience.kept.update(kept)
+        if chain.predictions is not None:
+            experience.kept[PREDICTIONS] = chain.predictions
         if self.drop_zero_advantages:
             trained = (experience.advantages != 0).float()
             share = self.all_ranks(trained).mean().clamp(min=1e-9)  # an iteration without any takes no step
@@ -214,7 +261,7 @@ class ChainObjective(Objective):
         return experience
 
     def see(self, policy: Policy, micro: Experience, guidance: float) -> StepPass:
-        return StepPass(policy, micro, self.spec, guidance)
+        return StepPass(policy, micro, self.spec, guidance, self.reuse_rollout)
 
     def log_ratio(self, now: StepPass, kept: Mapping[str, Tensor]) -> Tensor:
         """Return the log of new over old likelihood of every trained step, ``(M, K)``; carries grad."""

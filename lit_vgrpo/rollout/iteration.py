@@ -213,7 +213,7 @@ def gathered(own: Experience, image_ids: Tensor) -> dict[str, Any]:
         "latents": all_gather(own.latents),
         "advantages": all_gather(own.advantages),
         "steps": None if own.steps is None else own.steps.map(all_gather).tensors(),
-        "kept": {name: all_gather(value) for name, value in sorted(own.kept.items())},
+        "kept": {name: all_gather(value) for name, value in sorted(own.kept.items()) if not value.requires_grad},
         "weights": None if own.weights is None else all_gather(own.weights),
         **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors), strict=True)),
         "pairs": None,

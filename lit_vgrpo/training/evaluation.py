@@ -74,6 +74,7 @@ class TrainingModule(Protocol):
     evaluator: Evaluator
     evaluation: EvaluationSpec | None
     optimization: Optimization
+    rollout_batch_size: int | None
     gradient_clip_val: float | None
     gradient_clip_algorithm: Literal["norm", "value"]
     ledger: PassLedger

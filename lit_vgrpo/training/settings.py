@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
@@ -17,6 +18,7 @@ from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.evaluation import TrainingModule
 from lit_vgrpo.training.saved_weights import policy_errors
+from lit_vgrpo.training.sharded import FSDP2, ZeRO
 from lit_vgrpo.training.strategies import launcher_error, strategy_errors
 from lit_vgrpo.training.teachers import teacher_errors
 from lit_vgrpo.training.trainer_internals import callbacks_of, declared
@@ -78,8 +80,25 @@ def errors_under(module: TrainingModule, trainer: Trainer, sizes: Sizes, has_hel
             f"model.reward compares whole groups, but {ranks} ranks split each group. "
             f"Use at most {sizes.prompts_per_iteration} ranks."
         )
-    limit = limit_error(module, trainer, sizes, has_heldout) if fits else None
-    return [*errors, *teacher_errors(module.objective, module.policy), *([] if limit is None else [limit])]
+    late = [limit_error(module, trainer, sizes, has_heldout), graph_error(module, trainer, sizes)] if fits else []
+    return [*errors, *teacher_errors(module.objective, module.policy), *filter(None, late)]
+
+
+def graph_error(module: TrainingModule, trainer: Trainer, sizes: Sizes) -> str | None:
+    """Return why the rollout's graph cannot be kept until the update, or ``None``."""
+    if not module.objective.trains_on_rollout_passes:
+        return None
+    plan, where = sizes.plan(image_ranks(trainer)[1]), "model.objective.reuse_rollout=true"
+    images, batch = plan.images_per_rank, module.rollout_batch_size
+    if isinstance(trainer.strategy, FSDP2 | ZeRO):
+        name = type(trainer.strategy).__name__
+        return f"{where} keeps a graph from the rollout to the update, untested under {name}. Use trainer.strategy=ddp."
+    if (plan.micro_batch_size, at_most(plan.images_per_iteration, batch) or images) == (images, images):
+        return None
+    return (
+        f"{where} needs the {images} images of a rank in one batch, but data.micro_batch_size={sizes.micro_batch_size} "
+        f"and model.rollout_batch_size={batch}. Set them to {images} and null, or reuse_rollout=false."
+    )
 
 
 def module_errors(module: TrainingModule, sizes: Sizes) -> list[str]:

@@ -20,6 +20,7 @@ from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import DDPO, DanceGRPO, FlowGRPO, MixGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import RectifiedFlow, SD3Policy, UNetPolicy
+from lit_vgrpo.rollout.iteration import gathered
 
 SIZES = Sizes(prompts_per_iteration=2, group_size=GROUP)
 CHAIN = RolloutSpec("flow_sde", steps=4)
@@ -217,6 +218,54 @@ def test_the_first_update_has_the_loss_that_old_passes_would_give_it(policy, gua
         assert torch.equal(found[0], found[1])
         assert torch.equal(found[0], found[2]) == (k == 0)
         nudge(policy, size=0.05)
+
+
+REUSING = [
+    FlowGRPO(replace(CHAIN, guidance=2.0), clip=None, kl_weight=0.0, guard=True),
+    FlowGRPO(replace(CHAIN, solver="cps"), clip=None, fast=True, kl_weight=0.0, fast_range=(1, 4)),
+    MixGRPO(CHAIN, window_size=2, clip=None),
+]
+
+
+@pytest.mark.parametrize("objective", REUSING)
+def test_the_rollouts_passes_have_the_gradient_of_later_ones(policy, objective):
+    ledger, found = PassLedger(), {}
+    ledger.attach(policy.network)
+    for name, objective.reuse_rollout in {"later": False, "reused": True, "resumed": True}.items():
+        with ledger.phase(f"{name}, rollout"):
+            rollout = roll(policy, objective, iteration=1)
+        experience = objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6))
+        if name == "resumed":  # a checkpoint cannot hold a graph
+            experience.kept = gathered(experience, rollout.image_ids)["kept"]
+        with ledger.phase(f"{name}, update"):
+            loss, metrics = objective.loss(policy, experience)
+        assert metrics["ratio_deviation"].max() < 1e-6
+        found[name] = gradient(policy, loss)
+    objective.reuse_rollout = False
+    assert torch.equal(found["resumed"], found["reused"])
+    assert (found["reused"] - found["later"]).norm() < 1e-6 * found["later"].norm()
+    counts, factor = ledger.counts, 6 * policy.guidance_factor(objective.spec.guidance)
+    trained = factor * objective.num_trained_steps(rollout.spec)
+    assert counts["later, rollout"]["with_grad"] == 0
+    assert counts["later, update"] == counts["resumed, update"] == {"with_grad": trained, "without_grad": 0}
+    assert counts["reused, rollout"] == {"with_grad": trained, "without_grad": factor * CHAIN.steps - trained}
+    assert "reused, update" not in counts
+
+
+@pytest.mark.parametrize(
+    ("objective", "updates", "error"),
+    [
+        (FlowGRPO(CHAIN, kl_weight=0.0, reuse_rollout=True), 2, "updates_per_iteration=2, and the second update"),
+        (FlowGRPO(CHAIN, kl_weight=0.1, reuse_rollout=True), 1, "the passes of the reference would swap weights"),
+        (MixGRPO(CHAIN, 2, training_guidance=3.0, reuse_rollout=True), 1, "training_guidance=3 is not the rollout's"),
+        (DanceGRPO(RolloutSpec("dance_sde", 6), reuse_rollout=True), 1, "only 3 of 5 steps with noise are trained"),
+        (DDPO(RolloutSpec("ddim_sde", 4), reuse_rollout=True), 1, None),
+    ],
+)
+def test_passes_that_are_not_the_rollouts_are_refused(objective, updates, error):
+    found = objective.check(replace(SIZES, updates_per_iteration=updates))
+    assert [line for line in found if error is None or error not in line or "reuse_rollout=false" not in line] == []
+    assert len(found) == (error is not None)
 
 
 def test_advantages_are_clamped_at_the_published_five(policy):

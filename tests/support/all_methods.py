@@ -76,6 +76,8 @@ METHODS = {
 }
 REPLAYED = {"V-GRPO, replay": (lambda: shared_passes(replay=True, clip=0.01), 2, None)}
 """Costs differ between the first iteration and the others."""
+REUSED = {"Flow-GRPO, reused": (lambda: FlowGRPO(RolloutSpec("cps", S), kl_weight=0.0, reuse_rollout=True), 1, None)}
+"""Needs the images of a rank in one micro-batch."""
 VARIANTS = (
     "V-GRPO, pure noise",
     "V-GRPO, one step",

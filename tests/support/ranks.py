@@ -15,7 +15,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from all_methods import METHODS, REPLAYED
+from all_methods import METHODS, REPLAYED, REUSED
 from helpers import Brightness, make_data, make_module, make_trainer, prompt_file
 from processes import small_strategy
 from teachers import make_student, make_task
@@ -93,7 +93,7 @@ def job(folder, out, strategy, text):
     if name == "OPD":
         module = make_student(folder, Path(out, f"teachers.{RANK}"))
     else:
-        objective = own[name]() if name in own else (METHODS | REPLAYED)[name][0]()
+        objective = own[name]() if name in own else (METHODS | REPLAYED | REUSED)[name][0]()
         module = make_module(folder, objective, non_finite="skip" if name == "skip" else "stop", **chosen_parts)
     ema, seen = EMA(0.5), Seen()
     module.evaluator.observers.append(seen)

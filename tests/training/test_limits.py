@@ -2,12 +2,13 @@
 
 import lightning as L
 import pytest
+from all_methods import REUSED
 from helpers import make_data, make_module, make_trainer, weights
 from lightning.pytorch import callbacks
 
 from lit_vgrpo import OptimizerConfig, SD3Policy
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.training.settings import limit_error
+from lit_vgrpo.training.settings import graph_error, limit_error
 from lit_vgrpo.training.sharded import FSDP2, ZeRO
 from lit_vgrpo.training.strategies import strategy_errors
 from lit_vgrpo.training.trainer_internals import check_steps
@@ -84,6 +85,19 @@ def test_a_limit_that_cuts_none_is_kept(tiny_sd3, tmp_path, limit):
     sizes = Sizes(2, 4, updates_per_iteration=2, micro_batch_size=4)
     trainer = make_trainer(tmp_path, 1, **limit)
     assert limit_error(make_module(tiny_sd3), trainer, sizes, has_heldout=True) is None
+
+
+def test_a_graph_of_several_batches_or_of_sharded_weights_is_refused(tiny_sd3, tmp_path):
+    def error(micro_batch_size, batch, strategy="auto"):
+        module = make_module(tiny_sd3, REUSED["Flow-GRPO, reused"][0](), rollout_batch_size=batch)
+        trainer = make_trainer(tmp_path, devices=1, strategy=strategy)
+        return graph_error(module, trainer, Sizes(2, 4, micro_batch_size=micro_batch_size)) or ""
+
+    assert error(8, None) + error(16, 8) == ""
+    for micro_batch_size, batch in [(4, 8), ("auto", 8), (8, 4)]:
+        end = f"data.micro_batch_size={micro_batch_size} and model.rollout_batch_size={batch}. Set them to 8 and null"
+        assert end in error(micro_batch_size, batch)
+    assert "untested under FSDP2. Use trainer.strategy=ddp" in error(8, 8, FSDP2())
 
 
 @pytest.mark.slow

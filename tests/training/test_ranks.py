@@ -100,6 +100,18 @@ def test_two_ranks_do_the_same_work(two_blocks, tmp_path):
     assert_same_work(results(tmp_path / "alone", 1, WHOLE), results(tmp_path, 2, WHOLE))
 
 
+@pytest.mark.slow
+def test_two_ranks_that_train_on_the_rollouts_passes_do_the_work_of_later_ones(two_blocks, tmp_path):
+    train_alone(two_blocks, tmp_path, *words({"Flow-GRPO, cps": TWO}))
+    run_ranks(
+        SCRIPT, two_blocks, tmp_path, *words({"Flow-GRPO, reused": f"{TWO},micro_batch_size=8"}), world=2, logs=tmp_path
+    )
+    (alone,) = results(tmp_path, 1, ["Flow-GRPO, cps"])["Flow-GRPO, cps"]
+    first, other = results(tmp_path, 2, ["Flow-GRPO, reused"])["Flow-GRPO, reused"]
+    assert_same("reused", alone, first, 1e-5)
+    assert_same("reused", first, other, 0)
+
+
 @pytest.fixture(scope="module")
 def place(two_blocks, tmp_path_factory):
     """The folder of all other runs, by kind: those on one rank run here, those on two in a single launch."""

@@ -202,6 +202,8 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         TRAINING: peak_of(asked.trained) + round(latent * asked.loss),
         STEP: share.step,
     }
+    if module.objective.trains_on_rollout_passes:  # the graph is alive while the images are decoded
+        phases[DECODING] += phases[TRAINING]
     if isinstance(module.objective, RewardGradient):
         phases[GRADIENT] = gradient_peak(policy, module.objective.decode_crop, module.objective.decode_half)
     if asked.stored is not None:

@@ -99,6 +99,8 @@ def test_what_a_setting_changes(tiny_recipe):
     found = of("model.objective.rollout.guidance=2", "model.policy.decode_batch_size=1")
     assert found[stages.ROLLOUT] > 1.5 * base[stages.ROLLOUT]
     assert found[stages.DECODING] < base[stages.DECODING]
+    later, reused = (of("model.objective=FlowGRPO", f"model.objective.reuse_rollout={on}") for on in ("false", "true"))
+    assert reused == {**later, stages.DECODING: later[stages.DECODING] + later[stages.TRAINING]}  # the graph is kept
 
 
 def test_what_zero_offloads_leaves_the_gpu(tiny_sd3):
