@@ -14,10 +14,11 @@ from PIL import Image
 from saved_runs import assert_one_line
 
 from lit_vgrpo.apps.benchmark.result import by_task
-from lit_vgrpo.data.benchmark import Paper, differences, read_benchmark, shipped_benchmarks
+from lit_vgrpo.data.benchmark import Paper, differences, read_benchmark
 from lit_vgrpo.data.benchmark_prompts import TASK, read_rows
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.report.page import write_report
+from lit_vgrpo.system.paths import shipped
 
 SIZE = ["height=32", "width=32"]
 NAMES = "dpg drawbench gedit geneval geneval2 hpdv2 imgedit ocr partiprompts pickapic t2i_compbench"
@@ -56,8 +57,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_every_preset_is_small_and_names_its_source():
-    assert sorted(shipped_benchmarks()) == NAMES.split()
-    for name, file in shipped_benchmarks().items():
+    assert sorted(shipped("benchmarks")) == NAMES.split()
+    for name, file in shipped("benchmarks").items():
         benchmark = read_benchmark(name)
         assert len(file.read_text().splitlines()) < 30
         assert len(benchmark.prompts.revision) == 40

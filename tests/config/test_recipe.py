@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.config.recipe import Command, find_recipe, read_recipe, refuse_overrides, shipped_recipes
+from lit_vgrpo.config.recipe import Command, find_recipe, read_recipe, refuse_overrides
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.system.paths import shipped_root
+from lit_vgrpo.system.paths import shipped, shipped_root
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_binary_recipe(tmp_path):
 
 
 @pytest.fixture
-def shipped(tmp_path, monkeypatch):
+def installed(tmp_path, monkeypatch):
     """A folder of recipes and overlays in place of the installed ones."""
     root = tmp_path / "shipped"
     (root / "strategy").mkdir(parents=True)
@@ -104,13 +104,14 @@ def shipped(tmp_path, monkeypatch):
         "data: {group_size: 4, micro_batch_size: '${data.group_size}'}\n"
     )
     (root / "strategy" / "zero2.yaml").write_text("trainer: {strategy: {class_path: ZeRO, init_args: {stage: 2}}}\n")
-    monkeypatch.setattr("lit_vgrpo.config.recipe.shipped_root", lambda: root)
+    for module in ("system.paths", "config.recipe"):
+        monkeypatch.setattr(f"lit_vgrpo.{module}.shipped_root", lambda: root)
     monkeypatch.chdir(tmp_path)
     return root
 
 
 @pytest.mark.parametrize("name", ["strategy/zero2", "strategy/zero2.yaml", "recipes/strategy/zero2.yaml"])
-def test_overlays_are_laid_over_the_recipe_in_order(name, shipped, tmp_path):
+def test_overlays_are_laid_over_the_recipe_in_order(name, installed, tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text("trainer: {max_epochs: 5, callbacks: [Export]}\ndata: {group_size: 8}\n")
     command = Command.parse(["base", name, str(own), "trainer.max_epochs=7"])
@@ -125,7 +126,7 @@ def test_overlays_are_laid_over_the_recipe_in_order(name, shipped, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["strategy/zero", "zero2", "strategy/zreo2.yaml"])
-def test_an_overlay_that_does_not_exist_names_the_near_one(name, shipped):
+def test_an_overlay_that_does_not_exist_names_the_near_one(name, installed):
     with pytest.raises(UserError, match=f"{name} is not an overlay: .* Did you mean strategy/zero2?"):
         Command.parse(["base", name])
 
@@ -136,7 +137,7 @@ def test_a_run_folder_stands_for_the_recipe_in_it(tmp_path, monkeypatch):
         Path(name).mkdir()
         Path(name, "config.yaml").write_text("data: {}")
     assert Command.parse(["two"]).recipe == Path("two/config.yaml")
-    assert Command.parse(["tiny_shapes"]).recipe == shipped_recipes()["tiny_shapes"]
+    assert Command.parse(["tiny_shapes"]).recipe == shipped()["tiny_shapes"]
 
 
 def test_another_method_keeps_the_rollout_and_nothing_else_of_the_recipes_own(tiny_recipe):

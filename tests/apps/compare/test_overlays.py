@@ -11,7 +11,7 @@ from lit_vgrpo.apps.compare import plan
 from lit_vgrpo.apps.compare.plan import entrants, find_overlay, for_race, read_overlay, with_overlay
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.build import part_errors
-from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.system.paths import resolve_path, shipped
 
 BASE = {
     "model": {
@@ -105,7 +105,7 @@ SMOOTH = ("tiny_shapes", "model.reward=SmoothShapesReward", "model.heldout_rewar
     [
         (["tiny_unet"], OF_A_UNET),
         (SMOOTH, BY_GRADIENT),
-        (["tiny_shapes"], [name for name in plan.shipped_methods() if name not in ELSEWHERE]),
+        (["tiny_shapes"], [name for name in shipped("compare") if name not in ELSEWHERE]),
         (["tiny_opd"], [*OF_TEACHERS, "vgrpo"]),
     ],
 )
