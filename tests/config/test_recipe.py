@@ -33,13 +33,11 @@ def test_overrides_that_a_subcommand_refuses():
 
 
 @pytest.mark.parametrize("name", ["tiny_shapes", "tiny_shapes.yaml", "recipes/tiny_shapes.yaml"])
-def test_shipped_recipes_go_by_name_from_any_folder(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_shipped_recipes_go_by_name_from_any_folder(name, here):
     assert find_recipe(name) == shipped_root() / "tiny_shapes.yaml"
 
 
-def test_a_file_here_wins_over_a_shipped_recipe(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_file_here_wins_over_a_shipped_recipe(here):
     Path("tiny_shapes.yaml").write_text("")
     assert find_recipe("tiny_shapes.yaml") == Path("tiny_shapes.yaml")
 
@@ -48,8 +46,7 @@ def test_a_file_here_wins_over_a_shipped_recipe(tmp_path, monkeypatch):
     ("typed", "meant"),
     [("god.yaml", "good.yaml"), ("sub/god.yml", "sub/good.yaml"), ("tiny_shape.yaml", "tiny_shapes")],
 )
-def test_a_mistyped_file_names_the_one_beside_it(typed, meant, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_mistyped_file_names_the_one_beside_it(typed, meant, here):
     for folder in (".", "sub"):
         Path(folder).mkdir(exist_ok=True)
         Path(folder, "good.yaml").write_text("")
@@ -57,9 +54,8 @@ def test_a_mistyped_file_names_the_one_beside_it(typed, meant, tmp_path, monkeyp
         find_recipe(typed)
 
 
-def test_a_path_may_hold_an_equals_sign(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    recipe = tmp_path / "lr=1e-4" / "my.yaml"
+def test_a_path_may_hold_an_equals_sign(here):
+    recipe = here / "lr=1e-4" / "my.yaml"
     recipe.parent.mkdir()
     recipe.write_text("a: 1")
     command = Command.parse([str(recipe), f"data.train={recipe}"])
@@ -95,9 +91,9 @@ def test_a_binary_recipe(tmp_path):
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
+def installed(here, monkeypatch):
     """A folder of recipes and overlays in place of the installed ones."""
-    root = tmp_path / "shipped"
+    root = here / "shipped"
     (root / "strategy").mkdir(parents=True)
     (root / "base.yaml").write_text(
         "trainer: {max_epochs: 3, callbacks: [EMA], strategy: {class_path: DDP, init_args: {timeout: 5}}}\n"
@@ -106,7 +102,6 @@ def installed(tmp_path, monkeypatch):
     (root / "strategy" / "zero2.yaml").write_text("trainer: {strategy: {class_path: ZeRO, init_args: {stage: 2}}}\n")
     for module in ("system.paths", "config.recipe"):
         monkeypatch.setattr(f"lit_vgrpo.{module}.shipped_root", lambda: root)
-    monkeypatch.chdir(tmp_path)
     return root
 
 
@@ -131,8 +126,7 @@ def test_an_overlay_that_does_not_exist_names_the_near_one(name, installed):
         Command.parse(["base", name])
 
 
-def test_a_run_folder_stands_for_the_recipe_in_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_folder_stands_for_the_recipe_in_it(here):
     for name in ("two", "tiny_shapes"):
         Path(name).mkdir()
         Path(name, "config.yaml").write_text("data: {}")
