@@ -77,10 +77,14 @@ class Command:
             raise UserError("No recipe given. Try: lightning run tiny_shapes")
         return cls(find_recipe(files[0]), [find_overlay(name) for name in files[1:]], overrides, resume)
 
+    @property
+    def settings(self) -> list[str]:
+        """The overlays and overrides as arguments."""
+        return [*map(str, self.overlays), *(f"{key}={text}" for key, text in self.overrides)]
+
     def in_folder(self, run: Path) -> Self:
         """Return the command that resumes a run folder from the recipe in it."""
-        settings = [*map(str, self.overlays), *(f"{key}={text}" for key, text in self.overrides)]
-        return self.parse([str(run / CONFIG_NAME), *settings, f"run_dir={run}"], resume=True)
+        return self.parse([str(run / CONFIG_NAME), *self.settings, f"run_dir={run}"], resume=True)
 
 
 @dataclass(frozen=True)
