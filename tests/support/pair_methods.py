@@ -138,7 +138,7 @@ def loss_and_gradient(policy, objective, micros):
 
 
 def updated(policy, objective, micros, ledger=None):
-    """Return the same of an update, with what precedes its micro-batches."""
+    """Return :func:`loss_and_gradient` after the passes that a method makes first."""
     objective.before_update(policy, micros, ledger)
     return loss_and_gradient(policy, objective, micros)
 
