@@ -47,7 +47,7 @@ OURS = {
     "awm": ["model.objective=AWM", "model.objective.num_times=4", "model.objective.ema_weight=0",
             "model.objective.kl_weight=0"],
     "dgpo": ["model.objective=DGPO", "model.objective.num_times=4", "model.objective.kl_weight=0.02"],
-    "grpo": ["model.objective=FlowGRPO", "model.objective.kl_weight=0"],
+    "grpo": ["model.objective=FlowGRPO", "model.objective.kl_weight=0", "model.objective.reuse_rollout=true"],
 }  # fmt: skip
 
 

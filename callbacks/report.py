@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from PIL.Image import Image
+from pydantic_core import to_json
 from torch import Tensor
 
 from lit_vgrpo.core.gather import all_gather_objects
@@ -166,11 +167,11 @@ class KeptImages:
                     if edited is not None:
                         side_by_side = torch.cat([read_picture(picture) for picture in edits], dim=-1)
                         _save(to_pil(side_by_side[None] / 255)[0], folder / edited)
-                    own = {key: x if math.isfinite(x := of[place]) else None for key, of in scores.items()}
+                    own = {key: of[place] for key, of in scores.items()}
                     entry = {"file": file, "image": slots[place], "prompt": prompt, "edited": edited, "reason": reason}
                     entries.append({**entry, "pair": pair, "scores": own})
                 content = {"iteration": iteration, "of": len(slots), "images": entries}
-                write_atomically(table, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+                write_atomically(table, to_json(content, indent=1, inf_nan_mode="null").decode() + "\n")
                 for file in {*earlier}.difference(*((entry["file"], entry["edited"]) for entry in entries)):
                     (folder / file).unlink(missing_ok=True)  # of the previous evaluation
             except (OSError, ValueError, UserError) as error:
@@ -244,8 +245,7 @@ def _ranks(scores: Sequence[float]) -> npt.NDArray[np.float64]:
     """Return each score's rank in [0, 1], equal for equal scores, NaN for NaN; all NaN if the known ones are equal."""
     from scipy.stats import rankdata  # importing it takes 0.5 s
 
-    known = np.isfinite(scores)
-    ranks = np.full(len(scores), np.nan)
-    if len(set(np.asarray(scores)[known])) > 1:
-        ranks[known] = (rankdata(np.asarray(scores)[known]) - 0.5) / known.sum()
-    return ranks
+    known = np.where(np.isfinite(scores), scores, np.nan)
+    if len(np.unique(known[~np.isnan(known)])) < 2:
+        return np.full(len(known), np.nan)
+    return (rankdata(known, nan_policy="omit") - 0.5) / np.count_nonzero(~np.isnan(known))

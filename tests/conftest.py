@@ -123,11 +123,9 @@ def tiny_clip(tmp_path_factory, tiny):
 @pytest.fixture(scope="session")
 def script(tmp_path_factory):
     """A feature network for FID."""
-    import torch
-    from feature_networks import SmallNetwork, save_script
+    from feature_networks import save_script, small_network
 
-    torch.manual_seed(1)
-    return str(save_script(SmallNetwork(), tmp_path_factory.mktemp("network") / "small.pt"))
+    return str(save_script(small_network(), tmp_path_factory.mktemp("network") / "small.pt"))
 
 
 @pytest.fixture(scope="session")
@@ -142,10 +140,16 @@ def real(tmp_path_factory):
 
 
 @pytest.fixture
-def tiny_recipe(tmp_path, monkeypatch, tiny_sd3):
-    """A recipe of two iterations, in an empty folder that is the working directory."""
+def here(tmp_path, monkeypatch):
+    """An empty folder that is the working directory."""
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "tiny.yaml"
+    return tmp_path
+
+
+@pytest.fixture
+def tiny_recipe(here, tiny_sd3):
+    """A recipe of two iterations, in an empty folder that is the working directory."""
+    path = here / "tiny.yaml"
     path.write_text(tiny_recipe_of(tiny_sd3))
     return path
 

@@ -65,13 +65,12 @@ IMAGES = torch.tensor([0.0, 1.0, 0.2]).view(3, 1, 1, 1).expand(3, 3, 4, 4).conti
 
 
 @pytest.fixture(autouse=True)
-def theirs(tmp_path, monkeypatch):
+def theirs(here, monkeypatch):
     """Write a user's modules into the current folder; forget them afterwards."""
     for name, text in THEIRS.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text(text)
+    monkeypatch.syspath_prepend(here)
     yield
     for name in THEIRS:
         sys.modules.pop(name.removesuffix(".py").replace("/", "."), None)

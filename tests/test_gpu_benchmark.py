@@ -28,11 +28,10 @@ def gpu():
     "part",
     ["speed", "iteration", "runs", "memory", "answers", pytest.param("as_typed", marks=pytest.mark.timeout(900))],
 )
-def test_every_step_has_figures(gpu, part, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ("cpu", str(tmp_path), "48", ",".join(gpu.Place.recipes), str(BENCHMARKS.parent), "540")
-    gpu.measured(part, *words, tmp_path / "rows.json")
-    rows = json.loads((tmp_path / "rows.json").read_text())
+def test_every_step_has_figures(gpu, part, here):
+    words = ("cpu", str(here), "48", ",".join(gpu.Place.recipes), str(BENCHMARKS.parent), "540")
+    gpu.measured(part, *words, here / "rows.json")
+    rows = json.loads((here / "rows.json").read_text())
     assert [row for row in rows if "error" in row or not row["found"]] == []
     text = gpu.table(rows)
     for row in rows:
@@ -44,7 +43,7 @@ def test_every_step_has_figures(gpu, part, tmp_path, monkeypatch):
     if part == "as_typed":
         failed = [row["name"] for row in json.loads(rows[0]["found"]["rows"]) if "error" in row]
         assert failed in ([], ["attention: cuDNN"])  # which a CPU lacks
-        found = (tmp_path / "as_typed.md").read_text()
+        found = (here / "as_typed.md").read_text()
         for name in ("before", "now", "compile: auto", "VAE compiled", "Defaults to move"):
             assert name in found
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from PIL import ImageOps
 from torch import Tensor
@@ -15,7 +16,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from lit_vgrpo.callbacks.report import SIDE
 from lit_vgrpo.callbacks.samples import draw_grid
-from lit_vgrpo.cli.image_files import aligned, batches_of, device, find_images, loaded, read_image
+from lit_vgrpo.cli.image_files import batches_of, device, find_images, loaded, read_image
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.pictures import references_of
@@ -33,7 +34,7 @@ from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import load_policy
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
-HEADER = ("reward", "weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
+HEADER = ("weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
 
 
 def check_reward(options: CheckReward) -> int:
@@ -58,7 +59,8 @@ def check_reward(options: CheckReward) -> int:
     groups = torch.arange(len(images)) // each
     with measured_memory() as memory, loaded(reward):
         parts = trials(reward, images, rows, groups[: len(images)], cli.model.policy.decode_batch_size)
-    say(aligned([HEADER, *(part.row() for part in parts)]))
+    columns = pd.Index(HEADER, name="reward")
+    say(pd.DataFrame([part.row() for part in parts], [part.name for part in parts], columns).to_string())
     say(f"The images with their scores: {save_scored(images, rows, parts, each)}")
     per_rank = cli.datamodule.sizes.plan(image_ranks(cli.trainer)[1]).images_per_rank
     trained = {part.name for part in cli.model.reward.parts}
@@ -148,7 +150,6 @@ class PartTrial:
         values = self.finite
         numbers = [values.mean(), values.std(correction=0), values.min(), values.max()] if len(values) else []
         return [
-            self.name,
             "" if self.weight is None else f"{self.weight:.3g}",
             *([f"{float(number):.4f}" for number in numbers] or ["-"] * 4),
             str(self.failed),

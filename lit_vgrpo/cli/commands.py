@@ -42,10 +42,10 @@ app = typer.Typer(
 
 
 def _recipes(incomplete: str) -> list[str]:
-    from lit_vgrpo.config.recipe import shipped_recipes
+    from lit_vgrpo.system.paths import shipped
 
     files = [str(path) for path in Path().glob(f"{incomplete}*") if path.is_dir() or path.suffix in (".yaml", ".yml")]
-    return [name for name in shipped_recipes() if name.startswith(incomplete)] + files
+    return [name for name in shipped() if name.startswith(incomplete)] + files
 
 
 RecipeArg = Annotated[str, Argument(help="Shipped recipe, file or run folder.", autocompletion=_recipes)]

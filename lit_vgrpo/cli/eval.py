@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,9 @@ from typing import Any
 
 import pandas as pd
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from pydantic_core import to_json
 
+from lit_vgrpo.apps.benchmark.result import with_interval
 from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.cli.eval_scores import HeldOutEvaluation, ImageScores
@@ -208,15 +209,8 @@ def write(report: dict[str, Any], scores: Mapping[str, ImageScores], wanted: Pat
     columns = ["prompt", "image", "variant"]
     images = images[[*columns, *images.columns.drop(columns)]]
     write_atomically(path.with_suffix(".csv"), images.to_csv(index=False, lineterminator="\n"))
-    write_atomically(path, json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n")
+    write_atomically(path, to_json(report, indent=2, inf_nan_mode="null").decode() + "\n")
     return path, path.with_suffix(".csv")
-
-
-def _plain(value: Any) -> Any:
-    """Replace NaN, which JSON cannot hold, by null."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def table(report: dict[str, Any]) -> str:
@@ -227,11 +221,11 @@ def table(report: dict[str, Any]) -> str:
     for name in next(iter(variants))["means"]:
         shown = f"{name} (held out)" if report["rewards"].get(name, {}).get("held_out") else name
         means = [result["means"][name] for result in variants]
-        lines[shown] = [_with_interval(mean) for mean in means]
+        lines[shown] = [with_interval(mean) for mean in means]
         if any(mean["failed"] for mean in means):
             lines[f"  failed: {name}"] = [str(mean["failed"]) for mean in means]
         if differences:
-            lines[f"  minus reference: {name}"] = [*(_with_interval(result[name], "+") for result in differences), ""]
+            lines[f"  minus reference: {name}"] = [*(with_interval(result[name], "+") for result in differences), ""]
     for name in dict.fromkeys(name for result in variants for name in result["distances"]):
         lines[name] = [format(result["distances"].get(name, math.nan), ".4g") for result in variants]
     saved, prompts = report["checkpoint"], report["prompts"]
@@ -244,11 +238,3 @@ def table(report: dict[str, Any]) -> str:
     for variant, result in report["variants"].items():
         parts += [f'{variant}: reward "{name}" failed: {message}' for name, message in result["errors"].items()]
     return "\n".join(parts)
-
-
-def _with_interval(measured: dict[str, Any], sign: str = "") -> str:
-    if measured["mean"] is None:
-        return "-"
-    numbers = (measured[key] for key in ("mean", "low", "high"))
-    mean, low, high = (format(value, f"{sign}.3f" if abs(value) < 100 else f"{sign}.5g") for value in numbers)
-    return f"{mean} [{low}, {high}]"

@@ -1,4 +1,4 @@
-"""Image files for rewards: finding, reading and batching by size; tables of scores."""
+"""Image files for rewards: finding, reading and batching by size."""
 
 from __future__ import annotations
 
@@ -76,18 +76,3 @@ def loaded(reward: Weighted) -> Iterator[None]:
         raise UserError(str(error)) from error
     finally:
         reward.close()
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows of equal length in columns, the first to the left, the others to the right.
-
-    >>> print(aligned([["image", "total"], ["a.png", "0.5"]]))
-    image  total
-    a.png    0.5
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

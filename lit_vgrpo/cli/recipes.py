@@ -11,8 +11,9 @@ from itertools import groupby
 from pathlib import Path
 
 from lit_vgrpo.config.header import Header
-from lit_vgrpo.config.recipe import find_recipe, shipped_recipes
+from lit_vgrpo.config.recipe import find_recipe
 from lit_vgrpo.errors import say
+from lit_vgrpo.system.paths import shipped
 
 TASKS = {"Images from text": "", "Edited pictures": "KontextPolicy", "Videos": "num_frames:"}
 TASKS |= {"Distillation": "class_path: OPD", "Pre-training": "class_path: Denoising"}
@@ -25,7 +26,7 @@ def list_recipes(names: Sequence[str]) -> int:
     if names:
         say("\n\n".join(_entry(name, Header.of_file(find_recipe(name))) for name in names))
         return 0
-    recipes = sorted((*_group(path), name, path) for name, path in shipped_recipes().items())
+    recipes = sorted((*_group(path), name, path) for name, path in shipped().items())
     for (task, _, card), group in groupby(recipes, key=lambda one: one[:3]):
         entries = (_entry(name, Header.of_file(path)) for *_, name, path in group)
         say("\n\n".join([f"--- {[*TASKS][task]}, on {card}", *entries, ""]))

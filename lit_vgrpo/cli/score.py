@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from lit_vgrpo.cli.image_files import aligned, batches_of, find_images, loaded, read_image
+from lit_vgrpo.cli.image_files import batches_of, find_images, loaded, read_image
 from lit_vgrpo.config.recipe import shipped_overlays
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.errors import UserError, counted, say
@@ -101,13 +101,11 @@ def score_table(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> st
     def cell(value: float | None) -> str:
         return "failed" if value is None else f"{value:.4f}"
 
-    rows = [["image", *names, "total"]]
-    for image in scores:
-        parts = image["parts"]
-        cells = [cell(parts[name]) if name in parts else "-" for name in names]
-        rows.append([image["image"], *cells, cell(image["total"])])
+    rows = [[cell(one["parts"][name]) if name in one["parts"] else "-" for name in names] for one in scores]
+    rows = [[*cells, cell(one["total"])] for cells, one in zip(rows, scores, strict=True)]
+    table = pd.DataFrame(rows, [one["image"] for one in scores], pd.Index([*names, "total"], name="image"))
     reasons = [f"{one['image']}: {name} failed: {why}" for one in scores for name, why in one["failures"].items()]
-    return "\n".join([aligned(rows), *reasons])
+    return "\n".join([table.to_string(), *reasons])
 
 
 def _csv_of(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:

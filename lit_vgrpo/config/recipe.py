@@ -29,7 +29,7 @@ from lit_vgrpo.config.tree import (
     typed_key,
 )
 from lit_vgrpo.errors import UserError, nearest, one_line, unknown_option
-from lit_vgrpo.system.paths import CONFIG_NAME, import_from_here, shipped_root, start_folder
+from lit_vgrpo.system.paths import CONFIG_NAME, import_from_here, shipped, shipped_root, start_folder
 
 RESUME = "--resume"
 STAGES = "stages"
@@ -77,10 +77,14 @@ class Command:
             raise UserError("No recipe given. Try: lightning run tiny_shapes")
         return cls(find_recipe(files[0]), [find_overlay(name) for name in files[1:]], overrides, resume)
 
+    @property
+    def settings(self) -> list[str]:
+        """The overlays and overrides as arguments."""
+        return [*map(str, self.overlays), *(f"{key}={text}" for key, text in self.overrides)]
+
     def in_folder(self, run: Path) -> Self:
         """Return the command that resumes a run folder from the recipe in it."""
-        settings = [*map(str, self.overlays), *(f"{key}={text}" for key, text in self.overrides)]
-        return self.parse([str(run / CONFIG_NAME), *settings, f"run_dir={run}"], resume=True)
+        return self.parse([str(run / CONFIG_NAME), *self.settings, f"run_dir={run}"], resume=True)
 
 
 @dataclass(frozen=True)
@@ -122,10 +126,10 @@ def refuse_overrides(words: Sequence[str], refused: Mapping[str, str]) -> None:
 
 def find_recipe(text: str) -> Path:
     """Return the file of a recipe: a path, a shipped name, also with ``recipes/`` and ``.yaml``, or a run folder."""
-    shipped, of_run = shipped_recipes(), Path(text).expanduser() / CONFIG_NAME
-    if of_run.is_file() and text not in shipped:
+    recipes, of_run = shipped(), Path(text).expanduser() / CONFIG_NAME
+    if of_run.is_file() and text not in recipes:
         return of_run
-    return _find(text, shipped, "a recipe", "")
+    return _find(text, recipes, "a recipe", "")
 
 
 def find_overlay(text: str) -> Path:
@@ -134,12 +138,7 @@ def find_overlay(text: str) -> Path:
         key = text.partition(":")[0]
         raise UserError(f"{text} is not an overlay. An override is a single argument: {key}=VALUE.")
     hint = " An override is written key=value, without spaces."
-    return _find(text, {**shipped_overlays(), **shipped_recipes()}, "an overlay", hint)
-
-
-def shipped_recipes() -> dict[str, Path]:
-    """Return the recipes installed with the package, by name."""
-    return {file.stem: file for file in sorted(shipped_root().glob("*.yaml"))}
+    return _find(text, {**shipped_overlays(), **shipped()}, "an overlay", hint)
 
 
 def shipped_overlays() -> dict[str, Path]:
@@ -148,7 +147,7 @@ def shipped_overlays() -> dict[str, Path]:
     return {f"{file.parent.name}/{file.stem}": file for file in found if file.parent.name not in NO_OVERLAYS}
 
 
-def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
+def _find(text: str, names: dict[str, Path], what: str, hint: str) -> Path:
     """Return a file by its path or shipped name; raise UserError if there is none."""
     path = Path(text).expanduser()
     if path.is_file():
@@ -156,13 +155,13 @@ def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
             return path
         raise UserError(f"{text} is not {what}: its name does not end with {' or '.join(SUFFIXES)}.{hint}")
     name = text.removesuffix(".yaml").removeprefix("recipes/")
-    if name in shipped:
-        return shipped[name]
+    if name in names:
+        return names[name]
     why = "it is a folder" if path.is_dir() else "no such file, and not a shipped name"
     files = {str(file.with_suffix("")): str(file) for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")}
-    known = {**{short.rpartition("/")[2]: short for short in shipped}, **{short: short for short in shipped}, **files}
+    known = {**{short.rpartition("/")[2]: short for short in names}, **{short: short for short in names}, **files}
     guess = nearest(str(path.with_suffix("")) if path.suffix in SUFFIXES else name, known)
-    meant = f"Did you mean {known[guess]}?" if guess else f"Shipped: {', '.join(shipped)}."
+    meant = f"Did you mean {known[guess]}?" if guess else f"Shipped: {', '.join(names)}."
     raise UserError(f"{text} is not {what}: {why}. {meant}{hint}")
 
 

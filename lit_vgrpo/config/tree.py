@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_vgrpo.errors import UserError, one_line, suggestion
-from lit_vgrpo.system.paths import shipped_root
+from lit_vgrpo.system.paths import shipped
 
 Place = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""
@@ -143,16 +143,11 @@ def expanded(node: Any) -> Any:
     return {"class_path": reward["class_path"], "init_args": {**preset, **options}}
 
 
-def judge_names() -> list[str]:
-    """Return the names of the judges' presets."""
-    return sorted(file.stem for file in (shipped_root() / "judges").glob("*.yaml"))
-
-
 def judge_preset(name: str) -> dict[str, Any]:
     """Return a judge's preset: ``setup``, shell commands that install and start it, and ``reward``, as in a recipe."""
-    if name not in (known := judge_names()):
+    if name not in (known := shipped("judges")):
         raise UserError(f"{name} is not a judge with a preset. {suggestion(name, known)}")
-    return dict(yaml.safe_load((shipped_root() / "judges" / f"{name}.yaml").read_text(encoding="utf-8")))
+    return dict(yaml.safe_load(known[name].read_text(encoding="utf-8")))
 
 
 def expanded_recipe(recipe: Mapping[Any, Any]) -> dict[Any, Any]:

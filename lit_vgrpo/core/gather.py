@@ -63,23 +63,18 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total.cpu()
 
 
-def all_gather(values: Tensor) -> Tensor:
-    """Return every rank's ``(B, ...)``, of equal shapes, concatenated in rank order, on the CPU."""
-    return torch.cat(_gather_processes(values)[::_per_rank]).cpu()
+def all_gather(values: Tensor, every_process: bool = False) -> Tensor:
+    """Return every rank's ``(B, ...)``, of equal shapes, concatenated in rank order, on the CPU.
 
-
-def all_gather_processes(values: Tensor) -> Tensor:
-    """Return the same for every process, including those that count as one rank."""
-    return torch.cat(_gather_processes(values)).cpu()
-
-
-def _gather_processes(values: Tensor) -> list[Tensor]:
+    Args:
+        every_process: Return every process's, also of those that count as one rank.
+    """
     if not _is_group():
-        return [values]
+        return values.cpu()
     local = values.detach().to(_device()).contiguous()
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, local)
-    return parts
+    return torch.cat(parts[:: 1 if every_process else _per_rank]).cpu()
 
 
 def all_gather_rows(values: Tensor) -> Tensor:

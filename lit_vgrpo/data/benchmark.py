@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
@@ -14,7 +13,7 @@ from lit_vgrpo.config.tree import apply_override, expanded
 from lit_vgrpo.errors import UserError, unknown_option
 from lit_vgrpo.rewards import Reward, Weighted, as_weighted
 from lit_vgrpo.rewards.http import validation_message
-from lit_vgrpo.system.paths import shipped_root, typed_path
+from lit_vgrpo.system.paths import shipped, typed_path
 
 REWARD = "reward"
 SAME_SCORES = ("url", "batch_size", "device", "connection")
@@ -85,14 +84,9 @@ class Benchmark(_Strict):
         return {"prompts": count, **{name: getattr(self, name) for name in names}, "solver": solver}
 
 
-def shipped_benchmarks() -> dict[str, Path]:
-    """Return the presets installed with the package, by name."""
-    return {file.stem: file for file in sorted((shipped_root() / "benchmarks").glob("*.yaml"))}
-
-
 def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
     """Read a preset or a YAML file with overrides such as ``steps=28``; raise UserError if anything is invalid."""
-    known = shipped_benchmarks()
+    known = shipped("benchmarks")
     file = typed_path(name) if name.endswith(SUFFIXES) else known.get(name)
     if file is None or not file.is_file():
         raise UserError(f"{name} is not a benchmark. Use one of: {', '.join(known)}; or a YAML file in that format.")

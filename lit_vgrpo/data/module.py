@@ -79,7 +79,8 @@ class PromptDataModule(L.LightningDataModule):
         self.heldout_images_per_prompt = heldout_images_per_prompt
         self.eval_batch_size = eval_batch_size
         self.seed = seed
-        self._micro_batch_size: int | None = None  # once chosen
+        self.found_micro_batch_size: int | None = None
+        """Replaces ``micro_batch_size="auto"``, once found."""
         self._sets: PromptSets | None = None
 
     @property
@@ -87,12 +88,8 @@ class PromptDataModule(L.LightningDataModule):
         """The sizes of an iteration, with as few prompts as possible under a trainer's ``fast_dev_run``."""
         is_tried = self.trainer is not None and bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
         sizes = self._sizes.smallest(self._world_size) if is_tried else self._sizes
-        chosen = self._micro_batch_size
-        return sizes if chosen is None else replace(sizes, micro_batch_size=chosen)
-
-    def set_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Replace ``micro_batch_size="auto"`` by a number."""
-        self._micro_batch_size = micro_batch_size
+        found = self.found_micro_batch_size
+        return sizes if found is None else replace(sizes, micro_batch_size=found)
 
     def read_for(self, policy: Policy) -> None:
         """Require readable pictures in the rows only if a policy edits them."""
@@ -126,12 +123,12 @@ class PromptDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[PromptBatch]:
         """Return the batch of one iteration on this rank; ``sampler.set_epoch`` sets the iteration."""
-        dataset = IterationDataset(self._loaded().training, self.sizes, self._world_size, self._rank, self.seed)
+        dataset = IterationDataset(self.sets.training, self.sizes, self._world_size, self._rank, self.seed)
         return _loader(dataset, GroupSampler(dataset, self._world_size, self._rank))
 
     def val_dataloader(self) -> DataLoader[PromptBatch] | list[Any]:
         """Return this rank's share of the held-out images, each once; an empty list without held-out prompts."""
-        sets = self._loaded()
+        sets = self.sets
         if sets.heldout is None:
             return []
         sizes = self.heldout_images_per_prompt, self.eval_batch_size, self._world_size, self._rank
@@ -151,14 +148,10 @@ class PromptDataModule(L.LightningDataModule):
         """Return the batch unchanged: it holds no tensors, and Lightning would walk through every prompt and row."""
         return batch
 
-    def heldout_prompts(self) -> list[str]:
-        """Return the distinct held-out prompts in order, the same on every rank."""
-        return list(dict.fromkeys(row["prompt"] for row in self._loaded().heldout or []))
-
     def heldout_samples(self, number: int) -> Rows:
         """Return the first held-out rows that differ in prompt or picture, the same on every rank."""
         found: dict[str, Row] = {}
-        for row in self._loaded().heldout or []:
+        for row in self.sets.heldout or []:
             found.setdefault(text_of(row), row)
         return list(found.values())[:number]
 
@@ -166,7 +159,7 @@ class PromptDataModule(L.LightningDataModule):
         """Return the held-out prompts; reads the training prompts only if the held-out ones are split off from them."""
         if self._sets is None and self.choice.heldout:
             return read_heldout(self.choice)[0]
-        return self._loaded().heldout or [] if self.has_heldout else []
+        return self.sets.heldout or [] if self.has_heldout else []
 
     def heldout_origin(self) -> dict[str, str]:
         """Return the held-out prompts' origin for a report: ``file``, and the ``sha256`` of it or of the prompts."""
@@ -178,21 +171,9 @@ class PromptDataModule(L.LightningDataModule):
         name = names if files else f"{fraction:.3g} of {names}, by hash"
         return {"file": name, "sha256": sha256(prompts.encode()).hexdigest()}
 
-    def describe(self) -> list[str]:
-        """Return a line about the prompts read, and one per warning, to print before a run."""
-        return self._loaded().describe()
-
-    def fingerprint(self) -> str:
-        """Return the SHA-256 of the training prompts in order; see :meth:`PromptSets.fingerprint`."""
-        return self._loaded().fingerprint()
-
-    def rows_by_source(self) -> Iterator[tuple[str | None, Iterator[Row]]]:
-        """Return the training sources' rows to check before a run; see :meth:`PromptSets.rows_by_source`."""
-        return self._loaded().rows_by_source()
-
     def training_rows(self) -> Iterator[Row]:
         """Return the rows of all training sources to check before a run."""
-        return (row for _, rows in self.rows_by_source() for row in rows)
+        return (row for _, rows in self.sets.rows_by_source() for row in rows)
 
     @property
     def _world_size(self) -> int:
@@ -202,7 +183,9 @@ class PromptDataModule(L.LightningDataModule):
     def _rank(self) -> int:
         return image_ranks(self.trainer)[0] if self.trainer is not None else 0
 
-    def _loaded(self) -> PromptSets:
+    @property
+    def sets(self) -> PromptSets:
+        """The prompts, which are read if they were not yet; raise ValueError as :meth:`setup`."""
         self.setup()
         assert self._sets is not None
         return self._sets

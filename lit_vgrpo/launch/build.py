@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, built_part, part_of_words, recipe_error
-from lit_vgrpo.config.recipe import SUFFIXES, Command, Recipe, read_recipe, shipped_recipes
+from lit_vgrpo.config.recipe import SUFFIXES, Command, Recipe, read_recipe
 from lit_vgrpo.config.tree import REWARD_KEYS
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, error_in_user_code, say
@@ -25,7 +25,7 @@ from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import Reward, Weighted, as_weighted
-from lit_vgrpo.system.paths import import_from_here
+from lit_vgrpo.system.paths import import_from_here, shipped
 from lit_vgrpo.system.process import bar, is_first_process, report_on_first
 
 ROOTS = {"model": VGRPOModule, "data": PromptDataModule, "trainer": Trainer}
@@ -115,7 +115,7 @@ def build_reward(words: Sequence[str]) -> Weighted:
         raise UserError(NO_REWARD)
     import_from_here()
     first = words[0]
-    if not (first.endswith(SUFFIXES) or first in shipped_recipes() or Path(first).expanduser().exists()):
+    if not (first.endswith(SUFFIXES) or first in shipped() or Path(first).expanduser().exists()):
         return as_weighted(part_of_words(words, "reward", Reward), "")
     recipe = read_recipe(Command.parse(words)).values
     model = recipe.get("model") or {}

@@ -218,7 +218,7 @@ class RecipeCLI(LightningCLI):
     def find_unscorable(self) -> list[UnscorablePrompts]:
         """Return the training and held-out prompts that the rewards cannot score."""
         found = []
-        for name, rows in self.datamodule.rows_by_source() if self.model.objective.needs_reward else ():
+        for name, rows in self.datamodule.sets.rows_by_source() if self.model.objective.needs_reward else ():
             source = f" of the source {name} (its option rewards names the rewards that apply)" if name else ""
             found.append(UnscorablePrompts.of(self.model.reward, rows, f"prompts{source}"))
         if self.datamodule.has_heldout:
@@ -248,7 +248,7 @@ class RecipeCLI(LightningCLI):
         """Return lines on the prompts that were read, and on those that a reward cannot score."""
         rows = [*self.datamodule.training_rows(), *self.datamodule.heldout_rows()]
         unscorable = [line for found in self.unscorable for line in found.lines()]
-        return [*self.datamodule.describe(), *unscorable, *self.model.evaluator.observed.truncations(rows)]
+        return [*self.datamodule.sets.describe(), *unscorable, *self.model.evaluator.observed.truncations(rows)]
 
     def opening(self) -> list[str]:
         """Return the lines to print before training."""

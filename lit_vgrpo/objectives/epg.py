@@ -1,20 +1,18 @@
 """EPG and PEPG (arXiv 2602.04663): the policy gradient, with the ELBO of the final image as its log-likelihood."""
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageStd
-from lit_vgrpo.core.probability_paths import Space
-from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, Range, checked
-from lit_vgrpo.core.snapshots import Decay
+from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
-from lit_vgrpo.core.types import Experience, RolloutSpec
+from lit_vgrpo.core.types import Experience
 from lit_vgrpo.objectives.base import Copy, Metrics
-from lit_vgrpo.objectives.pairs import PairObjective, PairPass, TimesPer
-from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.objectives.nft import SlowSampler
+from lit_vgrpo.objectives.pairs import PairPass
 
 
 def exact_policy_gradient(log_p: Tensor, old_log_p: Tensor, advantages: Tensor, proximal: bool) -> Tensor:
@@ -35,7 +33,7 @@ def exact_policy_gradient(log_p: Tensor, old_log_p: Tensor, advantages: Tensor, 
 
 @checked
 @dataclass(eq=False)
-class EPG(PairObjective):
+class EPG(SlowSampler):
     """EPG (exact policy gradient) and PEPG, its proximal form: no clip, and a separate ELBO for each time.
 
     ``log p_it = -m(e^2) / sg(m(|e|))`` with ``e = x_hat_theta - x``, V-GRPO's self-normalised error in x. Images come
@@ -51,28 +49,16 @@ class EPG(PairObjective):
         advantage_scale: Divisor of the advantages: the public code uses ``0.1 (R - mean)``, not divided by any std
             (``model.advantage_std: none``, the default here). With a single update and EPG, Adam cancels most of it;
             in PEPG it limits how far the policy may move.
-        old_decay: See :class:`~lit_vgrpo.objectives.nft.DiffusionNFT`, as for ``num_times``, ``kl_weight`` and
-            ``scale_cap``. It and ``kl_weight`` are those of the public code's GenEval runs, which sample 10 steps of a
-            second-order solver without guidance.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.pairs.PairObjective`.
+    The other options are those of :class:`~lit_vgrpo.objectives.nft.SlowSampler` and
+    :class:`~lit_vgrpo.objectives.pairs.PairObjective`. ``old_decay`` and ``kl_weight`` are those of the public code's
+    GenEval runs, which sample 10 steps of a second-order solver without guidance.
     """
 
     advantage_std: ClassVar[AdvantageStd] = "none"
-    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
-    times_per: ClassVar[TimesPer] = "image"
-    repeats_times: ClassVar[bool] = False
 
     proximal: bool = False
     advantage_scale: Annotated[float, Range(above=0)] = 10.0
-    _: KW_ONLY
-    old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.001, max=0.5)
-    num_times: Annotated[int, Range(1, 1000)] | None = None
-    kl_weight: NonNegativeFloat = 1e-4
-    scale_cap: Annotated[float, Range(above=0)] | None = 5.0
-
-    def space_of(self, policy: Policy) -> tuple[Space, float | None]:
-        return "x", self.scale_cap
 
     def log_p(self, now: PairPass) -> Tensor:
         """Return the log-likelihood of each image at each time, ``(M, N)``."""

@@ -38,9 +38,37 @@ def contrastive_error(error: Tensor, old_error: Tensor, share: Tensor, beta: flo
     return (r * good + (1 - r) * bad) / beta
 
 
+@dataclass(eq=False)
+class SlowSampler(PairObjective):
+    """Base of the methods whose images come from a slowly moving copy, and train at different times of the sampler's.
+
+    Args:
+        old_decay: Decay of the copy that samples the images, moved after each iteration; by default type 1 of
+            DiffusionNFT's public code. Its type 2 is ``{rate: 0.0075, max: 0.999, after: 75}``; with 0 the policy
+            itself samples.
+        num_times: Times per image, drawn from the sampler's (or its ``noisiest``) without repetition; null takes
+            all but one.
+        kl_weight: Weight of the squared distance to the start's predictions; 0 saves the reference's passes.
+        scale_cap: Bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Our addition.
+    """
+
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
+    times_per: ClassVar[TimesPer] = "image"
+    repeats_times: ClassVar[bool] = False
+
+    _: KW_ONLY
+    old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.001, max=0.5)
+    num_times: Annotated[int, Range(1, 1000)] | None = None
+    kl_weight: NonNegativeFloat = 1e-4
+    scale_cap: Annotated[float, Range(above=0)] | None = 5.0
+
+    def space_of(self, policy: Policy) -> tuple[Space, float | None]:
+        return "x", self.scale_cap
+
+
 @checked
 @dataclass(eq=False)
-class DiffusionNFT(PairObjective):
+class DiffusionNFT(SlowSampler):
     """DiffusionNFT: images come from a slowly moving copy, and each trains at nearly all of the sampler's times.
 
     On a rectified flow this is the paper's method. On a variance-preserving path, our extension, the
@@ -54,31 +82,13 @@ class DiffusionNFT(PairObjective):
     Args:
         beta: The paper uses 1.0 for GenEval, PickScore and HPS, and 0.1 for OCR and for several rewards.
         advantage_clip: Bound of the advantages, and weight of the loss; an image's weight is thus its advantage.
-        old_decay: Decay of the copy that samples the images, moved after each iteration; by default the public code's
-            type 1. Its type 2 is ``{rate: 0.0075, max: 0.999, after: 75}``; with 0 the policy itself samples.
-        num_times: Times per image, drawn from the sampler's (or its ``noisiest``) without repetition; null takes
-            all but one.
-        kl_weight: Weight of the squared distance to the start's predictions; 0 saves the reference's passes.
-        scale_cap: Bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Our addition.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.pairs.PairObjective`. The paper samples 10 steps
-    without guidance.
+    The other options are those of :class:`SlowSampler` and :class:`~lit_vgrpo.objectives.pairs.PairObjective`. The
+    paper samples 10 steps without guidance.
     """
-
-    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
-    times_per: ClassVar[TimesPer] = "image"
-    repeats_times: ClassVar[bool] = False
 
     beta: Annotated[float, Range(above=0)] = 1.0
     advantage_clip: Annotated[float, Range(above=0)] = 5.0
-    _: KW_ONLY
-    old_decay: HalfOpenUnitInterval | Decay = Decay(rate=0.001, max=0.5)
-    num_times: Annotated[int, Range(1, 1000)] | None = None
-    kl_weight: NonNegativeFloat = 1e-4
-    scale_cap: Annotated[float, Range(above=0)] | None = 5.0
-
-    def space_of(self, policy: Policy) -> tuple[Space, float | None]:
-        return "x", self.scale_cap
 
     def copies_needed(self) -> dict[str, Copy]:
         old = Copy({"old": lambda now: now.error}, decay=self.old_decay, samples_from=0)

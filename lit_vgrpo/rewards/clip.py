@@ -174,9 +174,8 @@ class PickScore(CLIPReward):
         checkpoint: Hub name or local folder of a ``CLIPModel``.
         processor: Hub name or local folder of its ``CLIPProcessor``; None uses the published one for the published
             checkpoint, else ``checkpoint``.
-        batch_size: Images per forward pass; smaller batches are padded.
-        dtype: Dtype of the weights; scores are float32.
-        device: Device of the model; ``"auto"`` follows the images.
+
+    The other options are those of :class:`CLIPScore`.
 
     Source:
         arXiv 2305.01569; the division by 26 as in Flow-GRPO (arXiv 2505.05470).
@@ -207,9 +206,8 @@ class CLIPImageSimilarity(CLIPReward):
     Args:
         checkpoint: Hub name or local folder of a ``CLIPModel``.
         processor: Hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
-        batch_size: Images per forward pass; smaller batches are padded.
-        dtype: Dtype of the weights; scores are float32.
-        device: Device of the model; ``"auto"`` follows the images.
+
+    The other options are those of :class:`CLIPScore`.
     """
 
     name = "clip_image"

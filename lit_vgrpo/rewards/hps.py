@@ -28,9 +28,8 @@ class HPSv2(ModelReward):
         checkpoint: Hub name, local folder with ``HPS_v2.1_compressed.pt``, or such a file; HPS v2.0's file
             ``HPS_v2_compressed.pt`` also works.
         model: The checkpoint's architecture, an open_clip name.
-        batch_size: Images per forward pass; smaller batches are padded.
-        dtype: Dtype of the weights; scores are float32.
-        device: Device of the model; ``"auto"`` follows the images.
+
+    The other options are those of :class:`~lit_vgrpo.rewards.CLIPScore`.
 
     Source:
         arXiv 2306.09341; github.com/tgxs002/HPSv2, hpsv2/img_score.py and hpsv2/src/open_clip/transform.py.

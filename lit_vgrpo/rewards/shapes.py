@@ -28,8 +28,6 @@ from lit_vgrpo.tiny.shapes import (
     edit_of,
 )
 
-Check = Literal["mean", "colour", "shape", "place"]
-
 _MIN_CONTRAST = 0.25  # RGB distance of the shape from the background
 _MIN_AREA, _MAX_AREA = 20.0, 300.0  # pixels at 32 x 32; the task's shapes have 50 to 125
 _MIN_SHARE = 0.7  # of the foreground in the largest blob: rejects images of two shapes
@@ -54,15 +52,12 @@ class ShapesReward(Reward):
 
     prefix: ClassVar[str] = ""
 
-    def __init__(self, check: Check = "mean") -> None:
+    def __init__(self, check: Literal["mean", "colour", "shape", "place"] = "mean") -> None:
         self.checked = tuple(CHOICES) if check == "mean" else (check,)
         self.name = self.prefix + ("shapes" if check == "mean" else check)
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
-        missing = [name for name in self.checked if name not in attributes_of(prompt, row)]
-        if not missing:
-            return None
-        return f"Prompt \"{prompt}\" must name one {missing[0]}. Write prompts such as 'a red circle on the left'."
+        return _missing(self.checked, attributes_of(prompt, row), prompt, "a red circle on the left")
 
     def __call__(self, images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
         passed = self.checks(images)
@@ -165,10 +160,7 @@ class MotionReward(Reward):
         self.name = "shapes_in_motion" if check == "mean" else check
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
-        missing = [name for name in self.checked if name not in motion.attributes_of(prompt, row)]
-        if not missing:
-            return None
-        return f"Prompt \"{prompt}\" must name one {missing[0]}. Write prompts such as 'a red circle moves up'."
+        return _missing(self.checked, attributes_of(prompt, row, motion.CHOICES), prompt, "a red circle moves up")
 
     def __call__(self, images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
         frames = images.shape[1]
@@ -177,7 +169,7 @@ class MotionReward(Reward):
         is_shape = (seen["shape"] != NOTHING).all(1)
         scores = images.new_zeros(len(prompts))
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-            wanted = motion.attributes_of(prompt, row)
+            wanted = attributes_of(prompt, row, motion.CHOICES)
             if any(name not in wanted for name in self.checked):
                 scores[number] = torch.nan
                 continue
@@ -191,6 +183,12 @@ class MotionReward(Reward):
             passed["motion"] = (along >= _MIN_MOTION) & (along >= 2 * across)
             scores[number] = is_shape[number] * sum(passed[name].float() for name in self.checked) / len(self.checked)
         return scores
+
+
+def _missing(needed: Sequence[str], named: Mapping[str, str], prompt: str, example: str) -> str | None:
+    """Return an error for the first attribute that a prompt does not name; ``None`` if it names all."""
+    missing = next((name for name in needed if name not in named), None)
+    return missing and f'Prompt "{prompt}" must name one {missing}. Write prompts such as {example!r}.'
 
 
 def recognise(images: Tensor) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,8 +27,8 @@ BUSY_S = 30.0
 """Time to wait for another process that is writing."""
 PRIOR_STD = 1.5
 """Prior standard deviation of a score, in logits: the winner of a single pair gets +0.63, the other -0.63."""
-MAX_STEPS = 100
 TOLERANCE = 1e-10
+Numbers = npt.NDArray[np.float64]
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS images (id TEXT PRIMARY KEY, png BLOB)",
     "CREATE TABLE IF NOT EXISTS groups (id INTEGER PRIMARY KEY, key TEXT UNIQUE, prompt TEXT, images TEXT,"
@@ -282,28 +284,20 @@ def choice_scores(choices: Sequence[tuple[int, Sequence[int]]], size: int, prior
     Source:
         Bradley and Terry, Biometrika 39 (1952); Luce, Individual Choice Behavior (1959).
     """
-    was_shown = torch.zeros(len(choices), size, dtype=torch.bool)
-    wins = torch.zeros(size, dtype=torch.float64)
+    from scipy.optimize import root  # importing it takes 0.5 s
+    from scipy.special import softmax
+
+    hidden = np.full((len(choices), size), -np.inf)
+    wins = np.zeros(size)
     for row, (chosen, shown) in enumerate(choices):
-        was_shown[row, list(shown)] = True
+        hidden[row, list(shown)] = 0
         wins[chosen] += 1
 
-    def logits(scores: Tensor) -> Tensor:
-        return scores.expand_as(was_shown).masked_fill(~was_shown, -torch.inf)
+    def slope(scores: Numbers) -> Numbers:
+        return softmax(scores + hidden, axis=1).sum(0) - wins + scores / prior_std**2
 
-    def log_posterior(scores: Tensor) -> Tensor:
-        return scores @ wins - logits(scores).logsumexp(1).sum() - scores.square().sum() / (2 * prior_std**2)
+    def curvature(scores: Numbers) -> Numbers:
+        chances = softmax(scores + hidden, axis=1)
+        return np.diag(chances.sum(0) + 1 / prior_std**2) - chances.T @ chances
 
-    scores = torch.zeros(size, dtype=torch.float64)
-    for _ in range(MAX_STEPS):
-        chances = logits(scores).softmax(1)
-        gradient = wins - chances.sum(0) - scores / prior_std**2
-        if gradient.abs().max() < TOLERANCE:
-            break
-        curvature = torch.diag(chances.sum(0) + 1 / prior_std**2) - chances.T @ chances
-        step = torch.linalg.solve(curvature, gradient)
-        before = log_posterior(scores)
-        while log_posterior(scores + step) < before and step.abs().max() > TOLERANCE:
-            step = step / 2  # Newton's step is too long far from the maximum
-        scores = scores + step
-    return scores
+    return torch.from_numpy(root(slope, np.zeros(size), jac=curvature, tol=TOLERANCE).x)

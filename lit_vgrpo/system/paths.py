@@ -62,6 +62,11 @@ def shipped_root() -> Path:
     return Path(str(files("lit_vgrpo.recipes")))
 
 
+def shipped(folder: str = ".") -> dict[str, Path]:
+    """Return the YAML files in a folder of those installed with the package, by name without suffix."""
+    return {file.stem: file for file in sorted((shipped_root() / folder).glob("*.yaml"))}
+
+
 def resolve_path(text: str | Path) -> Path:
     """Resolve a recipe's path: ``shipped:prompts/x.txt`` points into the installed recipes; ValueError if it leaves."""
     text = str(text)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,11 +23,6 @@ _JITTER = 3.0  # pixels around the image's centre, halfway through
 def prompt_of(colour: str, shape: str, motion: str) -> str:
     """Return the prompt of one video, e.g. ``a red circle moves up``."""
     return f"a {colour} {shape} moves {motion}"
-
-
-def attributes_of(prompt: str, row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the attributes that the row's fields, or else the words of the prompt, give exactly one known value."""
-    return shapes.attributes_of(prompt, row, CHOICES)
 
 
 def render(colour: str, shape: str, motion: str, generator: torch.Generator) -> Tensor:

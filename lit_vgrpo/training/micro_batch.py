@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.gather import all_gather_processes, image_ranks
+from lit_vgrpo.core.gather import all_gather, image_ranks
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.sizes import Plan, divisors
 from lit_vgrpo.core.snapshots import trainable_parameters
@@ -48,7 +48,7 @@ def choose_micro_batch_size(module: TrainingModule) -> None:
     with trial.without_trace():
         trial.run(1)  # libraries allocate workspaces on first use
         size, taken = largest_that_fits(divisors(share), room, lambda images: trial.most_of_ranks(trial.taken(images)))
-    trainer.datamodule.set_micro_batch_size(size)
+    trainer.datamodule.found_micro_batch_size = size
     if trainer.is_global_zero:
         say(f"micro_batch_size: {size} of {share} images per update fit: {shown(taken)} of {shown(room)} free")
     for logger in module.loggers:
@@ -128,7 +128,7 @@ class Trial:
 
     def most_of_ranks(self, value: int) -> int:
         """Return the largest value of any rank; all ranks must call it."""
-        return int(all_gather_processes(torch.tensor([value])).max())
+        return int(all_gather(torch.tensor([value]), every_process=True).max())
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:

@@ -190,7 +190,7 @@ def inputs_of(module: InputModule, data: LightningDataModule | None) -> Inputs:
     """
     prompts = data if isinstance(data, PromptDataModule) else None
     readers: dict[str, Callable[[], dict[str, str]]] = {
-        "data.train": lambda: {} if prompts is None else {"prompts": prompts.fingerprint()},
+        "data.train": lambda: {} if prompts is None else {"prompts": prompts.sets.fingerprint()},
         "model.policy.checkpoint": lambda: _configs_of(module.policy),
         "model.policy.start_from": lambda: start_hashes(module.policy),
         "model.objective.teachers": lambda: teacher_hashes(module.objective, module.policy),

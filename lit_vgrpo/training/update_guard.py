@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_vgrpo.core.gather import all_gather_processes
+from lit_vgrpo.core.gather import all_gather
 from lit_vgrpo.core.snapshots import all_finite, trainable_parameters
 from lit_vgrpo.training.sharded import local_gradients
 
@@ -52,7 +52,8 @@ class UpdateGuard:
         losses, self._losses = self._losses, []
         loss_is_bad, norm_is_bad = _are_bad(losses, norm)
         gradient_is_bad = norm_is_bad and not all_finite(gradients)
-        is_bad = all_gather_processes(torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])).bool()
+        mine = torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])
+        is_bad = all_gather(mine, every_process=True).bool()
         if not is_bad.any():
             self._in_a_row = 0
             return False

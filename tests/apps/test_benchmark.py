@@ -14,10 +14,11 @@ from PIL import Image
 from saved_runs import assert_one_line
 
 from lit_vgrpo.apps.benchmark.result import by_task
-from lit_vgrpo.data.benchmark import Paper, differences, read_benchmark, shipped_benchmarks
+from lit_vgrpo.data.benchmark import Paper, differences, read_benchmark
 from lit_vgrpo.data.benchmark_prompts import TASK, read_rows
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.report.page import write_report
+from lit_vgrpo.system.paths import shipped
 
 SIZE = ["height=32", "width=32"]
 NAMES = "dpg drawbench gedit geneval geneval2 hpdv2 imgedit ocr partiprompts pickapic t2i_compbench"
@@ -46,18 +47,17 @@ def preset(address="http://127.0.0.1:9"):
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def cache(here, monkeypatch):
     """An empty hub cache and an empty working directory, with a network."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(here / "hf"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    return tmp_path
+    return here
 
 
 def test_every_preset_is_small_and_names_its_source():
-    assert sorted(shipped_benchmarks()) == NAMES.split()
-    for name, file in shipped_benchmarks().items():
+    assert sorted(shipped("benchmarks")) == NAMES.split()
+    for name, file in shipped("benchmarks").items():
         benchmark = read_benchmark(name)
         assert len(file.read_text().splitlines()) < 30
         assert len(benchmark.prompts.revision) == 40
@@ -183,11 +183,10 @@ def test_pictures_get_the_size_of_the_images(cache):
         (["--benchmark=hpdv2", *SIZE], "HF_HUB_OFFLINE is set. With a network, run: curl "),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, words, line):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+def test_mistakes_are_one_line(here, monkeypatch, capsys, words, line):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(here))
     assert_one_line(evaluate, ["shipped:assets/tiny_sd3", *words], capsys, line)
-    assert not any(tmp_path.iterdir())
+    assert not any(here.iterdir())
 
 
 def test_a_missing_scorer_has_its_command(cache, monkeypatch, capsys):

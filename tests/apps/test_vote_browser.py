@@ -76,8 +76,7 @@ def test_an_image_is_enlarged_by_key_and_by_click(width, tmp_path):
 @pytest.mark.timeout(1200)  # 60 iterations of clicks: seven minutes beside another test
 @pytest.mark.skipif(NO_BROWSER is not None, reason=f"the voting page {NO_BROWSER}")
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_voter_who_is_right_in_four_of_five_trains_tiny_shapes_through_the_page(seed, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_voter_who_is_right_in_four_of_five_trains_tiny_shapes_through_the_page(seed, here):
     port = free_port()
     address = f"http://127.0.0.1:{port}/"
     words = ["vote", "tiny_shapes", *SETTINGS, f"--port={port}", f"seed_everything={seed}"]

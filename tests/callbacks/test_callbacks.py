@@ -97,7 +97,8 @@ def test_sample_grid_on_resume_still_shows_the_start_as_reference(tiny_sd3, tmp_
     assert (tmp_path / "samples" / "before.png").read_bytes() == first
     plain = make_module(tiny_sd3)
     plain.configure_model()
-    torch.testing.assert_close(again._reference, plain.evaluator.generate(make_data().heldout_prompts()[:2], [0, 2]))
+    prompts = [row["prompt"] for row in make_data().heldout_samples(2)]
+    torch.testing.assert_close(again._reference, plain.evaluator.generate(prompts, [0, 2]))
 
 
 def test_summary(tiny_sd3, tmp_path):
@@ -108,7 +109,7 @@ def test_summary(tiny_sd3, tmp_path):
     assert expected.items() <= summary.items()
     plain = make_module(tiny_sd3, seed=5)
     plain.configure_model()
-    prompts = [prompt for prompt in make_data().heldout_prompts()[:2] for _ in range(2)]
+    prompts = [row["prompt"] for row in make_data().heldout_samples(2) for _ in range(2)]
     scores = plain.reward.score(plain.evaluator.generate(prompts, [0, 1, 2, 3]), prompts, [{}] * 4)
     assert summary["heldout_reward_start"] == pytest.approx(scores.total.mean().item(), abs=1e-5)
     assert summary["heldout_reward_end"] == pytest.approx(module.evaluator.latest["heldout/reward"], abs=1e-6)

@@ -34,7 +34,7 @@ def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, scri
     """The last evaluation is RunSummary's own, after training: it too is of the EMA's weights."""
     callbacks = [EMA(0.7), FID(real, script, kid=True), RunSummary()]
     module, trainer = train(tiny_sd3, tmp_path, callbacks, 3, {"eval_batch_size": 8}, check_val_every_n_epoch=2)
-    rows = [prompt for prompt in make_data(heldout_limit=4).heldout_prompts()[:4] for _ in range(2)]
+    rows = [row["prompt"] for row in make_data(heldout_limit=4).heldout_rows() for _ in range(2)]
     trained = distances(module.evaluator.generate(rows, list(range(8))), script, real)
     with averaged_weights(trainer, module):
         expected = distances(module.evaluator.generate(rows, list(range(8))), script, real)

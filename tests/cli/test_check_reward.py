@@ -121,7 +121,7 @@ def test_the_numbers_of_a_part():
     part, total = tried([0.0, 1.0, 1.0, 1.0, math.nan, 2.0, math.nan, math.nan])
     assert (part.failed, total.failed) == (3, 3)
     assert part.flat_share == 0.5  # of the two prompts with two scores
-    assert part.row()[:8] == ["given", "1", "1.0000", "0.6325", "0.0000", "2.0000", "3", "50%"]
+    assert part.row()[:7] == ["1", "1.0000", "0.6325", "0.0000", "2.0000", "3", "50%"]
     assert findings([part, total]) == ["given failed for 3 of 8 images: the row has none"]
     parts = tried([0.0, 0.0, 1.0, 1.0])
     assert [part.flat_share for part in parts] == [1.0, 1.0]

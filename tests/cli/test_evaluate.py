@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
@@ -87,8 +88,7 @@ def inside(trained, monkeypatch):
 @pytest.fixture(scope="module")
 def evaluated(trained):
     """The report and the rows of one evaluation of the average and the reference."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(trained)
+    with chdir(trained):
         assert evaluate(["runs/tiny", "--reference", "--out=whole.json"]) == 0
     return json.loads((trained / "whole.json").read_text()), read_csv(trained / "whole.csv")
 

@@ -2,6 +2,7 @@
 
 import json
 import resource
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,7 @@ def place(tmp_path_factory, sd3_folder, unet_folder, sdxl_folder, flux_folder):
         arguments = {"checkpoint": str(checkpoints[family]), **options}
         policies[f"{family}_lora"] = {"class_path": cls, "init_args": {**arguments, **LORA}}
         policies[f"{family}_full"] = {"class_path": cls, "init_args": arguments}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
+    with chdir(place):
         Path("train.txt").write_text(f"{PROMPT}\n")
         average = "trainer.callbacks+={class_path: EMA, init_args: {decay: 0.5}}"
         train("sd3_lora", policies.pop("sd3_lora"), "trainer.max_epochs=2", "model.optimizer.lr=0.2", average)

@@ -1,5 +1,6 @@
 """Runs of the larger families: resumed ones end like undisturbed ones, and plain diffusers draws what they trained."""
 
+from contextlib import chdir
 from functools import cache
 from pathlib import Path
 
@@ -65,8 +66,7 @@ def runs(tmp_path_factory, large_folder, flux_folder):
         recipe = yaml.safe_load(RECIPE)
         recipe["model"]["policy"] = {"class_path": policy, "init_args": {**options, "lora_rank": 2, "lora_alpha": 4}}
         recipe["data"]["train"] = picture_prompts(folder, side) if edits else "shipped:prompts/shapes_train.jsonl"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(folder)
+        with chdir(folder):
             Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
             iterations = 2 if family in RESUMED else 1
             assert run(["recipe.yaml", "run_dir=whole", f"trainer.max_epochs={iterations}"]) == 0

@@ -21,12 +21,11 @@ MARKED = re.compile(r"^( *# CHANGE \d of 2:.*\n)( *)(\w+: .*)\n *# (\3|\w+: .*)\
 
 
 @pytest.fixture
-def written(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def written(here, monkeypatch, capsys):
     assert main(["init", "first"]) == 0
     assert "cd first && lightning run recipe.yaml" in capsys.readouterr().out
-    monkeypatch.chdir(tmp_path / "first")
-    return tmp_path / "first"
+    monkeypatch.chdir(here / "first")
+    return here / "first"
 
 
 @pytest.mark.slow
@@ -52,8 +51,7 @@ def test_two_marked_lines_make_it_a_real_recipe(written, tmp_path):
 
 
 @pytest.mark.parametrize("source", ["sd3_pickscore", "tiny_edit"])
-def test_a_shipped_recipe_is_copied_with_its_prompts(source, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_shipped_recipe_is_copied_with_its_prompts(source, here, capsys):
     assert main(["init", "mine", "--from", source]) == 0
     assert "cd mine && lightning check recipe.yaml --memory 80GiB" in capsys.readouterr().out
     values, shipped = (read_recipe(Command.parse([name])).values for name in ("mine/recipe.yaml", source))
@@ -90,10 +88,9 @@ def test_the_reward_knows_the_colours():
     assert scores[2:] == [None, 0.0]
 
 
-def test_it_takes_any_checkpoint(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_it_takes_any_checkpoint(here, capsys):
     assert main(["init", "mine", "--checkpoint", "fal/AuraFlow-v0.3", "--from", "sd3_pickscore"]) == 0
-    policy = yaml.safe_load((tmp_path / "mine" / "recipe.yaml").read_text())["model"]["policy"]
+    policy = yaml.safe_load((here / "mine" / "recipe.yaml").read_text())["model"]["policy"]
     assert policy["checkpoint"] == "fal/AuraFlow-v0.3"
     assert "class_path" not in policy
     assert main(["init", "toy", "--checkpoint", "fal/AuraFlow-v0.3"]) == 0

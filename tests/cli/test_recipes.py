@@ -148,8 +148,7 @@ def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words", repeating([[], ["data.group_size=8"]], slow=[["data.group_size=8"]]))
-def test_a_check_says_the_evidence(words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_check_says_the_evidence(words, here, capsys):
     assert check(["tiny_shapes", *words]) == 0
     changed = " (before your changes)" if words else ""
     assert f"Evidence{changed}: measured here (lightning run tiny_shapes)." in capsys.readouterr().out.splitlines()
@@ -167,17 +166,15 @@ def sized(recipe, stand_ins):
 
 
 @pytest.mark.parametrize("recipe", cases(CHECKED))
-def test_passes_the_check(recipe, stand_ins, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_passes_the_check(recipe, stand_ins, here):
     assert check(sized(recipe, stand_ins)) == 0
 
 
 @pytest.mark.parametrize("recipe", cases({path.stem: path.stem in REPEATS for path in RECIPES}))
-def test_trains(recipe, stand_ins, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
+def test_trains(recipe, stand_ins, here, capfd):
     iterations = 1 if recipe.stem in REPEATS and "tiny" not in recipe.stem else 2
     assert run([*sized(recipe, stand_ins), f"trainer.max_epochs={iterations}"]) == 0
-    folder = tmp_path / "runs" / recipe.stem
+    folder = here / "runs" / recipe.stem
     summary = json.loads((folder / "summary.json").read_text())
     updates = UPDATES.get(recipe.stem, 1)
     counted = (summary["outcome"], summary["iterations"], summary["optimizer_steps"], summary["images"])
@@ -203,11 +200,10 @@ def test_trains(recipe, stand_ins, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_sd3_pickscore_exports_its_lora(stand_ins, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_sd3_pickscore_exports_its_lora(stand_ins, here):
     recipe = ROOT / "sd3_pickscore.yaml"
     assert run([str(recipe), *stand_ins.words(recipe), *LESS, *SMALL, "trainer.max_epochs=1", FEW_STEPS]) == 0
-    folder = tmp_path / "runs" / "sd3_pickscore"
+    folder = here / "runs" / "sd3_pickscore"
     assert {path.stem for path in (folder / "samples").glob("*.png")} == {"before", "after"}
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["model"]["policy"]["init_args"]["lora_rank"] == 32
@@ -215,14 +211,13 @@ def test_sd3_pickscore_exports_its_lora(stand_ins, tmp_path, monkeypatch):
     pipeline.load_lora_weights(str(folder / "export"))
 
 
-def test_sd3_pickscore_without_weights_is_one_clear_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_sd3_pickscore_without_weights_is_one_clear_line(here, capsys):
     assert run(["sd3_pickscore"]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert errors[0].startswith("Cannot load stabilityai/stable-diffusion-3.5-medium: ")
     assert "hf download stabilityai/stable-diffusion-3.5-medium" in errors[0]
     assert "model.policy.checkpoint=/a/local/folder" in errors[0]
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+    assert not (here / "runs").exists() or not list((here / "runs").iterdir())
 
 
 def test_the_curriculum_has_the_published_steps():

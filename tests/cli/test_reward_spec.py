@@ -30,10 +30,9 @@ def recipe(tmp_path):
     return path
 
 
-def test_a_class_of_the_current_folder(tmp_path, monkeypatch):
+def test_a_class_of_the_current_folder(here, monkeypatch):
     lines = ["from lit_vgrpo.rewards import ShapesReward", "class Mine(ShapesReward):", "    pass"]
-    (tmp_path / "rewards_of_this_folder.py").write_text("\n".join(lines))
-    monkeypatch.chdir(tmp_path)
+    (here / "rewards_of_this_folder.py").write_text("\n".join(lines))
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     assert type(build_reward(["rewards_of_this_folder.Mine"]).rewards[0]).__name__ == "Mine"
 
@@ -85,8 +84,7 @@ def test_the_key_of_the_file_is_an_override(recipe):
         (["trained.yaml"], 'model.heldout_reward and model.reward both have a "score"'),
     ],
 )
-def test_mistakes_are_lines(tmp_path, monkeypatch, words, said):
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_are_lines(here, words, said):
     Path("none.yaml").write_text("data: {}\n")
     Path("trained.yaml").write_text(RECIPE.replace("own_rewards:other", "own_rewards:score"))
     with pytest.raises(UserError) as caught:

@@ -118,8 +118,7 @@ def test_nothing_is_overwritten(inside, capsys):
     assert err == "runs/tiny/sample is not empty and will not be overwritten. Choose a new folder.\n"
 
 
-def test_a_picture_is_edited(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_picture_is_edited(here, capsys):
     Path("config.yaml").write_text(resolve_path("shipped:tiny_edit.yaml").read_text())
     given = {row["image"]: references_of([row])[0] for row in read_prompts("shipped:prompts/edit_heldout.jsonl")[:2]}
     asked = ["config.yaml", "--reference", "--steps=2", "--prompt=make it red"]

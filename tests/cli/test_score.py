@@ -30,15 +30,14 @@ def picky(images, prompts):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(here, monkeypatch):
     """The working directory, with two images of different sizes and a module of the user's own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "score_rewards.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(here))
+    (here / "score_rewards.py").write_text(OWN)
     generator = np.random.default_rng(0)
     Image.fromarray(generator.integers(0, 255, (64, 48, 3), dtype=np.uint8)).save("noise.png")
     Image.new("RGB", (128, 96), "red").save("red.jpg")
-    return tmp_path
+    return here
 
 
 def errors_of(capsys, words):

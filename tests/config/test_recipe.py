@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.config.recipe import Command, find_recipe, read_recipe, refuse_overrides, shipped_recipes
+from lit_vgrpo.config.recipe import Command, find_recipe, read_recipe, refuse_overrides
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.system.paths import shipped_root
+from lit_vgrpo.system.paths import shipped, shipped_root
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,11 @@ def test_overrides_that_a_subcommand_refuses():
 
 
 @pytest.mark.parametrize("name", ["tiny_shapes", "tiny_shapes.yaml", "recipes/tiny_shapes.yaml"])
-def test_shipped_recipes_go_by_name_from_any_folder(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_shipped_recipes_go_by_name_from_any_folder(name, here):
     assert find_recipe(name) == shipped_root() / "tiny_shapes.yaml"
 
 
-def test_a_file_here_wins_over_a_shipped_recipe(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_file_here_wins_over_a_shipped_recipe(here):
     Path("tiny_shapes.yaml").write_text("")
     assert find_recipe("tiny_shapes.yaml") == Path("tiny_shapes.yaml")
 
@@ -48,8 +46,7 @@ def test_a_file_here_wins_over_a_shipped_recipe(tmp_path, monkeypatch):
     ("typed", "meant"),
     [("god.yaml", "good.yaml"), ("sub/god.yml", "sub/good.yaml"), ("tiny_shape.yaml", "tiny_shapes")],
 )
-def test_a_mistyped_file_names_the_one_beside_it(typed, meant, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_mistyped_file_names_the_one_beside_it(typed, meant, here):
     for folder in (".", "sub"):
         Path(folder).mkdir(exist_ok=True)
         Path(folder, "good.yaml").write_text("")
@@ -57,9 +54,8 @@ def test_a_mistyped_file_names_the_one_beside_it(typed, meant, tmp_path, monkeyp
         find_recipe(typed)
 
 
-def test_a_path_may_hold_an_equals_sign(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    recipe = tmp_path / "lr=1e-4" / "my.yaml"
+def test_a_path_may_hold_an_equals_sign(here):
+    recipe = here / "lr=1e-4" / "my.yaml"
     recipe.parent.mkdir()
     recipe.write_text("a: 1")
     command = Command.parse([str(recipe), f"data.train={recipe}"])
@@ -95,22 +91,22 @@ def test_a_binary_recipe(tmp_path):
 
 
 @pytest.fixture
-def shipped(tmp_path, monkeypatch):
+def installed(here, monkeypatch):
     """A folder of recipes and overlays in place of the installed ones."""
-    root = tmp_path / "shipped"
+    root = here / "shipped"
     (root / "strategy").mkdir(parents=True)
     (root / "base.yaml").write_text(
         "trainer: {max_epochs: 3, callbacks: [EMA], strategy: {class_path: DDP, init_args: {timeout: 5}}}\n"
         "data: {group_size: 4, micro_batch_size: '${data.group_size}'}\n"
     )
     (root / "strategy" / "zero2.yaml").write_text("trainer: {strategy: {class_path: ZeRO, init_args: {stage: 2}}}\n")
-    monkeypatch.setattr("lit_vgrpo.config.recipe.shipped_root", lambda: root)
-    monkeypatch.chdir(tmp_path)
+    for module in ("system.paths", "config.recipe"):
+        monkeypatch.setattr(f"lit_vgrpo.{module}.shipped_root", lambda: root)
     return root
 
 
 @pytest.mark.parametrize("name", ["strategy/zero2", "strategy/zero2.yaml", "recipes/strategy/zero2.yaml"])
-def test_overlays_are_laid_over_the_recipe_in_order(name, shipped, tmp_path):
+def test_overlays_are_laid_over_the_recipe_in_order(name, installed, tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text("trainer: {max_epochs: 5, callbacks: [Export]}\ndata: {group_size: 8}\n")
     command = Command.parse(["base", name, str(own), "trainer.max_epochs=7"])
@@ -125,18 +121,17 @@ def test_overlays_are_laid_over_the_recipe_in_order(name, shipped, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["strategy/zero", "zero2", "strategy/zreo2.yaml"])
-def test_an_overlay_that_does_not_exist_names_the_near_one(name, shipped):
+def test_an_overlay_that_does_not_exist_names_the_near_one(name, installed):
     with pytest.raises(UserError, match=f"{name} is not an overlay: .* Did you mean strategy/zero2?"):
         Command.parse(["base", name])
 
 
-def test_a_run_folder_stands_for_the_recipe_in_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_folder_stands_for_the_recipe_in_it(here):
     for name in ("two", "tiny_shapes"):
         Path(name).mkdir()
         Path(name, "config.yaml").write_text("data: {}")
     assert Command.parse(["two"]).recipe == Path("two/config.yaml")
-    assert Command.parse(["tiny_shapes"]).recipe == shipped_recipes()["tiny_shapes"]
+    assert Command.parse(["tiny_shapes"]).recipe == shipped()["tiny_shapes"]
 
 
 def test_another_method_keeps_the_rollout_and_nothing_else_of_the_recipes_own(tiny_recipe):

@@ -245,8 +245,8 @@ def test_a_table_is_read_on_access_and_selected_by_hash(write, datasets_cache):
     assert table.heldout_rows() == text.heldout_rows()
     batches = [data.train_dataloader().dataset[9] for data in (table, text)]
     assert batches[0] == batches[1]
-    assert table.describe() == text.describe()
-    assert len(table.fingerprint()) == 64
+    assert table.sets.describe() == text.sets.describe()
+    assert len(table.sets.fingerprint()) == 64
 
 
 CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=9)

@@ -59,7 +59,7 @@ def test_a_saved_recipe_has_the_same_sources(recipe):
     cli.save_recipe()
     again = build([str(cli.folder / "config.yaml")], make_folder=False)
     assert again.datamodule.choice == cli.datamodule.choice
-    assert again.datamodule.describe() == cli.datamodule.describe()
+    assert again.datamodule.sets.describe() == cli.datamodule.sets.describe()
     cli.give_back()
 
 
@@ -73,7 +73,7 @@ def test_eval_finds_the_held_out_prompts_that_training_left_out(recipe):
     words = [recipe("b.txt"), "data.heldout=null", "data.heldout_fraction=0.2", "data.heldout_limit=3"]
     cli = build(words, make_folder=False)
     rows = heldout_rows(cli)
-    assert [row["prompt"] for row in rows] == cli.datamodule.heldout_prompts()
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in cli.datamodule.heldout_samples(100)]
     assert len(rows) == 3
     trained = [row for row in cli.datamodule.training_rows() if row not in rows]
     assert len(trained) < 40 - 3

@@ -94,9 +94,9 @@ def test_a_picture_is_part_of_what_a_prompt_is(folder, write):
     assert [row["image"][-8:] for row in held.heldout_samples(5)] == ["/red.png", "blue.png"]
     alone = PromptDataModule(file, 2, 2, deduplicate=True)
     assert len(list(alone.training_rows())) == 2
-    before = alone.fingerprint()
+    before = alone.sets.fingerprint()
     Image.new("RGB", (6, 4), (1, 2, 3)).save(folder / "pictures" / "red.png")
-    assert PromptDataModule(file, 2, 2, deduplicate=True).fingerprint() != before
+    assert PromptDataModule(file, 2, 2, deduplicate=True).sets.fingerprint() != before
 
 
 def test_a_row_names_several_pictures(folder, write):

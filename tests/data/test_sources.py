@@ -28,7 +28,7 @@ def sources(tmp_path):
 def test_every_prompt_has_its_sources_name_on_any_number_of_ranks(sources):
     data = PromptDataModule(sources, 8, 4, heldout_fraction=0.2, heldout_images_per_prompt=2)
     data.setup()
-    assert data.describe() == ["Prompts: 30 (a) + 30 (last) to train on, 20 held out."]
+    assert data.sets.describe() == ["Prompts: 30 (a) + 30 (last) to train on, 20 held out."]
     sets = data._sets
 
     def trained(world, rank):

@@ -1,26 +1,17 @@
 import pytest
-import torch
-from feature_networks import SmallNetwork, pictures, save_script
+from feature_networks import pictures, small_network
 
 from lit_vgrpo.metrics import feature_network
 
 
 @pytest.fixture(scope="session")
 def torch_network():
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return SmallNetwork().eval()
-
-
-@pytest.fixture(scope="session")
-def script(tmp_path_factory, torch_network):
-    """A TorchScript file of that network."""
-    return save_script(torch_network, tmp_path_factory.mktemp("network") / "small.pt")
+    return small_network()
 
 
 @pytest.fixture
 def network(script):
-    return feature_network(str(script))
+    return feature_network(script)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 import re
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,9 +62,9 @@ def test_autocast_does_not_reach_the_network(network):
 
 def test_the_name_is_that_of_the_weights(network, script, torch_network, tmp_path):
     copied = tmp_path / "renamed.pt"
-    copied.write_bytes(script.read_bytes())
+    copied.write_bytes(Path(script).read_bytes())
     assert network.name == feature_network(str(copied)).name
-    other = save_script(nn.Sequential(torch_network, nn.ReLU()), tmp_path / script.name)
+    other = save_script(nn.Sequential(torch_network, nn.ReLU()), tmp_path / Path(script).name)
     assert network.name != feature_network(str(other)).name
 
 

@@ -14,7 +14,7 @@ def found(tmp_path_factory, folders, script):
     out, torn = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("torn")
     for index, file in enumerate(sorted(folders[0].glob("*.png"))[:3]):
         (torn / f"{index}.png").write_bytes(b"no picture" if index == 1 else file.read_bytes())
-    (out / "spec.json").write_text(json.dumps({"out": str(out), "torn": str(torn), "script": str(script)}))
+    (out / "spec.json").write_text(json.dumps({"out": str(out), "torn": str(torn), "script": script}))
     run_ranks(WORKER, out / "spec.json", world=2, logs=out)
     first, second = (json.loads((out / f"{rank}.json").read_text()) for rank in range(2))
     assert {**first, "threads": []} == {**second, "threads": []}

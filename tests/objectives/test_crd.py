@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pair_methods import ADVANTAGES, Pairs64, loss_and_gradient, pixel_mean, prepare, spread_copies
+from pair_methods import ADVANTAGES, Pairs64, pixel_mean, prepare, spread_copies, updated
 
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
@@ -18,11 +18,6 @@ SETTINGS = {
     "pure noise": {"share_passes": "pure_noise", "kl_weight": 0.0},
 }
 CASES = [(name, "published") for name in ("flow-lora", "epsilon", "v_prediction")]
-
-
-def updated(policy, objective, micros, ledger=None):
-    objective.before_update(policy, micros, ledger)
-    return loss_and_gradient(policy, objective, micros)
 
 
 @pytest.mark.parametrize(("network", "name"), [*(("flow", name) for name in SETTINGS), *CASES], indirect=["network"])

@@ -8,12 +8,12 @@ from pair_methods import (
     ADVANTAGES,
     Pairs64,
     assert_same_gradient,
-    loss_and_gradient,
     nudge,
     pixel_mean,
     prepare,
     roll,
     spread_copies,
+    updated,
     weights,
 )
 
@@ -25,11 +25,6 @@ from lit_vgrpo.objectives.base import PrepareContext
 
 def small(**options):
     return DGPO(RolloutSpec("dpm++", steps=4), num_times=2, noisiest=3, **options)
-
-
-def updated(policy, objective, micros):
-    objective.before_update(policy, micros)
-    return loss_and_gradient(policy, objective, micros)
 
 
 CASES = [(name, "frozen") for name in ("flow", "flow-lora", "epsilon", "v_prediction")]

@@ -12,6 +12,7 @@ from pair_methods import (
     prepare,
     roll,
     spread_copies,
+    updated,
     weights,
 )
 
@@ -119,8 +120,7 @@ def test_on_policy_its_gradient_is_that_of_another_method(policy, name):
         objective.setup(policy)
         nudge(policy)
     experience = prepare(policy, objective)
-    objective.before_update(policy, [experience])
-    _, gradient = loss_and_gradient(policy, objective, [experience])
+    _, gradient = updated(policy, objective, [experience])
     experience.kept = {key: value for key, value in experience.kept.items() if key == "reference"}
     experience.advantages = ADVANTAGES / 5 if name == "RVM" else ADVANTAGES
     _, expected = loss_and_gradient(policy, other, [experience])

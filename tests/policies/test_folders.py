@@ -173,6 +173,7 @@ FAULTS = {
     "pure noise": ("sdxl", edited(SCHEDULER, rescale_betas_zero_snr=True), "ends in pure noise"),
     "sample": ("sdxl", edited(SCHEDULER, prediction_type="sample"), "predicts 'sample', not epsilon or v_prediction"),
     "noisy": ("flux", edited(SCHEDULER, stochastic_sampling=True), "without stochastic_sampling"),
+    "Heun": ("sd3", with_scheduler("FlowMatchHeunDiscreteScheduler"), "comes with FlowMatchHeunDiscreteScheduler: "),
     "inverted": ("flux", edited(SCHEDULER, invert_sigmas=True), "FlowMatchEulerDiscreteScheduler and invert_sigmas: "),
     "other timesteps": (
         "flux",

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import diffusers
 import pytest
 import torch
 from helpers import make_data, make_module, make_trainer, repeating
@@ -25,14 +24,6 @@ from lit_vgrpo.training.strategies import strategy_errors
 
 COMMIT = "a" * 40
 LARGE_SIZES = [("qwen_image", 40, 24), ("flux2", 8, 56), ("z_image", 40, 24)]
-
-
-def test_a_pipeline_in_memory_is_checked_too(families):
-    small = families("sd3")
-    pipeline = small.pipeline()
-    pipeline.scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
-    with pytest.raises(LoadError, match="comes with FlowMatchHeunDiscreteScheduler"):
-        small.policy_class("mine", **small.options).adopt(pipeline)
 
 
 def test_a_distilled_model_is_warned_of_by_its_name():

@@ -74,8 +74,7 @@ def test_each_row_goes_to_the_network_of_its_time(two):
         ({}, LORA, "is a LoRA of one network, but the model has two. Name a run instead."),
     ],
 )
-def test_what_does_not_fit_two_networks_is_one_line(two, tmp_path, monkeypatch, entries, options, said):
-    monkeypatch.chdir(tmp_path)
+def test_what_does_not_fit_two_networks_is_one_line(two, here, entries, options, said):
     index = json.loads((two / "model_index.json").read_text())
     shutil.copytree(two, "two")
     Path("two/model_index.json").write_text(json.dumps({**index, **entries}))

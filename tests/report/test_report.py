@@ -69,10 +69,9 @@ def trained(tmp_path_factory, tiny_sd3):
 
 
 @pytest.fixture
-def inside(trained, tmp_path, monkeypatch):
+def inside(trained, here):
     """A copy of it as the working directory."""
-    shutil.copytree(trained / "runs", tmp_path / "runs")
-    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained / "runs", here / "runs")
 
 
 def summary(name="tiny"):

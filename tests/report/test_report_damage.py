@@ -47,9 +47,8 @@ FILES = {
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(here):
     """A run folder with every file that a report reads."""
-    monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         write(name, text)
     Image.new("RGB", (4, 4)).save(f"r/report/{KEPT['file']}")

@@ -48,9 +48,8 @@ class Scorer:
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path, monkeypatch):
-    (tmp_path / "own_rewards.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
+def module(here):
+    (here / "own_rewards.py").write_text(MODULE)
 
 
 def score(function, **options):

@@ -18,10 +18,10 @@ from processes import started
 from lit_vgrpo.apps.serve.app import Worker, make_app
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.config.parts import part_of_words
-from lit_vgrpo.config.tree import judge_names
 from lit_vgrpo.rewards import HTTPReward, Reward, Weighted
 from lit_vgrpo.rewards.http import score_request
 from lit_vgrpo.rewards.judges import PACKAGES
+from lit_vgrpo.system.paths import shipped
 
 ASPECTS = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}\n"
 SECTIONS = ("1. Text Faithfulness", "2. Physical and Visual Quality", "3. Text Rendering")
@@ -144,7 +144,7 @@ def test_a_judge_is_served_without_our_large_packages(packages):
 
 @pytest.mark.slow
 def test_the_printed_setup_is_a_script_with_the_lines_of_the_recipe(capsys):
-    for name in judge_names():
+    for name in shipped("judges"):
         assert main(["serve-reward", name, "--print-setup"]) == 0
         script = capsys.readouterr().out
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0

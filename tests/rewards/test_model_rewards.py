@@ -219,9 +219,8 @@ class Trap:
 
 @pytest.mark.parametrize("kind", [HPSv2, ImageReward])
 @pytest.mark.parametrize("content", ["noise", "trap", "trap in zip", "numbers", "safetensors"])
-def test_a_file_without_weights_is_one_line_and_runs_nothing(tiny_reward, kind, content, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / ("bad.safetensors" if content == "safetensors" else "bad.pt")
+def test_a_file_without_weights_is_one_line_and_runs_nothing(tiny_reward, kind, content, here):
+    path = here / ("bad.safetensors" if content == "safetensors" else "bad.pt")
     if content == "trap in zip":
         torch.save({"state_dict": Trap()}, path)
     elif content == "numbers":
@@ -231,7 +230,7 @@ def test_a_file_without_weights_is_one_line_and_runs_nothing(tiny_reward, kind, 
         path.write_bytes(trap if content == "trap" else b"noise" * 99)
     with pytest.raises(RuntimeError, match=rf"^Cannot load .*bad\.\w+: .* Set {kind.__name__}\.checkpoint .*$"):
         tiny_reward(kind, checkpoint=str(path)).load()
-    assert not (tmp_path / "trapped").exists()
+    assert not (here / "trapped").exists()
 
 
 def test_a_clip_score_is_never_negative(tiny_reward):

@@ -40,14 +40,13 @@ def test_a_reward_gets_the_pictures_only_if_it_asks_for_them(edits):
     assert Weighted([Difference()]).score(after, prompts, rows).total.min() > 0.005
 
 
-def test_an_own_function_gets_the_pictures_in_its_format(edits, tmp_path, monkeypatch):
+def test_an_own_function_gets_the_pictures_in_its_format(edits, here, monkeypatch):
     before, after, prompts, rows = edits
-    (tmp_path / "own_edits.py").write_text(
+    (here / "own_edits.py").write_text(
         "def same(images, prompts, rows, references):\n"
         "    return [float(a.tobytes() == b.tobytes()) for a, b in zip(images, references)]\n"
     )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(here))
     reward = PythonReward("own_edits:same", images="pil")
     assert reward.check() == []
     assert Weighted([reward]).score(before, prompts, rows).total.tolist() == [1.0] * 6

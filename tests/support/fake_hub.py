@@ -7,54 +7,13 @@ import base64
 import json
 import re
 import sys
-import threading
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub
+from fault_server import FaultServer, Handler
 
 
-class FakeHub:
-    """Repositories as ``{name: {path: bytes}}``.
-
-    Tokens: ``writes`` may write as the user somebody, ``reads`` may not write, others are not valid.
-    """
-
-    def __init__(self, port=0):
-        self.repositories = {}
-        self.private = {}
-        self.large = {}
-        self.changes = []  # requests that change something, in order
-        self.read = []  # files that were downloaded
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
-        self.server.hub, self.server.daemon_threads = self, True
-
-    @property
-    def address(self):
-        return f"http://127.0.0.1:{self.server.server_address[1]}"
-
-    def use(self, monkeypatch, cache):
-        """Let huggingface_hub in this process ask this hub, and keep files in a folder."""
-        pages = "/{repo_id}/resolve/{revision}/{filename}"
-        names = {"ENDPOINT": self.address, "HUGGINGFACE_CO_URL_TEMPLATE": self.address + pages}
-        for name, value in {**names, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(cache)}.items():
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
+class Pages(Handler):
     def do_GET(self):
         pages = {r"/api/whoami-v2": self.whoami, r"/api/models/(.+)/tree/[^/]+": self.tree}
         pages |= {r"/api/models/(.+)/revision/main": self.about}
@@ -76,7 +35,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self):
         self.body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.hub.large[self.path.rpartition("/")[2]] = self.body
+        self.server.owner.large[self.path.rpartition("/")[2]] = self.body
         self.answer({})
 
     def route(self, pages):
@@ -93,22 +52,22 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer({"type": "user", "name": "somebody", "orgs": []}) if known else self.refuse(401)
 
     def about(self, name):
-        names = [{"rfilename": path} for path in self.server.hub.repositories.get(name, ())]
+        names = [{"rfilename": path} for path in self.server.owner.repositories.get(name, ())]
         self.answer({"id": name, "sha": "1" * 40, "siblings": names}) if names else self.refuse(404, "RepoNotFound")
 
     def tree(self, name):
-        files = self.server.hub.repositories.get(name)
+        files = self.server.owner.repositories.get(name)
         if files is None:
             return self.refuse(404, "RepoNotFound")
         entries = [{"type": "file", "path": path, "size": len(data), "oid": "0"} for path, data in files.items()]
         return self.answer(entries)
 
     def file(self, name, path):
-        data = self.server.hub.repositories.get(name, {}).get(path)
+        data = self.server.owner.repositories.get(name, {}).get(path)
         if data is None:
             return self.refuse(404, "EntryNotFound")
         if self.command == "GET":
-            self.server.hub.read.append(f"{name}/{path}")
+            self.server.owner.read.append(f"{name}/{path}")
         return self.answer(data, headers={"ETag": sha256(data).hexdigest(), "X-Repo-Commit": "1" * 40})
 
     def create(self):
@@ -116,12 +75,12 @@ class _Handler(BaseHTTPRequestHandler):
         name = f"{asked.get('organization') or 'somebody'}/{asked['name']}"
         if not self.may("writes"):
             return self.refuse(403)
-        if name in self.server.hub.repositories:
-            return self.answer({"url": f"{self.server.hub.address}/{name}", "name": name}, 409)
-        self.server.hub.changes.append(f"create {name}")
-        self.server.hub.repositories[name] = {".gitattributes": b""}
-        self.server.hub.private[name] = asked.get("private", asked.get("visibility") == "private")
-        return self.answer({"url": f"{self.server.hub.address}/{name}", "name": name})
+        if name in self.server.owner.repositories:
+            return self.answer({"url": f"{self.server.owner.address}/{name}", "name": name}, 409)
+        self.server.owner.changes.append(f"create {name}")
+        self.server.owner.repositories[name] = {".gitattributes": b""}
+        self.server.owner.private[name] = asked.get("private", asked.get("visibility") == "private")
+        return self.answer({"url": f"{self.server.owner.address}/{name}", "name": name})
 
     def preupload(self, name):
         if not self.may("writes"):
@@ -136,13 +95,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def batch(self, name):
         objects = [
-            {**one, "actions": {"upload": {"href": f"{self.server.hub.address}/lfs/{one['oid']}"}}}
+            {**one, "actions": {"upload": {"href": f"{self.server.owner.address}/lfs/{one['oid']}"}}}
             for one in json.loads(self.body)["objects"]
         ]
         self.answer({"transfer": "basic", "objects": objects})
 
     def commit(self, name):
-        hub = self.server.hub
+        hub = self.server.owner
         hub.changes.append(f"commit {name}")
         for line in map(json.loads, self.body.splitlines()):
             value = line["value"]
@@ -156,15 +115,31 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer({"error": "refused"}, status, {"X-Error-Code": code} if code else {})
 
     def answer(self, body, status=200, headers=()):
-        text = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in dict(headers).items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(text)
+        super().answer(body, status, {"Content-Type": "application/json", **dict(headers)})
+
+
+class FakeHub(FaultServer):
+    """Repositories as ``{name: {path: bytes}}``.
+
+    Tokens: ``writes`` may write as the user somebody, ``reads`` may not write, others are not valid.
+    """
+
+    handler = Pages
+
+    def __init__(self, port=0):
+        super().__init__(at=("127.0.0.1", port))
+        self.repositories = {}
+        self.private = {}
+        self.large = {}
+        self.changes = []  # requests that change something, in order
+        self.read = []  # files that were downloaded
+
+    def use(self, monkeypatch, cache):
+        """Let huggingface_hub in this process ask this hub, and keep files in a folder."""
+        pages = "/{repo_id}/resolve/{revision}/{filename}"
+        names = {"ENDPOINT": self.address, "HUGGINGFACE_CO_URL_TEMPLATE": self.address + pages}
+        for name, value in {**names, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(cache)}.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
 
 
 if __name__ == "__main__":

@@ -13,47 +13,6 @@ import numpy as np
 from PIL import Image
 
 
-class FaultServer:
-    """Answers each POST with the next entry of ``plan``, and with ``then`` after the last one.
-
-    Args:
-        plan: answers to the next requests, functions of the handler such as those below.
-        pages: answers to GET by path: a status and a body, or a function of the handler.
-        then: answer to all other requests; None answers with the mean pixel of each image.
-    """
-
-    def __init__(self, plan=(), pages=None, then=None, at=("127.0.0.1", 0)):
-        self.plan = list(plan)
-        self.pages = pages or {}
-        self.then = then or scores
-        self.requests = []
-        self.connections = 0
-        self.at_once = 0
-        self.most_at_once = 0
-        self.lock = threading.Lock()
-        self.closing = threading.Event()
-        self.server = _Server(at, _Handler)
-        self.server.owner = self
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
-
-    @property
-    def address(self):
-        return f"http://127.0.0.1:{self.server.server_address[1]}"
-
-    @property
-    def url(self):
-        return f"{self.address}/score"
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.closing.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
@@ -67,7 +26,7 @@ class _Server(ThreadingHTTPServer):
         pass  # a client that hangs up is what most of these tests are about
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
@@ -103,7 +62,51 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+class FaultServer:
+    """Answers each POST with the next entry of ``plan``, and with ``then`` after the last one.
+
+    Args:
+        plan: answers to the next requests, functions of the handler such as those below.
+        pages: answers to GET by path: a status and a body, or a function of the handler.
+        then: answer to all other requests; None answers with the mean pixel of each image.
+    """
+
+    handler = Handler
+
+    def __init__(self, plan=(), pages=None, then=None, at=("127.0.0.1", 0)):
+        self.plan = list(plan)
+        self.pages = pages or {}
+        self.then = then or scores
+        self.requests = []
+        self.connections = 0
+        self.at_once = 0
+        self.most_at_once = 0
+        self.lock = threading.Lock()
+        self.closing = threading.Event()
+        self.server = _Server(at, self.handler)
+        self.server.owner = self
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
+
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    @property
+    def url(self):
+        return f"{self.address}/score"
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.closing.set()
+        self.server.shutdown()
+        self.server.server_close()
 
 
 def pixel_means(body):

@@ -22,6 +22,13 @@ class SmallNetwork(nn.Module):
         return 10 * self.head(hidden.flatten(1))
 
 
+def small_network():
+    """Return a :class:`SmallNetwork`, always the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return SmallNetwork().eval()
+
+
 def save_script(network, path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

@@ -114,17 +114,13 @@ class Pairs64:
 
     def assert_loss_is(self, objective, function, orders=(((0, 1), (2, 3), (4, 5)),), rel=1e-3):
         """A method's loss and gradient are those of a float64 ``function``, in one micro-batch and in several."""
-
-        def update(micros):
-            objective.before_update(self.policy, micros)
-            return loss_and_gradient(self.policy, objective, micros)
-
         expected, direction = self.loss_and_gradient(function)
-        loss, gradient = update([self.experience])
+        loss, gradient = updated(self.policy, objective, [self.experience])
         assert loss == pytest.approx(expected, rel=rel, abs=1e-5)
         assert_same_gradient(gradient, direction)
         for order in orders:
-            other, in_micros = update([self.experience.select(torch.tensor(images)) for images in order])
+            micros = [self.experience.select(torch.tensor(images)) for images in order]
+            other, in_micros = updated(self.policy, objective, micros)
             assert other == pytest.approx(loss, rel=1e-4, abs=1e-6)
             assert_same_gradient(in_micros, gradient, rtol=1e-4)
 
@@ -139,6 +135,12 @@ def loss_and_gradient(policy, objective, micros):
         total += loss.item()
     parameters = trainable_parameters(policy).values()
     return total, torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+
+
+def updated(policy, objective, micros, ledger=None):
+    """Return :func:`loss_and_gradient` after the passes that a method makes first."""
+    objective.before_update(policy, micros, ledger)
+    return loss_and_gradient(policy, objective, micros)
 
 
 def assert_mixed(copy, share, start, now):

@@ -1,10 +1,9 @@
 """Finished runs in a folder, for the tests of what reads them, and what those tests have in common."""
 
 import io
-from contextlib import contextmanager, redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stdout
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 from commands import export, run
@@ -24,8 +23,7 @@ SEED, STEPS, GUIDANCE = 3, 3, 2.0
 @contextmanager
 def folder_with(folder, recipe, checkpoint, prompts):
     """A folder as the working directory, with the recipe as tiny.yaml, in which CHECKPOINT is replaced."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with chdir(folder):
         Path("train.txt").write_text("\n".join(prompts))
         Path("tiny.yaml").write_text(recipe.replace("CHECKPOINT", str(checkpoint)))
         yield
@@ -59,8 +57,7 @@ def draw_exports(cases, folder):
     """
     jobs, images = [], []
     for number, (place, name, variant, options, row, evaluation) in enumerate(cases):
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
-            patch.chdir(place)
+        with chdir(place), redirect_stdout(io.StringIO()) as out:
             config = Path(name, "config.yaml")
             recipe = yaml.safe_load(config.read_text())
             recipe["model"]["evaluation"] = {"steps": STEPS, "guidance": GUIDANCE, **evaluation}

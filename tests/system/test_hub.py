@@ -35,11 +35,10 @@ def test_a_folder_without_the_file_or_no_folder_is_told(tmp_path):
     assert "leaves the shipped" in explain_unloadable("shipped:../..", "x", "key")
 
 
-def test_a_hub_name_is_no_path_unless_a_folder_has_that_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_hub_name_is_no_path_unless_a_folder_has_that_name(here):
     assert local_folder("some/model") is None
     assert local_folder("gpt2") is None
-    (tmp_path / "some" / "model").mkdir(parents=True)
+    (here / "some" / "model").mkdir(parents=True)
     assert local_folder("some/model").is_dir()
 
 

@@ -116,18 +116,17 @@ def test_a_folder_is_merged_file_by_file(tmp_path):
     assert names(tmp_path) == ["out", "out/notes.txt", "out/vae", "out/vae/config.json", "out/vae/notes.txt"]
 
 
-def test_a_typed_path_stays_where_it_was_typed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sub").mkdir()
+def test_a_typed_path_stays_where_it_was_typed(here):
+    (here / "sub").mkdir()
     with started_here():
         os.chdir("sub")
-        for typed in ("a/b.txt", "../b.txt", str(tmp_path / "b.txt")):
+        for typed in ("a/b.txt", "../b.txt", str(here / "b.txt")):
             path = resolve_path(typed)
-            assert path == tmp_path / typed
+            assert path == here / typed
             assert f"{path.parent / 'c'}" == str(Path(typed).parent / "c")  # what messages show
         write_atomically(Path("a.txt"), "new")
-    assert (tmp_path / "a.txt").read_text() == "new"
-    assert resolve_path("a.txt") == tmp_path / "sub" / "a.txt"  # without a command
+    assert (here / "a.txt").read_text() == "new"
+    assert resolve_path("a.txt") == here / "sub" / "a.txt"  # without a command
 
 
 def test_only_a_regular_file_is_read(tmp_path):

@@ -1,6 +1,7 @@
 """Damaged checkpoints, and weights that are not finite, are refused in one line wherever a checkpoint is read."""
 
 import shutil
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -26,19 +27,17 @@ def ran(tmp_path_factory, tiny_sd3):
     folder = tmp_path_factory.mktemp("damage")
     (folder / "tiny.yaml").write_text(tiny_recipe_of(tiny_sd3))
     callbacks = "trainer.callbacks=[EMA,{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with chdir(folder):
         assert run(["tiny.yaml", "run_dir=run", callbacks]) == 0
     return folder
 
 
 @pytest.fixture
-def inside(ran, tmp_path, monkeypatch):
+def inside(ran, here):
     """A copy of it as the working directory."""
-    shutil.copytree(ran, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ran, here, dirs_exist_ok=True)
     assert len(list(CHECKPOINTS.iterdir())) == 3
-    return tmp_path
+    return here
 
 
 def flip_a_bit_of(path, name):

@@ -24,7 +24,7 @@ def test_validate_scores_and_leaves_everything_fit_for_training(tiny_sd3, tmp_pa
     assert found["heldout/failed"] == 0
     assert math.isfinite(found["heldout/reward"])
     # Embeddings are kept, and inference mode would have made them useless for a backward pass.
-    prompts = data.heldout_prompts()
+    prompts = [row["prompt"] for row in data.heldout_rows()]
     loader = data.val_dataloader()
     assert [prompt for batch in loader for prompt in batch.prompts] == prompts
     before = weights(module)
@@ -76,7 +76,7 @@ def test_predict_returns_images(tiny_sd3, tmp_path):
     module, data = make_module(tiny_sd3), make_data(eval_batch_size=1)
     batches = make_trainer(tmp_path).predict(module, datamodule=data)
     assert [tuple(images.shape) for images in batches] == [(1, 3, 32, 32)] * 2
-    prompts = data.heldout_prompts()
+    prompts = [row["prompt"] for row in data.heldout_rows()]
     expected = module.evaluator.generate(prompts, [0, 1])
     torch.testing.assert_close(torch.cat(batches), expected, rtol=0, atol=1e-5)
     # A loader of texts, its batches cut in another way.

@@ -54,14 +54,13 @@ def ran(tmp_path_factory, tiny_sd3):
 
 
 @pytest.fixture
-def inside(ran, tmp_path, monkeypatch):
+def inside(ran, here, monkeypatch):
     """A copy of it as the working directory: all of it has moved."""
-    shutil.copytree(ran, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copytree(ran, here, dirs_exist_ok=True)
+    monkeypatch.syspath_prepend(str(here))
     for name in OWN:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    yield tmp_path
+    yield here
     for name in OWN:
         sys.modules.pop(name, None)
 
@@ -131,14 +130,13 @@ def test_a_trainer_of_ones_own_warns(tiny_sd3, tmp_path):
         trainer.fit(make_module(tiny_sd3), datamodule=make_data(**data), ckpt_path=tmp_path / "a.ckpt")
 
 
-def test_a_file_known_by_another_path_is_no_change(tmp_path, monkeypatch):
+def test_a_file_known_by_another_path_is_no_change(here):
     for name in ("a/train.txt", "b/train.txt"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("a cat\n")
-    monkeypatch.chdir(tmp_path)
+        (here / name).parent.mkdir()
+        (here / name).write_text("a cat\n")
     for before, now, count in (
         ("train.txt", "a/train.txt", 0),  # the run was started inside a
-        (str(tmp_path / "a/train.txt"), "a/train.txt", 0),
+        (str(here / "a/train.txt"), "a/train.txt", 0),
         ("a/train.txt", "b/train.txt", 1),
         ("gone.txt", "a/train.txt", 1),
     ):

@@ -447,8 +447,7 @@ def test_an_adapter_of_peft_on_the_hub_is_read_with_its_options(loras, tmp_path,
             load_policy(loras.started("sd3", f"owner/half/v2/{local.name}"))
 
 
-def test_a_name_that_is_no_file_is_looked_for_on_the_hub(loras, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_name_that_is_no_file_is_looked_for_on_the_hub(loras, here, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for start in ("owner/lora", "owner/lora/some/file.safetensors"):
         (error,) = policy_errors(loras.started("sd3", start))

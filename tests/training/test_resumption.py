@@ -189,9 +189,8 @@ def two_iterations(tmp_path_factory, tiny_sd3):
 
 
 @pytest.fixture
-def ran_twice(two_iterations, tmp_path, monkeypatch):
+def ran_twice(two_iterations, here):
     """The folder ``run`` in an empty working directory: two iterations."""
-    monkeypatch.chdir(tmp_path)
     shutil.copytree(two_iterations, "run")
 
 

@@ -15,10 +15,10 @@ GOOD, BAD = torch.tensor([1.0, -2.0]), torch.tensor([1.0, math.inf])
 
 
 def beside_a_rank_with(loss, gradient):
-    return lambda values: torch.cat([values, torch.tensor([[loss, gradient]])])
+    return lambda values, every_process: torch.cat([values, torch.tensor([[loss, gradient]])])
 
 
-alone = update_guard.all_gather_processes
+alone = update_guard.all_gather
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ alone = update_guard.all_gather_processes
     ],
 )
 def test_stop_says_what_where_and_what_to_do(monkeypatch, loss, gradient, others, message):
-    monkeypatch.setattr(update_guard, "all_gather_processes", others)
+    monkeypatch.setattr(update_guard, "all_gather", others)
     guard = UpdateGuard()
     guard.watch(torch.tensor(1.0))
     guard.watch(torch.tensor(loss))

@@ -84,8 +84,7 @@ def children(*codes):
         ((143, 143), "Rank 1 ended with exit status 143. "),
     ],
 )
-def test_the_rank_that_is_to_blame_is_named(codes, said, capfd, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_rank_that_is_to_blame_is_named(codes, said, capfd, here):
     assert children(*codes).report_death()
     assert capfd.readouterr().err.strip().startswith(said)
 

@@ -152,7 +152,7 @@ def with_interval(estimate: Mapping[str, Any], sign: str = "") -> str:
     if estimate["mean"] is None:
         return "-"
     numbers = [estimate[key] for key in ("mean", "low", "high") if estimate[key] is not None]
-    mean, *ends = (format(number, f"{sign}.3f") for number in numbers)
+    mean, *ends = (format(number, f"{sign}.3f" if abs(number) < 100 else f"{sign}.5g") for number in numbers)
     return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 

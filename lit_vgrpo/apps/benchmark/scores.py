@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic_core import to_json
 
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.benchmark import SAME_SCORES, Benchmark
@@ -128,9 +129,9 @@ def _fill_one(
         for batch in batches:
             result = reward.score(evaluator.generate_batch(batch), batch.prompts, batch.rows)
             parts = {part: scores.tolist() for part, scores in result.parts.items()}
-            plain = {part: [x if math.isfinite(x) else None for x in values] for part, values in parts.items()}
-            line = {"images": batch.slots, "scores": plain, "errors": result.errors}
-            file.write(f"\n{json.dumps(line)}\n")  # an unfinished line of a killed process stays separate
+            line = {"images": batch.slots, "scores": parts, "errors": result.errors}
+            text = to_json(line, inf_nan_mode="null").decode()
+            file.write(f"\n{text}\n")  # an unfinished line of a killed process stays separate
             file.flush()
-            subject.add(line)
+            subject.add(json.loads(text))
             bar.update(len(batch.slots))

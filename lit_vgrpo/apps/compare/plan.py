@@ -23,7 +23,7 @@ from lit_vgrpo.config.tree import Place, class_name, dotted, leaves, merged, rep
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import UserError, counted, suggestion, unknown_option
 from lit_vgrpo.launch.build import build
-from lit_vgrpo.system.paths import shipped_root, typed_path
+from lit_vgrpo.system.paths import shipped, typed_path
 
 KEYS = ("like", "published", "tuned", "found", "sweep")
 MAY_SET = (
@@ -222,17 +222,12 @@ def fingerprint(recipe: Mapping[str, Any], seed: int) -> str:
 # --- overlays ---------------------------------------------------------------------------------------------------------
 
 
-def shipped_methods() -> dict[str, Path]:
-    """Return the overlays installed with the package, by name."""
-    return {path.stem: path for path in sorted((shipped_root() / "compare").glob("*.yaml"))}
-
-
 def find_overlay(text: str) -> Path:
     """Return the file of a method, given a shipped name or a path; raise UserError if there is none."""
-    shipped = shipped_methods()
-    path = shipped.get(text, typed_path(text))
+    methods = shipped("compare")
+    path = methods.get(text, typed_path(text))
     if not path.is_file():
-        raise UserError(f"{text} is neither a method nor an overlay file. {suggestion(text, shipped)}")
+        raise UserError(f"{text} is neither a method nor an overlay file. {suggestion(text, methods)}")
     return path
 
 

@@ -17,6 +17,7 @@ import pandas as pd
 import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from pydantic_core import to_json
 
 from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.plan import Budget, Entrant, Run
@@ -182,7 +183,7 @@ def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Seq
     evaluations = evaluation_table(curves)
     _write_csv(options.out / "compare.csv", evaluations)
     _write_csv(options.out / "targets.csv", pd.concat([each, mean.assign(seed="mean")]))
-    content = {"base": options.base_method, "final": records(runs), "costs": records(mean)}
+    content = {"base": options.base_method, "final": runs.to_dict("records"), "costs": mean.to_dict("records")}
     _write(options, "compare", content, f"![held-out reward](compare.png)\n\n{text}", curves)
     if len(evaluations):
         draw(options.out / "compare.png", evaluations, options.targets, options.command.recipe.stem)
@@ -240,7 +241,7 @@ def write_sweep(options: CompareOptions, entrants: Sequence[Entrant], curves: Se
         indented = "\n".join(f"    {line}" for line in block.splitlines())
         parts.append(f"{method}: {points['values'][row]}, final reward {points['final'][row]:.3f}\n\n{indented}")
     text = "\n\n".join([*parts, *_failed(curves)])
-    chosen = [{**record, "is_best": row in best.values()} for row, record in enumerate(records(points))]
+    chosen = [{**record, "is_best": row in best.values()} for row, record in enumerate(points.to_dict("records"))]
     _write(options, "sweep", {"prompts": options.prompts, "points": chosen}, text, curves)
     return text
 
@@ -285,16 +286,11 @@ def _write(options: CompareOptions, name: str, content: dict[str, Any], text: st
         "targets": options.targets,
     }
     content = {**setting, **content, "runs": [asdict(curve) for curve in curves]}
-    write_atomically(options.out / f"{name}.json", json.dumps(content, indent=2) + "\n")
+    write_atomically(options.out / f"{name}.json", to_json(content, indent=2, inf_nan_mode="null").decode() + "\n")
 
 
 def _write_csv(path: Path, table: pd.DataFrame) -> None:
     write_atomically(path, table.to_csv(index=False, lineterminator="\n"))
-
-
-def records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows as plain values, null for NaN."""
-    return table.astype(object).where(table.notna(), None).to_dict("records")
 
 
 def markdown_table(table: pd.DataFrame) -> str:

@@ -88,8 +88,8 @@ class Curriculum:
             raise UserError(f"{file} lists no recipes. Write {STAGES}: [first, second].")
         stages = [Stage(number, find_recipe(_near(file, text))) for number, text in enumerate(content[STAGES], start=1)]
         overlays, overrides = (map(str, content.get(key) or []) for key in LISTS)
-        saved = _settings(Command.parse([str(file), *(_near(file, word) for word in overlays), *overrides]))
-        typed = [word for word in _settings(command) if not word.startswith("run_dir=")]
+        saved = Command.parse([str(file), *(_near(file, word) for word in overlays), *overrides]).settings
+        typed = [word for word in command.settings if not word.startswith("run_dir=")]
         if errors := [error for word in (*saved, *typed) for error in _misplaced(word, len(stages))]:
             raise UserError(*errors)
         run_dir = Path(given.get("run_dir") or content.get("run_dir") or Path("runs") / file.stem).expanduser()
@@ -124,10 +124,6 @@ def _near(file: Path, text: Any) -> str:
     """Return the path of the recipe or overlay of that name in the curriculum's folder, or else the name itself."""
     near = [path for path in (file.parent / str(text), file.parent / f"{text}.yaml") if path.is_file()]
     return str(near[0] if near else text)
-
-
-def _settings(command: Command) -> list[str]:
-    return [*map(str, command.overlays), *(f"{key}={text}" for key, text in command.overrides)]
 
 
 def _for_stage(word: str) -> tuple[int | None, str]:

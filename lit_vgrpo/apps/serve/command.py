@@ -75,15 +75,15 @@ def build_served(words: Sequence[str]) -> Weighted:
     """Build a reward; a judge's preset needs only the packages that its environment has."""
     from lit_vgrpo import rewards
     from lit_vgrpo.config.parts import part_of_words
-    from lit_vgrpo.config.tree import JUDGE, judge_names
-    from lit_vgrpo.system.paths import import_from_here
+    from lit_vgrpo.config.tree import JUDGE
+    from lit_vgrpo.system.paths import import_from_here, shipped
 
-    if words[0] in judge_names():
+    if words[0] in (judges := shipped("judges")):
         import_from_here()
         reward = part_of_words([f"{JUDGE}:{words[0]}", *words[1:]], "reward", rewards.Reward)
         return rewards.as_weighted(reward, "")
-    if words[0] not in rewards.__all__ and (near := nearest(words[0], judge_names())):
-        raise UserError(f"{words[0]} is not a reward. Did you mean {near}? Judges: {', '.join(judge_names())}.")
+    if words[0] not in rewards.__all__ and (near := nearest(words[0], judges)):
+        raise UserError(f"{words[0]} is not a reward. Did you mean {near}? Judges: {', '.join(judges)}.")
     from lit_vgrpo.launch.build import build_reward
 
     return build_reward(words)

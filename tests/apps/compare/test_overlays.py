@@ -11,7 +11,7 @@ from lit_vgrpo.apps.compare import plan
 from lit_vgrpo.apps.compare.plan import entrants, find_overlay, for_race, read_overlay, with_overlay
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.build import part_errors
-from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.system.paths import resolve_path, shipped
 
 BASE = {
     "model": {
@@ -75,11 +75,10 @@ def test_what_depends_on_the_network_is_the_recipes_for_all_methods_that_have_it
 
 
 @pytest.mark.slow
-def test_a_method_that_cannot_run_on_the_policy_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_method_that_cannot_run_on_the_policy_is_one_line(here):
     (error,) = errors_of(entrants, compare_options(["tiny_unet", "--methods", "vgrpo,awm"]))
     assert error.startswith("awm: model.objective=AWM does not work on UNetPolicy: ")
-    assert not (tmp_path / "runs").exists()
+    assert not (here / "runs").exists()
 
 
 def test_a_race_drops_what_costs_and_keeps_the_average():
@@ -105,14 +104,13 @@ SMOOTH = ("tiny_shapes", "model.reward=SmoothShapesReward", "model.heldout_rewar
     [
         (["tiny_unet"], OF_A_UNET),
         (SMOOTH, BY_GRADIENT),
-        (["tiny_shapes"], [name for name in plan.shipped_methods() if name not in ELSEWHERE]),
+        (["tiny_shapes"], [name for name in shipped("compare") if name not in ELSEWHERE]),
         (["tiny_opd"], [*OF_TEACHERS, "vgrpo"]),
     ],
 )
-def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_every_shipped_overlay_builds(recipe, methods, here):
     if methods[0] in OF_TEACHERS:
-        folders = save_teachers(resolve_path("shipped:assets/tiny_sd3"), tmp_path, ("colour", "shape", "place"))
+        folders = save_teachers(resolve_path("shipped:assets/tiny_sd3"), here, ("colour", "shape", "place"))
         recipe = [*recipe, f"model.objective.init_args.teachers={json.dumps(folders)}"]
     race = entrants(compare_options([*recipe, "--methods", ",".join(methods), "--settings", "published"]))
     assert [entrant.method for entrant in race] == methods

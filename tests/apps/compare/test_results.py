@@ -97,8 +97,7 @@ def test_a_seed_that_missed_the_target_leaves_no_mean():
 
 
 @pytest.mark.slow
-def test_a_failed_seed_is_listed_and_leaves_no_mean_cost(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_failed_seed_is_listed_and_leaves_no_mean_cost(here):
     curves = [curve("nft", 0, [0.2, 0.9]), Curve("nft", "published", 1, [], "RuntimeError: no room")]
     assert cells(reward_table(summaries(curves)), "nft")["seeds"] == "1/2"
     assert cells(costs(curves, 0.5), "nft")["iterations"] == "-"
@@ -109,11 +108,10 @@ def test_a_failed_seed_is_listed_and_leaves_no_mean_cost(tmp_path, monkeypatch):
     assert write_race(options, [], all_failed)
 
 
-def test_one_seed_is_no_conclusion(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_one_seed_is_no_conclusion(here):
     options = compare_options(["tiny_shapes", "--methods", "nft", "--seeds", "1", "--out", "."])
     assert write_race(options, [], [curve("nft", 0, [0.2, 0.9])]).startswith("**One seed: no conclusion.**")
-    assert "One seed: no conclusion." in (tmp_path / "compare.md").read_text()
+    assert "One seed: no conclusion." in (here / "compare.md").read_text()
 
 
 @pytest.mark.slow
@@ -131,15 +129,14 @@ def test_the_plot_shows_the_methods(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_files_of_a_race(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_files_of_a_race(here):
     words = ["tiny_shapes", "--methods", "vgrpo", "--target", "0.5", "--seeds", "2", "--out", "."]
     options = compare_options(words)
     found = [Entrant("vgrpo", "published", {}), Entrant("vgrpo", "tuned", {}, budget=Budget(8, 2, 30))]
     text = write_race(options, found, [curve("vgrpo", s, [0.2, 0.9]) for s in range(2)])
     assert "- vgrpo: 8 points x 2 seeds x 30 iterations" in text
     assert "One seed" not in text
-    saved = json.loads((tmp_path / "compare.json").read_text())
+    saved = json.loads((here / "compare.json").read_text())
     assert saved["seeds"] == [0, 1]
     assert saved["versions"]["torch"]
     assert saved["costs"][0]["iteration"] == pytest.approx(5 * 3 / 7)
@@ -155,7 +152,7 @@ def test_the_files_of_a_race(tmp_path, monkeypatch):
     assert [row["seed"] for row in targets] == ["0", "1", "mean"]
     assert float(targets[2]["forward_equivalents"]) == pytest.approx(11_000 * 3 / 7)
     assert targets[2]["equivalents_ratio"] == "1.0"
-    markdown = (tmp_path / "compare.md").read_text()
+    markdown = (here / "compare.md").read_text()
     assert options.line in markdown
     assert text in markdown
 
@@ -202,8 +199,7 @@ def test_the_best_point_reaches_the_highest_target_with_all_seeds_at_the_least_c
     assert swept([[0.2, 0.5, 0.9]], [[0.2, 0.9]], targets=[0.8], seconds=(1, 50))[1] == 1  # by passes, not by time
 
 
-def test_the_files_of_a_sweep(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_files_of_a_sweep(here):
     words = ["--methods", "vgrpo", "--sweep", "--target", "0.5,0.85", "--iterations", "10", "--out", "."]
     options = compare_options(["tiny_shapes", *words])
     recipe = {"model": {"objective": {"class_path": "VGRPO", "init_args": {}}}}
@@ -224,9 +220,9 @@ def test_the_files_of_a_sweep(tmp_path, monkeypatch):
     block = "tuned:\n  model:\n    objective:\n      init_args:\n        clip: 0.1\n    optimizer:\n      lr: 0.001\n"
     block += "found:\n  points: 8\n  seeds: 2\n  iterations: 30\n  prompts: tiny_shapes\n"
     assert report.tuned_block(found[1], Budget(8, 2, 30, "tiny_shapes")) == block
-    saved = json.loads((tmp_path / "sweep.json").read_text())
+    saved = json.loads((here / "sweep.json").read_text())
     assert [point["is_best"] for point in saved["points"]] == [True, False, False]
     table = read_csv("sweep.csv")
     assert len(table) == 3
     assert (table[1]["forward_equivalents"], table[1]["to 0.85"]) == ("22000.0", "")
-    assert (tmp_path / "sweep.md").read_text().endswith(f"{text}\n")
+    assert (here / "sweep.md").read_text().endswith(f"{text}\n")
