@@ -1,4 +1,4 @@
-"""Bytes that GPUs exchange in an iteration, seconds that it takes, and sizes that divide; numbers only."""
+"""Bytes that GPUs exchange per iteration, its seconds, and sizes that divide; numbers only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Exchange:
         kind: ``all_reduce``, ``gather`` (all get all parts) or ``scatter`` (each gets the sum of one part).
         size: Bytes of the whole, on one GPU.
         ranks: GPUs that take part.
-        times: Repetitions in an iteration.
+        times: Repetitions per iteration.
         in_update: False in sampling, and for the scores.
         crosses: True if the ranks are on several machines.
         rings: Groups of GPUs of a machine that do it at the same time.
@@ -42,7 +42,7 @@ class Exchange:
 
     @property
     def sent(self) -> float:
-        """Bytes that each GPU sends in an iteration, in a ring; an all-reduce scatters, then gathers."""
+        """Bytes that each GPU sends per iteration, in a ring; an all-reduce scatters, then gathers."""
         return (2 if self.kind == "all_reduce" else 1) * self.size * (self.ranks - 1) / self.ranks * self.times
 
     def seconds(self, within: float, between: float) -> float:
@@ -68,7 +68,7 @@ def exchanges(
     shard_size: int | None = None,
     scores: int = 0,
 ) -> list[Exchange]:
-    """Return what a strategy exchanges in an iteration, without evaluations and checkpoints.
+    """Return what a strategy exchanges per iteration, without evaluations and checkpoints.
 
     DDP and ZeRO-1 reduce gradients once per update, the others with every micro-batch. ZeRO-1 and 2 gather the stepped
     weights. FSDP2 and ZeRO-3 gather all weights in every call, and again in its backward pass. FSDP2 pads the rows of
@@ -139,7 +139,7 @@ class Outlook:
 
     @property
     def sent(self) -> tuple[float, float]:
-        """Bytes that a GPU sends in an update and in an iteration."""
+        """Bytes that a GPU sends per update and per iteration."""
         in_updates = sum(one.sent for one in self.exchanges if one.in_update)
         return in_updates / self.plan.updates_per_iteration, sum(one.sent for one in self.exchanges)
 
