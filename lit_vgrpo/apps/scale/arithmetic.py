@@ -78,7 +78,7 @@ def exchanges(
         shard_size: Ranks that shard the weights under FSDP2; the others hold replicas.
         scores: Bytes of all ranks' scores.
     """
-    shards = min(shard_size or gpus, gpus) if strategy == "fsdp2" else gpus
+    shards = shard_size or gpus if strategy == "fsdp2" else gpus
     multiple = shards if strategy == "fsdp2" else 1
     sizes = [(-(-rows // multiple) * multiple * row, is_trained) for rows, row, is_trained in weights]
     whole, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
@@ -92,10 +92,8 @@ def exchanges(
         found += [of("gather", whole, calls.sampling, in_update=False)]
         found += [of("gather", whole, calls.without_grad + 2 * calls.with_grad), of("scatter", trained, micro_batches)]
         if (replicas := gpus // shards) > 1:
-            of_machine = min(shards, MACHINE)
-            found.append(
-                Exchange("all_reduce", trained // shards, replicas, micro_batches, True, gpus > MACHINE, of_machine)
-            )
+            rings, size = min(shards, MACHINE), trained // shards
+            found.append(Exchange("all_reduce", size, replicas, micro_batches, True, gpus > MACHINE, rings))
         return found
     found.append(of("all_reduce", trained, micro_batches if strategy == "zero2" else plan.updates_per_iteration))
     return found if strategy == "ddp" else [*found, of("gather", trained, plan.updates_per_iteration)]

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import lcm
 from typing import TYPE_CHECKING
 
 import torch
@@ -109,15 +110,16 @@ class ScaledRecipe:
     def errors(self, gpus: int, sizes: Sizes | None = None) -> list[str]:
         """Return the first error of the recipe's sizes, or of others, on a number of GPUs."""
         sizes, ranks = sizes or self.sizes, gpus // self.per_rank
-        if gpus % self.per_rank:
-            return [f"trainer.strategy.context_parallel={self.per_rank} does not divide {gpus}"]
+        for name, size in (("context_parallel", self.per_rank), ("shard_size", self.shard_size or 1)):
+            if gpus % size:
+                return [f"trainer.strategy.{name}={size} does not divide {gpus}"]
         if self.module.reward.compares and ranks > sizes.prompts_per_iteration:
             return [f"prompts_per_iteration={sizes.prompts_per_iteration} splits groups, which the reward compares"]
         return sizes.errors(ranks)
 
     def fitting(self, gpus: int) -> Sizes | None:
         """Return the nearest sizes that divide over a number of GPUs."""
-        if gpus % self.per_rank:
+        if gpus % lcm(self.per_rank, self.shard_size or 1):
             return None
         return fitting(self.sizes, gpus // self.per_rank, lambda sizes: not self.errors(gpus, sizes))
 
@@ -131,14 +133,19 @@ class ScaledRecipe:
                 if sizes is not None and (value := getattr(sizes, name)) != getattr(self.sizes, name):
                     typed.append(f"data.{name}={value}")
             updates = self.sizes.updates_per_iteration
-            fewer = (n for n in reversed(divisors(updates)[:-1]))
-            fits = (n for n in fewer if not self.errors(gpus, replace(self.sizes, updates_per_iteration=n)))
+            fits = (
+                n
+                for n in divisors(updates)[-2::-1]
+                if not self.errors(gpus, replace(self.sizes, updates_per_iteration=n))
+            )
             others += [f"data.updates_per_iteration={n}" for n in fits][:1]
             others += [f"use {n} GPUs" for n in range(gpus - 1, 0, -1) if not self.errors(n)][:1]
         if sizes is not None and (plan := sizes.plan(gpus // self.per_rank)).images_per_rank % self._batch(plan):
             typed.append(f"model.rollout_batch_size={largest_divisor(plan.images_per_rank, self._batch(plan))}")
-        choices = [*filter(None, [" ".join(typed)]), *others]
-        return f"{gpus} GPUs: {reason}. Set {', or '.join(choices)}." if choices else None
+        choices = ", or ".join([*filter(None, [" ".join(typed)]), *others])
+        if not errors and not typed:
+            return None
+        return f"{gpus} GPUs: {reason}.{f' Set {choices}.' if choices else ''}"
 
     def _batch(self, plan: Plan) -> int:
         """Return the images per batch of sampling on a rank."""

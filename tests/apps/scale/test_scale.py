@@ -66,6 +66,15 @@ def test_the_nearest_sizes_that_divide(sizes, ranks, prompts, micro):
     assert not found.errors(ranks)
 
 
+def test_what_divides_no_number_of_gpus(tiny_recipe, capsys):
+    words = ["trainer.strategy={class_path: FSDP2, init_args: {shard_size: 2}}", "trainer.devices=2"]
+    assert check([str(tiny_recipe), *words, "--scale", "1,2,4"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[2].split() == ["1", "-", "-", "-"]
+    assert "1 GPUs: trainer.strategy.shard_size=2 does not divide 1." in out
+    assert [line.split()[1] for line in out[3:5]] == ["2", "1"]
+
+
 def test_a_recipe_without_measured_seconds(tiny_recipe, capsys):
     words = ["data.prompts_per_iteration=6", "data.split_updates=true", "data.updates_per_iteration=6"]
     assert check([str(tiny_recipe), *words, "trainer.strategy=zero1", "--scale", "1,2,4"]) == 0
