@@ -40,6 +40,22 @@ LATER: Any = None
 
 
 @dataclass(kw_only=True)
+class Check:
+    """Find the errors of a recipe without training, or show what more GPUs would do."""
+
+    words: list[str]
+    memory: Annotated[str | None, Option(help="Memory of the GPU to compare with, such as 80GiB.")] = None
+    scale: Annotated[str | None, Option(help="Show it on these numbers of GPUs instead, such as 1,8,64,512.")] = None
+    bandwidth: Annotated[str, Option(help="With --scale: GB/s of a GPU in its machine, and of a machine.")] = "360,40"
+    seconds_per_image: Annotated[str | None, Option(help="With --scale: of sampling and of training, as 0.5,0.2.")] = (
+        None
+    )
+    reward_rate: Annotated[
+        float | None, Option(min=1e-6, help="With --scale: images per second of the slowest reward on servers or CPUs.")
+    ] = None
+
+
+@dataclass(kw_only=True)
 class Compare:
     """Race training methods on one task, or continue a race."""
 

@@ -17,6 +17,7 @@ from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import build_recipe, part_errors
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.launch.train import rehearse
+from lit_vgrpo.options import Check
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import weight_files
 from lit_vgrpo.policies.meta import NotEstimated
@@ -31,14 +32,26 @@ COPIES_OF_WEIGHTS = 4
 """Weights, Adam's two moments and the average, in the checkpoint of a fully trained network."""
 
 
-def check_command(command: Command, memory: str | None) -> int:
-    """Check a recipe, or a curriculum's stages, for this machine or ``memory``; raise UserError with all errors."""
+def check_command(options: Check) -> int:
+    """Check a recipe, or a curriculum's stages, for this machine or a GPU; raise UserError with all errors."""
     from lit_vgrpo.apps.memory.estimate import gpu_memory_of
 
-    gpu_bytes = None if memory is None else gpu_memory_of(memory)
+    command = Command.parse(options.words)
+    if options.scale is not None:
+        return _show_scale(command, options)
+    gpu_bytes = None if options.memory is None else gpu_memory_of(options.memory)
     if STAGES in loaded(command.recipe):
         return _check_stages(command, gpu_bytes)
     _check_recipe(command, gpu_bytes)
+    return 0
+
+
+def _show_scale(command: Command, options: Check) -> int:
+    from lit_vgrpo.apps.scale.report import scale_report
+
+    if STAGES in loaded(command.recipe):
+        raise UserError(f"{command.recipe} has several stages. Give --scale the recipe of one of them.")
+    say(scale_report(build_recipe(read_recipe(command), make_folder=False, elsewhere=True), options))
     return 0
 
 

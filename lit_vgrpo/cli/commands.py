@@ -131,19 +131,7 @@ def recipes(
     return list_recipes(names or [])
 
 
-@app.command(rich_help_panel=START)
-def check(
-    recipe: RecipeArg,
-    words: Words = None,
-    memory: Annotated[str | None, Option(help="Memory of the GPU to compare with, such as 80GiB.")] = None,
-) -> int:
-    """Find the errors of a recipe without training."""
-    from lit_vgrpo.config.recipe import Command
-
-    command = Command.parse([recipe, *(words or [])])
-    with _loading():
-        from lit_vgrpo.cli.check import check_command
-    return check_command(command, memory)
+add_command("check", options.Check, START, "cli.check:check_command", recipe=RecipeArg, words=Words)
 
 
 @app.command(rich_help_panel=TRAIN)

@@ -9,7 +9,7 @@ import pytest
 from engines import SLOW_REWARD, WORDS, Network, iterations, largest_difference, ranks, wait_for
 from processes import run_command
 
-EVENTS = {"a killed rank": 0, "10 s without network": 10}
+EVENTS = {"a killed rank": 0, "10 s without network": 10, "60 s without network": 60}
 
 
 @pytest.mark.slow
