@@ -23,6 +23,9 @@ from lit_vgrpo.policies.meta import AutocastOnMeta
 from lit_vgrpo.policies.placement import placed
 from lit_vgrpo.system.hub import quiet_libraries
 
+GUIDER = "guider"
+"""Name of the guidance scale of a pipeline that keeps it in a component, among the arguments of a watched call."""
+
 
 class Stop(Exception):
     """Ends a watched call."""
@@ -117,7 +120,9 @@ class Watcher:
         self._kept: dict[str, Any] = {}  # embeddings of prompts and pictures, by the arguments
         self._shapes: dict[str, Any] = {}
 
-        self.parameters = call_parameters(pipeline)
+        self.parameters = dict(call_parameters(pipeline))
+        if guiders_at(pipeline, None):
+            self.parameters[GUIDER] = inspect.Parameter(GUIDER, inspect.Parameter.KEYWORD_ONLY)
 
     @torch.no_grad()
     def watch(
@@ -181,10 +186,8 @@ class Watcher:
         scheduler.step, scheduler.set_timesteps = step_taken, prepared
         twin, parts = self._twin(), dict[str, Any](scheduler=scheduler)
         parts |= {name: StandIn(network, passed(name)) for name, network in self.networks.items()}
-        for name, part in self.pipeline.components.items():
-            if name.endswith("guider") and part is not None:
-                parts[name] = copy.deepcopy(part)
-                parts[name].disable()
+        arguments = dict(arguments)
+        parts |= guiders_at(self.pipeline, arguments.pop(GUIDER, None))
         vae = self.pipeline.vae
         encode = wraps(vae.encode)(partial(encoded_latents if self.has_weights else random_latents, vae))
         kept = self._once(encode) if keeps else encode
@@ -266,6 +269,14 @@ class Watcher:
             own = {f"{module}.{key}" for key, _ in twin.get_submodule(module).named_parameters()}
             found.add(f"{module}.*" if own <= idle else name)
         return tuple(sorted(found))
+
+
+def guiders_at(pipeline: Any, scale: float | None) -> dict[str, Any]:
+    """Return the guiders among a pipeline's components at a guidance scale, by name; ``None`` turns them off."""
+    guiders = {name: part for name, part in pipeline.components.items() if name.endswith(GUIDER) and part is not None}
+    given = {"enabled": False} if scale is None else {"guidance_scale": scale}
+    with quiet_libraries():
+        return {name: part.new(**given) for name, part in guiders.items()}
 
 
 def random_output(module: nn.Module, *given: Any, **named: Any) -> Any:

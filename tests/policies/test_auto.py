@@ -9,7 +9,23 @@ import zoo
 
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.policies import AutoPolicy, checks
+from lit_vgrpo.policies import (
+    AutoPolicy,
+    ChromaPolicy,
+    Flux2DevPolicy,
+    Flux2Policy,
+    FluxPolicy,
+    Krea2Policy,
+    Lumina2Policy,
+    QwenImagePolicy,
+    SanaPolicy,
+    SD3Policy,
+    SDXLPolicy,
+    UNetPolicy,
+    WanPolicy,
+    ZImagePolicy,
+    checks,
+)
 from lit_vgrpo.policies.learned import NotLearned
 from lit_vgrpo.policies.loading import KEY
 from lit_vgrpo.system.hub import LoadError
@@ -41,7 +57,6 @@ REFUSED = {
     "exceeds max_sequence": ("Ideogram4Pipeline",),
     "invert_sigmas": ("OmniGenPipeline", "MochiPipeline"),
     "expanded size": ("GlmImagePipeline",),
-    "second network": ("WanPipeline/two_networks", "WanImageToVideoPipeline/two_networks"),
     "no time": (
         "WanImageToVideoPipeline/expanded",
         "LTXImageToVideoPipeline",
@@ -55,6 +70,25 @@ REFUSED = {
 }
 """Classes that a learned policy refuses, by a word of the reason; the tokenizers are those of the zoo."""
 
+FAMILIES = {
+    "StableDiffusionPipeline": UNetPolicy,
+    "StableDiffusionXLPipeline": SDXLPolicy,
+    "StableDiffusion3Pipeline": SD3Policy,
+    "FluxPipeline": FluxPolicy,
+    "FluxPipeline/schnell": FluxPolicy,
+    "ChromaPipeline": ChromaPolicy,
+    "Flux2KleinPipeline": Flux2Policy,
+    "Flux2Pipeline": Flux2DevPolicy,
+    "QwenImagePipeline": QwenImagePolicy,
+    "Lumina2Pipeline": Lumina2Policy,
+    "ZImagePipeline": ZImagePolicy,
+    "Krea2Pipeline": Krea2Policy,
+    "SanaPipeline": SanaPolicy,
+    "WanPipeline": WanPolicy,
+    "WanPipeline/two_networks": WanPolicy,
+}
+"""Classes that have a policy written by hand."""
+
 
 def built(name, **options):
     entry, pipeline = zoo.ZOO[name], zoo.build(name)
@@ -66,7 +100,7 @@ def built(name, **options):
     return AutoPolicy(pipeline, call=call, references=int(entry.picture is not None), **options)
 
 
-def largest_difference(policy, guidance):
+def largest_difference(policy, guidance, monkeypatch):
     """The largest difference between the policy's picture and its pipeline's, of 255."""
     pipeline, scheduler, states = policy.pipeline, policy._new_scheduler(), []
     step = scheduler.step
@@ -82,8 +116,10 @@ def largest_difference(policy, guidance):
     given |= {**policy.pipeline_options, **policy.pipeline_guidance(guidance, 1)}
     given |= policy.pipeline_references(picture) if policy.edits else {}
     given = {key: value for key, value in given.items() if key in policy.watcher.parameters}
-    pipeline.scheduler = scheduler
-    theirs = pipeline(prompt=PROMPT if policy.pipeline_takes_one else [PROMPT], **given)[0]
+    with monkeypatch.context() as patch:
+        for part, value in {"scheduler": scheduler, **policy.pipeline_parts(guidance)}.items():
+            patch.setattr(pipeline, part, value)
+        theirs = pipeline(prompt=PROMPT if policy.pipeline_takes_one else [PROMPT], **given)[0]
     theirs = theirs if isinstance(theirs, torch.Tensor) else torch.stack(list(theirs))
     cond = policy.encode([PROMPT], [picture[0].byte()] if policy.edits else None)
     spec, noise = RolloutSpec(policy.solvers[0], 3, guidance), policy._latents_of(states[0])
@@ -92,22 +128,37 @@ def largest_difference(policy, guidance):
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in zoo.ZOO])
-def test_it_draws_what_the_pipeline_draws(name):
+def test_it_draws_what_the_pipeline_draws(name, monkeypatch):
     policy = built(name, **({"train_only": ["*weight"]} if name in WITHOUT_ADAPTERS else {"lora_rank": 2}))
-    for component in ("guider", "ocr_guider"):
-        if getattr(policy.given, component, None) is not None:
-            getattr(policy.given, component).disable()
     if reasons := [word for word, names in REFUSED.items() if name in names]:
         with pytest.raises(LoadError, match=reasons[0]):
             policy.load()
         return
     with torch.no_grad():
         for guidance in (1.0, 3.0) if policy.load().guidance_error() is None else (1.0,):
-            assert largest_difference(policy, guidance) < 0.1
+            assert largest_difference(policy, guidance, monkeypatch) < 0.1
     if not policy.edits:
         checks.rows_do_not_depend_on_the_batch(policy)
     checks.gradient_reaches_what_is_trained(policy)
     checks.saved_weights_are_read_back(policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_it_predicts_what_the_family_s_class_predicts(name):
+    learned, options = built(name).load(), {**zoo.ZOO[name].size, **zoo.ZOO[name].options}
+    options.pop("use_resolution_binning", None)
+    written = FAMILIES[name](zoo.build(name), **options).load()
+    z, t, _ = checks.inputs(written)
+    for guidance in (1.0, 3.0):
+        one, other = (policy(z, t, policy.encode([PROMPT, 'a "dog"']), guidance) for policy in (learned, written))
+        assert checks.difference(one, other) < 2e-6
+    for solver in written.solvers:
+        schedulers = [(policy, policy.scheduler(solver, 5)) for policy in (learned, written)]
+        one, other = (policy.scheduler_times(scheduler) for policy, scheduler in schedulers)
+        assert checks.difference(one, other) < 2e-6
+    assert checks.difference(learned.decode(z), written.decode(z)) < 2e-6
 
 
 @pytest.mark.parametrize(
@@ -128,12 +179,12 @@ def test_wrong_learning_is_caught(what, broken):
         policy._prove()
 
 
-def test_another_size_is_learned_anew():
+def test_another_size_is_learned_anew(monkeypatch):
     policy = built("AuraFlowPipeline").load()
     with policy.sized(64, 32):
         assert policy.latent_shape == (4, 16, 8)
         with torch.no_grad():
-            assert largest_difference(policy, 3.0) < 0.1
+            assert largest_difference(policy, 3.0, monkeypatch) < 0.1
     assert policy.latent_shape == (4, 8, 12)
 
 
