@@ -36,7 +36,7 @@ from lit_vgrpo.policies.learned import (
 from lit_vgrpo.policies.learner import WORDS, Learner, number_of
 from lit_vgrpo.policies.loading import INDEX, KEY, call_parameters, find_pipeline_class, small_file
 from lit_vgrpo.policies.trained import is_target, name_in_block
-from lit_vgrpo.policies.unet import PREDICTIONS, VP_SOLVERS, vp_misfit, vp_scheduler
+from lit_vgrpo.policies.unet import PREDICTIONS, SNR_SHIFT, VP_SOLVERS, vp_misfit, vp_scheduler
 from lit_vgrpo.policies.wan import joined_by_time, rows_sharing_time
 from lit_vgrpo.policies.watching import GUIDER, Call, Watcher, guiders_at, prediction_of, stacked, to_meta
 from lit_vgrpo.system.hub import LoadError
@@ -180,7 +180,7 @@ class AutoPolicy(Policy):
 
     def _solvers(self) -> tuple[str, ...]:
         if self.path_kind == "vp":
-            return VP_SOLVERS
+            return VP_SOLVERS[:1] if SNR_SHIFT in self._file(SCHEDULER) else VP_SOLVERS
         own = OWN_SOLVERS.get(self._file(SCHEDULER).get("_class_name", ""), FLOW_SOLVERS[0])
         return (own, *(solver for solver in FLOW_SOLVERS if solver != own))
 

@@ -168,10 +168,10 @@ def built(tree: Any, number: int, value_of: Callable[[Leaf], Any], image: int | 
     if not isinstance(tree.value, Tensor):
         return type(tree.value)(value[image or 0].item())
     if image is not None:
-        return value[image]
+        return value[image].contiguous()
     if tree.dim is None:  # a number for all images may differ between them where it is the time
         return value.reshape(number) if tree.kind in ("time", "guidance") and tree.value.numel() == 1 else value[0]
-    return value.movedim(0, tree.dim)
+    return value.movedim(0, tree.dim).contiguous()  # as the pipeline's; some networks take views of it
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -333,8 +334,9 @@ class Learner:
             if len(rows) == 2 and len(self._rows_of_step(learned, calls[0], 1)) == 2:
                 rule = self._rule(learned, option, calls)
                 given: dict[str, Any] = {option: SCALES[0]}
-                plain = self.call(WORDS[0], 2, self.guided_output, **given)
-                rule.needs_negative = len(self._rows_of_step(learned, plain, 0)) != 2
+                with suppress(Exception):  # some pipelines fail without a negative prompt
+                    plain = self.call(WORDS[0], 2, self.guided_output, **given)
+                    rule.needs_negative = len(self._rows_of_step(learned, plain, 0)) != 2
                 return rule
             if len(rows) != 1:
                 return Guidance(off=off, reason=f"has {len(rows)} rows in its first guided step")

@@ -35,17 +35,10 @@ FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline")
 PROMPT = "three green dogs"
 WITHOUT_ADAPTERS = ("PRXPipeline", "PixArtSigmaPipeline", "PixArtAlphaPipeline", "LuminaPipeline")
 WITHOUT_ADAPTERS += ("EasyAnimatePipeline", "OmniGenPipeline", "AllegroPipeline")
+WITHOUT_ADAPTERS += ("CogView3PlusPipeline", "HunyuanDiTPipeline", "LattePipeline")
 REFUSED = {
     "consistency model": ("LatentConsistencyModelPipeline",),
-    "clip_sample": (
-        "AnimateDiffPipeline",
-        "CogView3PlusPipeline",
-        "HunyuanDiTPipeline",
-        "CogVideoXPipeline",
-        "CogVideoXPipeline/ddim",
-        "CogVideoXImageToVideoPipeline",
-        "LattePipeline",
-    ),
+    "4 images for one": ("AnimateDiffPipeline", "LattePipeline"),
     "Image too small": ("Flux2KleinKVPipeline",),
     "mixes values": ("Kandinsky5I2VPipeline",),
     "tokenizer that has": ("BriaFiboPipeline",),
