@@ -558,6 +558,8 @@ class AutoPolicy(Policy):
                 value = tensors[leaf.name]
                 if leaf.is_padded:
                     return unpadded(leaf.name)
+                if leaf.name in sizes and not any(sizes[leaf.name]):
+                    return None
                 if leaf.name in sizes:
                     value = value[(slice(None), *(slice(side) for side in sizes[leaf.name]))]
                 return value if not isinstance(leaf.value, Tensor) else as_type(value, leaf.value.dtype)

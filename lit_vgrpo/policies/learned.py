@@ -39,7 +39,8 @@ class Leaf:
         kind: ``latents``, ``time``, ``guidance``, ``row`` (of a prompt), or ``fixed``.
         dim: Its dimension of images; ``None`` if all images share it.
         is_listed: It is in a list with one entry per image.
-        changes_size: Its shape, or the number that it is, differs between prompts.
+        changes_size: Its shape, or the number that it is, differs between prompts; a tensor may be absent, which a
+            conditioning has as an empty one.
         factor: A time is ``offset + factor * t``; a guidance scale likewise.
         offset: See ``factor``.
         shift: The network gets the time before the scheduler's shift by this factor.
@@ -291,6 +292,8 @@ class Learned:
         found = {}
         for leaf, value in values_at(self.tree, seen.inputs, image):
             known = leaf.one if isinstance(leaf.value, Tensor) else leaf.value
+            if value is None and leaf.changes_size and isinstance(known, Tensor):
+                value = known.new_zeros([0] * known.ndim)
             is_like = type(known) is type(value)
             if leaf.kind == "fixed" and is_like:
                 is_like = torch.equal(known, value.to(known)) if isinstance(value, Tensor) else known == value

@@ -46,8 +46,7 @@ REFUSED = {
     "kv_cache": ("QwenImage21Pipeline",),
     "no vae": ("PRXPixelPipeline",),
     "noise schedule": ("SanaSprintPipeline", "AnyFlowPipeline", "CosmosTextToWorldPipeline"),
-    "for only one of two prompts": ("NucleusMoEImagePipeline",),
-    "exceeds max_sequence": ("Ideogram4Pipeline",),
+    "second network": ("Ideogram4Pipeline",),
     "invert_sigmas": ("OmniGenPipeline", "MochiPipeline"),
     "expanded size": ("GlmImagePipeline",),
     "no time": (
