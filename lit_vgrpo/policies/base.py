@@ -407,7 +407,7 @@ class Policy(nn.Module):
         return {"guidance_scale": guidance, **({"negative_prompt": negative} if self.negative_prompt else {})}
 
     def pipeline_parts(self, guidance: float) -> dict[str, Any]:
-        """Return the components by name that a pipeline needs for a guidance scale which is no argument of its call."""
+        """Return the components, by name, that set a pipeline's guidance scale instead of an argument of its call."""
         return {}
 
     def scheduler_lines(self, spec: RolloutSpec) -> list[str]:

@@ -28,6 +28,7 @@ from lit_vgrpo.policies import (
 )
 from lit_vgrpo.policies.learned import NotLearned
 from lit_vgrpo.policies.loading import KEY
+from lit_vgrpo.policies.unet import vp_scheduler
 from lit_vgrpo.system.hub import LoadError
 
 FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline")
@@ -92,7 +93,7 @@ def built(name, **options):
     return AutoPolicy(pipeline, call=call, references=int(entry.picture is not None), **options)
 
 
-def largest_difference(policy, guidance, monkeypatch):
+def largest_difference(policy, guidance, monkeypatch, prompt=PROMPT):
     """The largest difference between the policy's picture and its pipeline's, of 255."""
     pipeline, scheduler, states = policy.pipeline, policy._new_scheduler(), []
     step = scheduler.step
@@ -111,9 +112,9 @@ def largest_difference(policy, guidance, monkeypatch):
     with monkeypatch.context() as patch:
         for part, value in {"scheduler": scheduler, **policy.pipeline_parts(guidance)}.items():
             patch.setattr(pipeline, part, value)
-        theirs = pipeline(prompt=PROMPT if policy.pipeline_takes_one else [PROMPT], **given)[0]
+        theirs = pipeline(prompt=prompt if policy.pipeline_takes_one else [prompt], **given)[0]
     theirs = theirs if isinstance(theirs, torch.Tensor) else torch.stack(list(theirs))
-    cond = policy.encode([PROMPT], [picture[0].byte()] if policy.edits else None)
+    cond = policy.encode([prompt], [picture[0].byte()] if policy.edits else None)
     spec, noise = RolloutSpec(policy.solvers[0], 3, guidance), policy._latents_of(states[0])
     ours = policy.decode(sample(policy, cond, torch.zeros(1, dtype=torch.long), spec, noise)[0])
     return 255 * (ours - theirs.float().reshape(ours.shape)).abs().max().item()
@@ -133,6 +134,10 @@ def test_it_draws_what_the_pipeline_draws(name, monkeypatch):
         checks.rows_do_not_depend_on_the_batch(policy)
     checks.gradient_reaches_what_is_trained(policy)
     checks.saved_weights_are_read_back(policy)
+    scheduler, (height, width) = policy.scheduler(policy.solvers[0], 3), policy.latent_shape[-2:]
+    if policy.path_kind == "flow":  # times are noise levels, up to the rounding of timesteps
+        assert (policy.scheduler_times(scheduler) - scheduler.sigmas[:3]).abs().max() < 2e-3
+    policy.decode_with_gradient(torch.zeros(1, *policy.latent_shape)[..., : height // 2, : width // 2])
 
 
 @pytest.mark.slow
@@ -171,8 +176,11 @@ def test_wrong_learning_is_caught(what, broken):
         policy._prove()
 
 
-def test_another_size_is_learned_anew(monkeypatch):
-    policy = built("AuraFlowPipeline").load()
+@pytest.mark.parametrize("name", ["AuraFlowPipeline", pytest.param("ChromaPipeline", marks=pytest.mark.slow)])
+def test_another_size_is_learned_anew(name, monkeypatch):
+    policy = built(name).load()
+    policy.encode([PROMPT])  # Chroma's mask covers the image, too
+    policy.negative()
     with policy.sized(64, 32):
         assert policy.latent_shape == (4, 16, 8)
         with torch.no_grad():
@@ -189,11 +197,118 @@ def test_what_was_learned_is_described_in_five_lines():
     assert "of any length" in lines[4]
 
 
-def test_an_unknown_argument_of_the_call_is_refused():
-    policy = built("AuraFlowPipeline")
-    policy.call["strength"] = 0.5
-    with pytest.raises(LoadError, match="takes no strength, which model.policy.call has"):
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"call": {"strength": 0.5}}, "takes no strength, which model.policy.call has"),
+        ({"call": {"negative_prompt": "a dog"}}, "negative_prompt='a dog'.* Set model.policy.negative_prompt"),
+        ({"call": {"guidance_scale": 7}}, "guidance_scale=7.* Set model.objective.rollout.guidance"),
+        ({"call": {"eta": 1.0}}, "eta=1.0.* Set model.objective.rollout.noise_level"),
+        ({"call": {"output_type": "latent"}}, "output_type='latent', which the policy sets itself. Leave it out"),
+        ({"num_frames": 5}, "makes no videos. Leave out model.policy.num_frames"),
+        ({"references": 1}, "takes no image, but model.policy.references=1"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(options, advice):
+    policy = AutoPolicy(zoo.build("StableDiffusionPipeline"), **options)
+    with pytest.raises(LoadError, match=advice):
         policy.load()
+
+
+def test_a_size_that_the_pipeline_rounds_is_refused():
+    policy = AutoPolicy(zoo.build("FluxPipeline"), height=33, width=48, call={"max_sequence_length": 16})
+    with pytest.raises(LoadError, match=r"policy.height=33 is a size at which FluxPipeline makes 32. Set height=32"):
+        policy.load()
+
+
+def changed(pipeline, change):
+    """The pipeline with a class that diffusers does not have, whose call first makes a change to its scheduler."""
+
+    class Changed(type(pipeline)):
+        def __call__(self, *given, **named):
+            change(self.scheduler)
+            return super().__call__(*given, **named)
+
+    Changed.__call__.__signature__ = inspect.signature(type(pipeline).__call__)
+    pipeline.__class__ = Changed
+    return pipeline
+
+
+def test_a_pipeline_of_another_class_than_diffusers_is_learned(monkeypatch):
+    policy = AutoPolicy(changed(zoo.build("AuraFlowPipeline"), lambda scheduler: None), height=32, width=48).load()
+    assert policy.pipeline_class == "Changed"
+    with torch.no_grad():
+        assert largest_difference(policy, 3.0, monkeypatch) < 0.1
+
+
+def scale_late_latents(scheduler):
+    step, taken = scheduler.step, []
+
+    @wraps(step)
+    def scaled(*given, **named):
+        taken.append(step(*given, **named)[0] * (0.9 if len(taken) > 5 else 1.0))
+        return (taken[-1],)
+
+    scheduler.step = scaled
+
+
+def end_with_noise(scheduler):
+    prepare = scheduler.set_timesteps
+
+    @wraps(prepare)
+    def prepared(*given, **named):
+        prepare(*given, **named)
+        scheduler.sigmas[-1] = 0.05
+
+    scheduler.set_timesteps = prepared
+
+
+@pytest.mark.parametrize("change", [scale_late_latents, end_with_noise])
+def test_steps_that_the_policy_would_not_take_are_caught(change):
+    policy = AutoPolicy(changed(zoo.build("AuraFlowPipeline"), change), height=32, width=48)
+    with pytest.raises(LoadError, match="what its scheduler returns differs|its latents after a step differs"):
+        policy.load()
+
+
+def test_a_prompt_that_changes_what_was_fixed_is_refused():
+    policy = built("AuraFlowPipeline").load()
+    policy.learned.of_kind("row")[0].kind = "fixed"
+    with pytest.raises(NotLearned, match="another kind of encoder_hidden_states for this prompt"):
+        policy.encode([PROMPT])
+
+
+def test_the_shifted_noise_of_cogvideox_is_followed():
+    base = zoo.cog_ddim(snr_shift_scale=3.0)
+    assert torch.allclose(vp_scheduler("ddim", base).alphas_cumprod, base.alphas_cumprod, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_words_in_quotes_reach_the_network():
+    policy = built("HunyuanImagePipeline").load()
+    one, other = (policy.encode([prompt]).tensors["encoder_hidden_states_2"] for prompt in ('a "dog"', 'a "cat"'))
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_mask_may_be_absent(monkeypatch):
+    policy = built("NucleusMoEImagePipeline").load()
+    sizes = policy.encode(["red red ", PROMPT]).tensors["size_of_encoder_hidden_states_mask"]
+    assert sizes.flatten().tolist() == [0, 24]
+    with torch.no_grad():
+        assert largest_difference(policy, 3.0, monkeypatch, "red red ") < 0.1
+    checks.rows_do_not_depend_on_the_batch(policy)
+
+
+@pytest.mark.slow
+def test_a_solver_with_other_times_is_refused():
+    with pytest.raises(ValueError, match=r"solver='dpm\+\+' cannot follow the times .* of LTXPipeline. Use euler"):
+        built("LTXPipeline").load().scheduler("dpm++", 5)
+
+
+@pytest.mark.slow
+def test_a_guider_is_set_in_lines_of_python():
+    lines = built("HunyuanVideo15Pipeline").load().scheduler_lines(RolloutSpec("euler", 3, 2.0))
+    assert lines == ["pipe.guider = pipe.guider.new(enabled=True, guidance_scale=2)"]
 
 
 def test_a_network_without_adapters_is_trained_whole():
