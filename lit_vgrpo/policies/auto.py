@@ -38,7 +38,16 @@ from lit_vgrpo.policies.loading import INDEX, KEY, call_parameters, find_pipelin
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.policies.unet import PREDICTIONS, SNR_SHIFT, VP_SOLVERS, vp_misfit, vp_scheduler
 from lit_vgrpo.policies.wan import joined_by_time, rows_sharing_time
-from lit_vgrpo.policies.watching import GUIDER, Call, Watcher, guiders_at, prediction_of, stacked, to_meta
+from lit_vgrpo.policies.watching import (
+    GUIDER,
+    Call,
+    Watcher,
+    guiders_at,
+    omitted_by_checkpointing,
+    prediction_of,
+    stacked,
+    to_meta,
+)
 from lit_vgrpo.system.hub import LoadError
 
 NETWORKS = ("transformer", "unet")
@@ -227,6 +236,13 @@ class AutoPolicy(Policy):
         if not self.lora_targets and self.lora_rank is not None:
             self.lora_targets = attention_layers(getattr(pipeline, self.network_name))
         super().adopt(pipeline, put_start)
+        if self.gradient_checkpointing:
+            network, inputs = self.watcher.networks[self.network_name], self.learned.example.inputs
+            if omitted := ", ".join(omitted_by_checkpointing(network, inputs)):
+                raise LoadError(
+                    f"model.policy.gradient_checkpointing=true: {type(network).__name__} then computes without "
+                    f"{omitted}. Set it to false, or use the policy class of its family, if there is one."
+                )
         if self.learned.decoded_shape and not self._decoded_shape(self.learned, 2):  # as HunyuanVideo 1.5's
             self.decode_batch_size = 1
         return self
@@ -527,7 +543,7 @@ class AutoPolicy(Policy):
             chosen = {name: value[rows] for name, value in tensors.items()}
             return self._inputs(z[rows], t[rows], chosen, sizes)
 
-        return self._prediction(self.network(t * self.pipeline.scheduler.config.num_train_timesteps, inputs)[0])
+        return self._prediction(self.network(z, t * self.pipeline.scheduler.config.num_train_timesteps, inputs)[0])
 
     def _prediction(self, output: Tensor) -> Tensor:
         """Return the predictions in a network's output, in the layout of the latents."""

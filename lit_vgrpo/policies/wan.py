@@ -147,7 +147,7 @@ class WanPolicy(FlowPolicy):
         given = {"hidden_states": z, "timestep": timestep, "encoder_hidden_states": cond.tensors["tokens"]}
         if len(self.network_names) == 1:
             return self.network(**given, return_dict=False)[0]
-        return self.network(timestep, lambda rows: {name: value[rows] for name, value in given.items()})[0]
+        return self.network(z, timestep, lambda rows: {name: value[rows] for name, value in given.items()})[0]
 
 
 class TwoNetworks(nn.Module):
@@ -166,17 +166,18 @@ class TwoNetworks(nn.Module):
         self.config, self._cp_plan = transformer.config, transformer._cp_plan
         self._no_split_modules = transformer._no_split_modules
 
-    def forward(self, timestep: Tensor, inputs: Callable[[Any], dict[str, Any]]) -> tuple[Tensor]:
+    def forward(self, z: Tensor, timestep: Tensor, inputs: Callable[[Any], dict[str, Any]]) -> tuple[Tensor]:
         """Return the predictions ``(B, C, f, h, w)``, in a tuple as diffusers' networks do.
 
         If :attr:`rows_share_time`, a network that has no rows is skipped. Otherwise, it is skipped only in a single
         process: collective operations on sharded weights need it in the passes of all processes.
 
         Args:
+            z: ``(B, ...)``, for those who count rows.
             timestep: ``(B,)``.
             inputs: Returns a network's arguments for some of the rows.
         """
-        if timestep.is_meta:  # there are no times; both networks have the same size
+        if z.is_meta:  # there are no times; both networks have the same size
             return (self.transformer(**inputs(slice(None)))[0],)
         is_early, outputs, order = timestep >= self.boundary, [], []
         for network, chosen in ((self.transformer, is_early), (self.transformer_2, ~is_early)):

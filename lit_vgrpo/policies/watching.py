@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lit_vgrpo.policies.acceleration import repeated_blocks
 from lit_vgrpo.policies.loading import call_parameters
 from lit_vgrpo.policies.meta import AutocastOnMeta
 from lit_vgrpo.policies.placement import placed
@@ -325,16 +326,46 @@ def copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def on_meta(network: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+def on_meta(
+    network: Any, inputs: Mapping[str, Any], prepare: Callable[[Any], None] = lambda twin: None
+) -> tuple[Any, Any] | None:
     """Return a network like another on the meta device, and its output; ``None`` if it reads values of the inputs.
 
     Masks and other integers may stay on the CPU, where some networks read them.
+
+    Args:
+        prepare: Changes the network before its pass.
     """
     for moved in (to_meta, floats_to_meta):
         with suppress(Exception), torch.device("meta"), AutocastOnMeta():
             twin = type(network).from_config(network.config).eval()
+            prepare(twin)
             return twin, twin(**tree_map(moved, inputs))
     return None
+
+
+@torch.enable_grad()
+def omitted_by_checkpointing(network: Any, inputs: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of a network's blocks that its gradient checkpointing omits, tried on the meta device."""
+    plain, recomputed = list[tuple[str, set[str]]](), list[tuple[str, set[str]]]()
+
+    def watched(twin: Any, calls: list[tuple[str, set[str]]]) -> None:
+        def note(block: nn.Module, given: Any, named: Any) -> None:
+            values = inspect.signature(block.forward).bind(*given, **named).arguments
+            present = {name for name, value in values.items() if isinstance(value, Tensor)}
+            calls.append((type(block).__name__, present))
+
+        calls.clear()
+        if calls is recomputed:
+            twin.enable_gradient_checkpointing(lambda block, *given, **named: block(*given, **named))
+        for block in repeated_blocks(twin):
+            block.register_forward_pre_hook(note, with_kwargs=True)
+
+    for calls in (plain, recomputed):
+        if on_meta(network, inputs, lambda twin, calls=calls: watched(twin, calls)) is None:  # type: ignore[misc]
+            return []
+    both = zip(plain, recomputed, strict=False)
+    return sorted({f"{kind}.{name}" for (kind, before), (_, after) in both for name in before - after})
 
 
 def floats_to_meta(leaf: Any) -> Any:

@@ -283,6 +283,15 @@ def test_the_shifted_noise_of_cogvideox_is_followed():
 
 
 @pytest.mark.slow
+def test_checkpointing_that_changes_what_blocks_get_is_refused():
+    built("AuraFlowPipeline", gradient_checkpointing=True).load()
+    with pytest.raises(
+        LoadError, match="computes without ChromaSingleTransformerBlock.attention_mask. Set it to false"
+    ):
+        built("ChromaPipeline", gradient_checkpointing=True).load()
+
+
+@pytest.mark.slow
 def test_words_in_quotes_reach_the_network():
     policy = built("HunyuanImagePipeline").load()
     one, other = (policy.encode([prompt]).tensors["encoder_hidden_states_2"] for prompt in ('a "dog"', 'a "cat"'))
