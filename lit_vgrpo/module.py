@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -304,7 +305,7 @@ class VGRPOModule(L.LightningModule):
             )
         known, now = state.get("pipeline", []), self.policy.description()
         for before, after in zip(known, now, strict=False):
-            if before != after:
+            if without_sizes(before) != without_sizes(after):
                 raise RuntimeError(
                     f"The pipeline is used in another way than in the run so far: {after!r}, but {before!r} before. "
                     "Resume with the same diffusers version and model.policy.checkpoint."
@@ -329,3 +330,12 @@ class VGRPOModule(L.LightningModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         self.configure_model()  # spawned processes return their weights to a process that has loaded none
         return super().load_state_dict(state_dict, *args, **kwargs)
+
+
+def without_sizes(line: str) -> str:
+    """Return a line without the sizes in brackets, which may change when a run is resumed.
+
+    >>> without_sizes("latents: [4, 16, 12], passed as [48, 16]")
+    'latents: [n, n, n], passed as [n, n]'
+    """
+    return re.sub(r"(?<=[\[ ])\d+(?=, \d|\])", "n", line)

@@ -288,7 +288,10 @@ shifted_flow = partial(flow, use_dynamic_shifting=True)  # the shift grows with 
 flow_kind = dict(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 flow_unipc = partial(diffusers.UniPCMultistepScheduler, **flow_kind)
 flow_dpm = partial(diffusers.DPMSolverMultistepScheduler, **flow_kind)
-cog_ddim = partial(diffusers.CogVideoXDDIMScheduler, prediction_type="v_prediction", rescale_betas_zero_snr=True)
+COG = dict(prediction_type="v_prediction", rescale_betas_zero_snr=True, clip_sample=False)
+cog_ddim, cog_dpm = (
+    partial(kind, **COG) for kind in (diffusers.CogVideoXDDIMScheduler, diffusers.CogVideoXDPMScheduler)
+)
 
 
 def diffusion(name: str = "DDIMScheduler", **config: Any) -> Any:
@@ -471,7 +474,7 @@ pipeline("StableDiffusionInstructPix2PixPipeline", size={}, other={}, picture=(3
     lambda: stable_diffusion(partial(unet, in_channels=8), "EulerAncestralDiscreteScheduler", **UNCHECKED)
 )
 pipeline("AnimateDiffPipeline", size=dict(SMALL, num_frames=4), other=dict(LARGE, num_frames=4))(
-    lambda: stable_diffusion(unet, "DDIMScheduler", motion_adapter=network("MotionAdapter"))
+    lambda: stable_diffusion(unet, motion_adapter=network("MotionAdapter"))
 )
 
 
@@ -603,7 +606,8 @@ def hunyuan_dit():
     bert = dict(vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=32, num_attention_heads=2)
     encoder = spread(transformers.BertModel(transformers.BertConfig(**bert, num_hidden_layers=2)))
     texts = text(tokenizer, encoder), t5("_2", length=256)
-    return parts(kl(blocks=4), network("HunyuanDiT2DModel"), diffusion("DDPMScheduler"), *texts, **UNCHECKED)
+    scheduler = diffusion("DDPMScheduler", clip_sample=False)
+    return parts(kl(blocks=4), network("HunyuanDiT2DModel"), scheduler, *texts, **UNCHECKED)
 
 
 pipeline("LuminaPipeline", max_sequence_length=16)(
@@ -856,14 +860,17 @@ def mochi():
     return parts(vae, denoiser, flow(invert_sigmas=True), t5())
 
 
-def cogvideox(scheduler=diffusers.CogVideoXDPMScheduler, **config):
+def cogvideox(scheduler=cog_dpm, **config):
     vae, denoiser = cube_vae("AutoencoderKLCogVideoX"), network("CogVideoXTransformer3DModel", **config)
-    return parts(vae, denoiser, scheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True), t5())
+    last = vae.encoder.conv_out.conv
+    last.weight.data[CHANNELS:], last.bias.data[CHANNELS:] = 0, -30  # it encodes a picture without noise
+    return parts(vae, denoiser, scheduler(), t5())
 
 
-pipeline("CogVideoXPipeline", **SHORT_TEXT)(cogvideox)
-pipeline("CogVideoXPipeline/ddim", **SHORT_TEXT)(partial(cogvideox, diffusers.CogVideoXDDIMScheduler))
-pipeline("CogVideoXImageToVideoPipeline", **PICTURED)(partial(cogvideox, in_channels=2 * CHANNELS))
+COG_VIDEO = dict(SHORT_TEXT, size=dict(SMALL, num_frames=9), other=dict(LARGE, num_frames=17))
+pipeline("CogVideoXPipeline", **COG_VIDEO)(cogvideox)
+pipeline("CogVideoXPipeline/ddim", **COG_VIDEO)(partial(cogvideox, cog_ddim))
+pipeline("CogVideoXImageToVideoPipeline", **COG_VIDEO, picture=(32, 48))(partial(cogvideox, in_channels=2 * CHANNELS))
 TILE = dict(height=128, width=128, num_frames=24)  # of Allegro's autoencoder
 
 
@@ -875,7 +882,7 @@ def allegro():
 
 
 pipeline("LattePipeline", size=dict(SMALL, video_length=4), other=dict(LARGE, video_length=4))(
-    lambda: parts(kl(), network("LatteTransformer3DModel"), diffusion(), t5(length=120))
+    lambda: parts(kl(), network("LatteTransformer3DModel"), diffusion(clip_sample=False), t5(length=120))
 )
 magvit = partial(cube_vae, "AutoencoderKLMagvit")
 pipeline("EasyAnimatePipeline", **VIDEO, on=dict(guidance_scale=3.0, negative_prompt="a dog"))(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_vgrpo.core.pixels import to_pil
@@ -20,16 +22,36 @@ from lit_vgrpo.core.types import SIZE_OF, Conditioning, RolloutSpec
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.base import Policy, PutStart
 from lit_vgrpo.policies.flow import FLOW_SOLVERS, OWN_TIMESTEPS, euler_like, flow_scheduler, flow_scheduler_misfit, like
-from lit_vgrpo.policies.learned import BESIDE, Leaf, Learned, NotLearned, as_tensor, built, guided, values_at
+from lit_vgrpo.policies.learned import (
+    BESIDE,
+    Leaf,
+    Learned,
+    NotLearned,
+    as_tensor,
+    before_shift,
+    built,
+    guided,
+    values_at,
+)
 from lit_vgrpo.policies.learner import WORDS, Learner, number_of
 from lit_vgrpo.policies.loading import INDEX, KEY, call_parameters, find_pipeline_class, small_file
 from lit_vgrpo.policies.trained import is_target, name_in_block
-from lit_vgrpo.policies.unet import PREDICTIONS, VP_SOLVERS, vp_misfit, vp_scheduler
-from lit_vgrpo.policies.watching import Call, Watcher, prediction_of, stacked, to_meta
+from lit_vgrpo.policies.unet import PREDICTIONS, SNR_SHIFT, VP_SOLVERS, vp_misfit, vp_scheduler
+from lit_vgrpo.policies.wan import joined_by_time, rows_sharing_time
+from lit_vgrpo.policies.watching import (
+    GUIDER,
+    Call,
+    Watcher,
+    guiders_at,
+    omitted_by_checkpointing,
+    prediction_of,
+    stacked,
+    to_meta,
+)
 from lit_vgrpo.system.hub import LoadError
 
 NETWORKS = ("transformer", "unet")
-PROOF, PROOF_SCALE, PROOF_STEPS = "three blue cubes and a small yellow cat under a tree", 4.0, 8
+PROOF, PROOF_SCALE, PROOF_STEPS = 'three blue cubes and a small yellow cat that holds "a sign"', 4.0, 8
 """The call that proves what was learned."""
 ROUNDING, ROUNDING_16 = 1e-4, 2e-2
 """Largest differences in the proof, relative to the largest value: in float32, and in 16 bits."""
@@ -37,6 +59,19 @@ NEGATIVE = "reference_negative."
 """Prefix of the negative prompt's values that depend on a picture."""
 SCHEDULER = "scheduler/scheduler_config.json"
 OWN_SOLVERS = {"DPMSolverMultistepScheduler": "dpm++", "UniPCMultistepScheduler": "unipc"}
+POLICY, ROLLOUT = "Set model.policy.{}", "Set model.objective.rollout.{}"
+OTHER_OPTIONS = {
+    **{name: POLICY.format(name) for name in ("height", "width", "num_frames", "negative_prompt")},
+    **{name: POLICY.format("references") for name in ("image", "images")},
+    **{name: ROLLOUT.format("guidance") for name in ("guidance_scale", "true_cfg_scale")},
+    **{name: ROLLOUT.format("steps") for name in ("num_inference_steps", "sigmas", "timesteps")},
+    **dict.fromkeys(("prompt", "prompt_embeds", "latents", "generator", "output_type", "return_dict"), ""),
+    **dict.fromkeys(("num_images_per_prompt", "num_videos_per_prompt"), "Set data.group_size"),
+    "eta": ROLLOUT.format("noise_level"),
+}
+"""Arguments of a pipeline's call that the policy sets itself, and what to do instead."""
+LONG, SAME_MIDDLE = 100, 0.02
+"""Steps at which the times of two solvers are compared, and the largest difference of their middle times."""
 FIXED_SIZE: dict[str, Any] = {"use_resolution_binning": False, "_auto_resize": False}
 """Arguments with which a pipeline's call keeps the size that it is given."""
 
@@ -135,13 +170,26 @@ class AutoPolicy(Policy):
             raise LoadError(f"{KEY}={self.checkpoint} is a {name}, which diffusers does not have.")
         return name
 
+    @property
+    def network_names(self) -> tuple[str, ...]:
+        second = f"{self.network_name}_2"
+        return (self.network_name, *([second] if self._file(INDEX).get(second, [None])[0] is not None else []))
+
+    def joined(self, networks: Sequence[Any]) -> Any:
+        return joined_by_time(self.pipeline, networks)
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        with super().sampling(), rows_sharing_time(self.network):
+            yield
+
     def _network_name(self) -> str:
         index = self._file(INDEX)
         return next((name for name in NETWORKS if index.get(name, [None])[0] is not None), NETWORKS[0])
 
     def _solvers(self) -> tuple[str, ...]:
         if self.path_kind == "vp":
-            return VP_SOLVERS
+            return VP_SOLVERS[:1] if SNR_SHIFT in self._file(SCHEDULER) else VP_SOLVERS
         own = OWN_SOLVERS.get(self._file(SCHEDULER).get("_class_name", ""), FLOW_SOLVERS[0])
         return (own, *(solver for solver in FLOW_SOLVERS if solver != own))
 
@@ -155,16 +203,28 @@ class AutoPolicy(Policy):
     def misfit(self, pipeline: Any) -> str | None:
         if getattr(pipeline, "vae", None) is None:
             return "has no vae. Use the policy class of its family, if there is one."
-        if any(getattr(pipeline, name, None) is not None for name in ("transformer_2", "unet_2", "prior_prior")):
+        others = [*self.network_names[1:]] if pipeline.config.get("boundary_ratio") is None else []
+        if any(getattr(pipeline, name, None) is not None for name in (*others, "unconditional_transformer")):
             return "has a second network. Use the policy class of its family, if there is one."
         network = getattr(pipeline, self.network_name)
         if self.lora_rank is not None and not hasattr(network, "add_adapter"):
             return f"has a {type(network).__name__} without adapters. Leave out model.policy.lora_rank."
-        unknown = sorted(self.call.keys() - call_parameters(pipeline).keys())
-        if unknown:
-            return f"takes no {unknown[0]}, which model.policy.call has. Leave it out."
-        if self.num_frames is None and "num_frames" in call_parameters(pipeline):
-            return "makes videos. Set model.policy.num_frames."
+        known = call_parameters(pipeline).keys()
+        if not {"prompt", "num_inference_steps", "output_type"} <= known:
+            needed = "prompt, num_inference_steps and output_type"
+            return f"has a call without {needed}. Write a policy class for it (docs/add_a_policy.md)."
+        for name in sorted(self.call):
+            if name not in known:
+                return f"takes no {name}, which model.policy.call has. Leave it out."
+            if name in OTHER_OPTIONS:
+                advice = OTHER_OPTIONS[name] or "Leave it out"
+                return f"has model.policy.call.{name}={self.call[name]!r}, which the policy sets itself. {advice}."
+        if (self.num_frames is not None) != ("num_frames" in known):
+            return (
+                f"makes {'videos. Set' if 'num_frames' in known else 'no videos. Leave out'} model.policy.num_frames."
+            )
+        if self.edits and "image" not in known:
+            return f"takes no image, but model.policy.references={self.references}. Leave it out."
         if self.path_kind == "vp":
             return vp_misfit(pipeline)
         return flow_scheduler_misfit(pipeline.scheduler, only_euler=False)
@@ -176,33 +236,54 @@ class AutoPolicy(Policy):
         if not self.lora_targets and self.lora_rank is not None:
             self.lora_targets = attention_layers(getattr(pipeline, self.network_name))
         super().adopt(pipeline, put_start)
-        if not self._decodes_several():
+        if self.gradient_checkpointing:
+            network, inputs = self.watcher.networks[self.network_name], self.learned.example.inputs
+            if omitted := ", ".join(omitted_by_checkpointing(network, inputs)):
+                raise LoadError(
+                    f"model.policy.gradient_checkpointing=true: {type(network).__name__} then computes without "
+                    f"{omitted}. Set it to false, or use the policy class of its family, if there is one."
+                )
+        if self.learned.decoded_shape and not self._decoded_shape(self.learned, 2):  # as HunyuanVideo 1.5's
             self.decode_batch_size = 1
         return self
 
-    def _decodes_several(self) -> bool:
-        """Return whether the VAE takes a batch, tried on the meta device; HunyuanVideo 1.5's takes one video."""
-        vae, learned = self.pipeline.vae, self.learned
+    def _decoded_shape(self, learned: Learned, images: int = 1) -> tuple[int, ...]:
+        """Return the shape that the VAE decodes, tried on the meta device; empty if it cannot be tried."""
+        vae = self.pipeline.vae
         with suppress(RuntimeError, ValueError, NotImplementedError), torch.device("meta"), torch.no_grad():
             twin = type(vae).from_config(vae.config)
-            twin.decode(torch.empty(1, *learned.vae_shape), **learned.vae_options)
-            with suppress(RuntimeError, ValueError):
-                twin.decode(torch.empty(2, *learned.vae_shape), **learned.vae_options)
-                return True
-            return False
-        return True  # cannot be tried
+            return tuple(twin.decode(torch.empty(images, *learned.vae_shape), **learned.vae_options)[0].shape)
+        return ()
+
+    def _refuse_other_size(self, shape: tuple[int, ...]) -> None:
+        """Raise LoadError if the pipeline does not make images of the size that it is asked for."""
+        made = {"height": shape[-2:-1], "width": shape[-1:], "num_frames": shape[2:-2]}
+        for name, wanted in (("height", self.height), ("width", self.width), ("num_frames", self.num_frames)):
+            if wanted is not None and made[name] and made[name] != (wanted,):
+                where = "model.policy" if name == "num_frames" else self.size_in
+                given = f"{where}.{name}={wanted} is a size at which {self.pipeline_class} makes {made[name][0]}."
+                raise LoadError(f"{given} Set {name}={made[name][0]}.")
 
     def unused_weights(self) -> tuple[str, ...]:
         learned = self.learned
         index = to_meta(learned.to_prediction)
-        return self.watcher.idle_weights(learned.example, lambda output: picked(output.flatten(1), index))
+        found = []
+        for name in self.network_names:
+            start = f"{name}." if len(self.network_names) > 1 else ""
+            example = replace(learned.example, network=name)
+            idle = self.watcher.idle_weights(example, lambda output: picked(output.flatten(1), index))
+            found += [start + pattern for pattern in idle]
+        return tuple(found)
 
     def description(self) -> list[str]:
         """Return what was learned, in five lines; after a check alone, by the pipeline without weights."""
         if not self.loaded:
             return self.draft.description() if isinstance(self.draft, AutoPolicy) else []
         learned, rule = self.learned, self.learned.guidance
-        times = [f"{leaf.name} = {linear(leaf.factor, 't', leaf.offset)}" for leaf in learned.of_kind("time")]
+        times = [
+            f"{leaf.name} = {linear(leaf.factor, 't' if leaf.shift == 1 else 't before the shift', leaf.offset)}"
+            for leaf in learned.of_kind("time")
+        ]
         rows = [
             f"{leaf.name} {list(leaf.one.shape)}{' of any length' * leaf.changes_size}"
             for leaf in learned.of_kind("row")
@@ -235,7 +316,7 @@ class AutoPolicy(Policy):
     @property
     def watcher(self) -> Watcher:
         if self._watcher is None or self._watcher.placed_on != self.device:
-            networks = {self.network_name: getattr(self.pipeline, self.network_name)}
+            networks = {name: getattr(self.pipeline, name) for name in self.network_names}
             self._watcher = Watcher(self.pipeline, networks, self.device, self._new_scheduler)
         return self._watcher
 
@@ -265,9 +346,12 @@ class AutoPolicy(Policy):
         return {name: value for name, value in given.items() if value is not None} | fixed | self.call
 
     def _times(self, scheduler: Any) -> Tensor:
-        steps = scheduler.config.num_train_timesteps
-        timesteps = scheduler.timesteps.double()
-        return (timesteps if self.path_kind == "flow" else timesteps + 1) / steps
+        steps, timesteps = scheduler.config.num_train_timesteps, scheduler.timesteps.double()
+        if self.path_kind == "vp":
+            return (timesteps + 1) / steps
+        levels = scheduler.sigmas[: len(timesteps)].double()
+        is_rounded = bool((levels - timesteps / steps).abs().max() <= 2 / steps)  # else the network gets other times
+        return timesteps / steps if is_rounded else levels
 
     def _blank(self, prompts: int, grey: float = 0.0) -> dict[str, Any]:
         if not self.edits:
@@ -284,7 +368,9 @@ class AutoPolicy(Policy):
         key = self._size_key()
         if key not in self._learned:
             try:
-                self._learned[key] = self.learner.learn()
+                self._learned[key] = learned = self.learner.learn()
+                learned.decoded_shape = self._decoded_shape(learned)
+                self._refuse_other_size(learned.decoded_shape)
                 self._prove()
             except Exception as error:  # the pipeline's code may raise anything
                 self._learned.pop(key, None)
@@ -297,6 +383,8 @@ class AutoPolicy(Policy):
                 if self.device.type == "meta":  # where values do not exist
                     raise NotImplementedError(f"{self.pipeline_class} cannot be called without weights") from error
                 reason = f"{type(error).__name__}: {one_line(error)}"
+                edits = "image" in self.watcher.parameters and not self.edits
+                reason += " If it edits pictures, set model.policy.references=1." if edits else ""
                 raise LoadError(f"{where} a call of {self.pipeline_class} fails. {reason}") from error
         return self._learned[key]
 
@@ -323,6 +411,8 @@ class AutoPolicy(Policy):
             negative = self.negative_of(conds[0]) if self.edits else Conditioning(self.encode_negative())
             conds.insert(rule.negative_row, negative)
         times, per_step = self._times(seen.scheduler).float(), len(conds)
+        solver = self.scheduler(self.solvers[0], PROOF_STEPS)
+        refuse_difference("the times of its scheduler", self.scheduler_times(solver), times, rounding)
         outputs = [output for now in seen.passes for output in now.outputs]
         if len(outputs) != PROOF_STEPS * per_step:
             raise NotLearned(f"has {len(outputs)} rows in {PROOF_STEPS} steps, not {PROOF_STEPS * per_step}")
@@ -330,6 +420,7 @@ class AutoPolicy(Policy):
             z, t = self._latents_of(step["sample"]), times[number : number + 1].to(device)
             theirs = learned.rows([now for now in seen.passes if now.step == number])
             for (now, row), own in zip(theirs, conds, strict=True):
+                refuse_difference("its network", self._network_at(times[number]), now.network, 0.0)
                 tensors = {name: value.float() for name, value in own.tensors.items()}
                 tensors["guidance"] = torch.full((1,), PROOF_SCALE, device=device)
                 ours = self._inputs(z.float(), t, tensors, learned.alike(tensors, 1)[0][0])
@@ -347,6 +438,10 @@ class AutoPolicy(Policy):
             refuse_difference(
                 "what its scheduler gets", self.pipeline_latents(prediction), step["model_output"], rounding
             )
+            after = solver.step(step["model_output"], solver.timesteps[number], step["sample"], return_dict=False)[0]
+            refuse_difference("what its scheduler returns", after, seen.states[number], rounding)
+            if number:
+                refuse_difference("its latents after a step", seen.states[number - 1], step["sample"], rounding)
         if seen.decoded is None or seen.result is None:
             raise NotLearned("does not decode with its VAE")
         after = self._latents_of(seen.states[-1]).float()
@@ -356,6 +451,12 @@ class AutoPolicy(Policy):
         if not isinstance(shown, Tensor):
             raise NotLearned("does not return its pictures as tensors")
         refuse_difference("its picture", picture[0].clamp(0, 1), shown[..., :3, :, :], rounding)
+
+    def _network_at(self, t: Tensor) -> str:
+        """Return the name of the network for a time."""
+        if len(self.network_names) == 1:
+            return self.network_name
+        return self.network_names[int(t * self.pipeline.scheduler.config.num_train_timesteps < self.network.boundary)]
 
     def _latents_of(self, state: Tensor) -> Tensor:
         """Return the policy's latents of the scheduler's."""
@@ -380,10 +481,15 @@ class AutoPolicy(Policy):
         seen = self._call(self.negative_prompt, rule.passes, **self._guided_arguments(3.0))
         return self._rows(seen, rule.negative_row)
 
-    def _guided_arguments(self, scale: float) -> dict[str, Any]:
-        given = self.learned.guidance.arguments(scale)
-        takes = "negative_prompt" in self.watcher.parameters
-        return {**given, **({"negative_prompt": self.negative_prompt} if takes else {})}
+    def _guided_arguments(self, scale: float, prompts: int = 1) -> dict[str, Any]:
+        rule = self.learned.guidance
+        takes = "negative_prompt" in self.watcher.parameters and (self.negative_prompt or rule.needs_negative)
+        several = [self.negative_prompt] * prompts if prompts > 1 else self.negative_prompt
+        return {**rule.arguments(scale), **({"negative_prompt": several} if takes else {})}
+
+    @property
+    def embedding_key(self) -> str:
+        return f"{self._size_key()} {[leaf.name for leaf in self.learned.of_kind('row')]}\n"
 
     def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
         rule, given = self.learned.guidance, self.pipeline_references(pictures)
@@ -430,7 +536,14 @@ class AutoPolicy(Policy):
 
     def _pass(self, z: Tensor, t: Tensor, tensors: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]]) -> Tensor:
         """Return the predictions for rows whose conditioning has the same sizes."""
-        return self._prediction(stacked(prediction_of(self.network(**self._inputs(z, t, tensors, sizes)))))
+        if len(self.network_names) == 1:
+            return self._prediction(stacked(prediction_of(self.network(**self._inputs(z, t, tensors, sizes)))))
+
+        def inputs(rows: Any) -> dict[str, Any]:
+            chosen = {name: value[rows] for name, value in tensors.items()}
+            return self._inputs(z[rows], t[rows], chosen, sizes)
+
+        return self._prediction(self.network(z, t * self.pipeline.scheduler.config.num_train_timesteps, inputs)[0])
 
     def _prediction(self, output: Tensor) -> Tensor:
         """Return the predictions in a network's output, in the layout of the latents."""
@@ -461,13 +574,15 @@ class AutoPolicy(Policy):
                 value = tensors[leaf.name]
                 if leaf.is_padded:
                     return unpadded(leaf.name)
+                if leaf.name in sizes and not any(sizes[leaf.name]):
+                    return None
                 if leaf.name in sizes:
                     value = value[(slice(None), *(slice(side) for side in sizes[leaf.name]))]
                 return value if not isinstance(leaf.value, Tensor) else as_type(value, leaf.value.dtype)
             one = self._on_device(leaf, z.device)
             if leaf.kind == "fixed":
                 return one.expand(number, *one.shape[1:])
-            given = t if leaf.kind == "time" else tensors["guidance"]
+            given = before_shift(t, leaf.shift) if leaf.kind == "time" else tensors["guidance"]
             values = given if (leaf.factor, leaf.offset) == (1, 0) else leaf.offset + leaf.factor * given
             values = as_type(values, one.dtype) if self.path_kind == "vp" else values  # a flow's may be rounded
             return values.reshape(number, *[1] * (one.ndim - 1)).expand(number, *one.shape[1:])
@@ -524,9 +639,13 @@ class AutoPolicy(Policy):
         rule = self.learned.guidance
         if rule.rule == "none" or (guidance == 1.0 and rule.rule != "input"):
             return dict(rule.off)
-        several = [self.negative_prompt] * prompts
-        negative = {"negative_prompt": self.negative_prompt if self.learned.takes_one else several}
-        return rule.arguments(guidance) | (negative if "negative_prompt" in self.watcher.parameters else {})
+        given = self._guided_arguments(guidance, 1 if self.learned.takes_one else prompts)
+        return {name: value for name, value in given.items() if name != GUIDER}
+
+    def pipeline_parts(self, guidance: float) -> dict[str, Any]:
+        rule = self.learned.guidance
+        is_guided = guidance != 1.0 and rule.rule != "none"
+        return guiders_at(self.pipeline, rule.arguments(guidance).get(GUIDER) if is_guided else None)
 
     # --- times and latents ------------------------------------------------------------------------------------------
 
@@ -536,7 +655,16 @@ class AutoPolicy(Policy):
             scheduler = vp_scheduler(solver, base)
             scheduler.set_timesteps(steps)
             return scheduler
-        given = self._schedule(steps)
+        if solver == self.solvers[0]:
+            return self._flow_scheduler(solver, steps)
+        middles = [self._times(self._flow_scheduler(name, LONG)).median() for name in (self.solvers[0], solver)]
+        if abs(middles[0] - middles[1]) > SAME_MIDDLE:
+            own = f"{type(base).__name__} of {self.pipeline_class}"
+            raise ValueError(f"solver={solver!r} cannot follow the times of the {own}. Use {self.solvers[0]}.")
+        return self._flow_scheduler(solver, steps)
+
+    def _flow_scheduler(self, solver: str, steps: int) -> Any:
+        base, given = self.pipeline.scheduler, self._schedule(steps)
         if solver == self.solvers[0]:
             scheduler = like(base, steps)
             scheduler.set_timesteps(**given)
@@ -557,20 +685,22 @@ class AutoPolicy(Policy):
 
     def scheduler_lines(self, spec: RolloutSpec) -> list[str]:
         lines = super().scheduler_lines(spec)
+        guiders = [
+            f"pipe.{name} = pipe.{name}.new(enabled={part.config.enabled}, guidance_scale={part.guidance_scale:g})"
+            for name, part in self.pipeline_parts(spec.guidance).items()
+        ]
         passes_times = self.path_kind == "flow" and self._schedule(spec.steps).keys() & {"sigmas", "timesteps", "mu"}
-        return [*lines, *OWN_TIMESTEPS] if lines and passes_times else lines
+        return [*lines, *(OWN_TIMESTEPS if lines and passes_times else ()), *guiders]
 
     def find_latent_shape(self) -> tuple[int, ...]:
         return self.learned.latent_shape
 
     @property
     def pixels_per_latent(self) -> int:
-        if self.height is not None:
-            return self.height // self.learned.latent_shape[-2]
-        for name in ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor"):
-            if (factor := getattr(self.pipeline, name, None)) is not None:
-                return int(factor)
-        raise LoadError(f"{self.checkpoint} has no vae_scale_factor. Set model.policy.height and width.")
+        height = (*self.learned.decoded_shape[-2:-1], self.height)[0]
+        if height is None:
+            raise LoadError(f"{self.checkpoint} does not show its images' size. Set model.policy.height and width.")
+        return height // self.learned.latent_shape[-2]
 
     def pipeline_latents(self, noise: Tensor) -> Tensor:
         learned = self.learned
@@ -579,7 +709,9 @@ class AutoPolicy(Policy):
     def vae_latents(self, latents: Tensor) -> Tensor:
         learned = self.learned
         scale, shift = self._affine(latents.device)
-        latents = latents * scale + shift
+        latents = (
+            F.pixel_shuffle(latents * scale + shift, learned.block) if learned.block > 1 else latents * scale + shift
+        )
         return latents.unsqueeze(2) if learned.is_one_frame else latents
 
     def _affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -602,6 +734,7 @@ class AutoPolicy(Policy):
         images = images.unsqueeze(2) if learned.is_one_frame else images.transpose(1, 2) if images.ndim == 5 else images
         encoded = self.pipeline.vae.encode(images)
         latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+        latents = F.pixel_unshuffle(latents, learned.block) if learned.block > 1 else latents
         return (latents.reshape(len(latents), *learned.latent_shape) - shift) / scale
 
 

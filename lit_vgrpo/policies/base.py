@@ -406,6 +406,10 @@ class Policy(nn.Module):
             return {"true_cfg_scale": guidance, "negative_prompt": negative}
         return {"guidance_scale": guidance, **({"negative_prompt": negative} if self.negative_prompt else {})}
 
+    def pipeline_parts(self, guidance: float) -> dict[str, Any]:
+        """Return the components, by name, that set a pipeline's guidance scale instead of an argument of its call."""
+        return {}
+
     def scheduler_lines(self, spec: RolloutSpec) -> list[str]:
         """Return the lines of Python that give ``pipe`` the scheduler of :meth:`scheduler`, or none for its own."""
         chosen = self.scheduler(spec.ode_solver(self.solvers), spec.steps)
@@ -520,6 +524,11 @@ class Policy(nn.Module):
         A scale of 1 is ``with_prompt`` in every family, regardless of its pipeline's convention.
         """
         return without + guidance * (with_prompt - without)
+
+    @property
+    def embedding_key(self) -> str:
+        """What embeddings depend on besides the encoders and the text, such as the size of the images."""
+        return ""
 
     def prompt_length(self) -> int | None:
         """Return the length in tokens that prompts with a mask are padded to.

@@ -185,7 +185,7 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
     given, parts = pictures_for(policy, PROMPTS[:2]), []
     for rows in (slice(0, 1), slice(1, 2)) if policy.pipeline_takes_one else (slice(0, 2),):
         edited = None if given is None else torch.stack(given[rows]).to(policy.device).float() / 255
-        with quiet_libraries(), _pipeline_with(policy, _scheduler_of_the_pipeline(policy, solver, STEPS)) as pipeline:
+        with quiet_libraries(), _pipeline_with(policy, solver, guidance) as pipeline:
             parts.append(pipeline(**call_of(policy, PROMPTS[rows], noise[rows], STEPS, guidance, edited))[0])
     pictures = torch.cat(parts)[..., :3, :, :]  # some pipelines add transparency
     plain = "The shift, or the units of times, latents or the prediction, differ."
@@ -330,11 +330,15 @@ def _scheduler_of_the_pipeline(policy: Policy, solver: str, steps: int) -> Any:
 
 
 @contextmanager
-def _pipeline_with(policy: Policy, scheduler: Any) -> Iterator[Any]:
-    """Yield a policy's pipeline with another scheduler and all parts on the network's device."""
-    pipeline, original = policy.pipeline.to(policy.device), policy.pipeline.scheduler
-    pipeline.scheduler = scheduler
+def _pipeline_with(policy: Policy, solver: str, guidance: float) -> Iterator[Any]:
+    """Yield a policy's pipeline with a solver, its parts for a guidance scale, and all on the network's device."""
+    pipeline = policy.pipeline.to(policy.device)
+    parts = {"scheduler": _scheduler_of_the_pipeline(policy, solver, STEPS), **policy.pipeline_parts(guidance)}
+    originals = {name: getattr(pipeline, name) for name in parts}
+    for name, part in parts.items():
+        setattr(pipeline, name, part)
     try:
         yield pipeline
     finally:
-        pipeline.scheduler = original
+        for name, part in originals.items():
+            setattr(pipeline, name, part)

@@ -39,9 +39,11 @@ class Leaf:
         kind: ``latents``, ``time``, ``guidance``, ``row`` (of a prompt), or ``fixed``.
         dim: Its dimension of images; ``None`` if all images share it.
         is_listed: It is in a list with one entry per image.
-        changes_size: Its shape, or the number that it is, differs between prompts.
+        changes_size: Its shape, or the number that it is, differs between prompts; a tensor may be absent, which a
+            conditioning has as an empty one.
         factor: A time is ``offset + factor * t``; a guidance scale likewise.
         offset: See ``factor``.
+        shift: The network gets the time before the scheduler's shift by this factor.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Leaf:
     changes_size: bool = False
     factor: float = 1.0
     offset: float = 0.0
+    shift: float = 1.0
 
     @property
     def is_padded(self) -> bool:
@@ -69,6 +72,11 @@ class PerImage:
     """A list with one entry per image."""
 
     entry: Any
+
+
+def before_shift(t: Any, shift: float) -> Any:
+    """Return the time that a scheduler shifts to ``t``, ``shift s / (1 + (shift - 1) s)``."""
+    return t if shift == 1 else t / (t + shift * (1 - t))
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -161,10 +169,10 @@ def built(tree: Any, number: int, value_of: Callable[[Leaf], Any], image: int | 
     if not isinstance(tree.value, Tensor):
         return type(tree.value)(value[image or 0].item())
     if image is not None:
-        return value[image]
+        return value[image].contiguous()
     if tree.dim is None:  # a number for all images may differ between them where it is the time
         return value.reshape(number) if tree.kind in ("time", "guidance") and tree.value.numel() == 1 else value[0]
-    return value.movedim(0, tree.dim)
+    return value.movedim(0, tree.dim).contiguous()  # as the pipeline's; some networks take views of it
 
 
 @dataclass
@@ -181,6 +189,7 @@ class Guidance:
         dims: Dimensions of the network's output over which a length is taken; ``()`` for all.
         negative_row: Number of the row without the prompt among a step's rows.
         passes: Of a step.
+        needs_negative: The pipeline guides only with a negative prompt; otherwise an empty one is left out.
         reason: Why no rule is known, as a phrase.
     """
 
@@ -192,6 +201,7 @@ class Guidance:
     dims: tuple[int, ...] = ()
     negative_row: int = 0
     passes: int = 1
+    needs_negative: bool = True
     reason: str = "has no guidance"
 
     def arguments(self, scale: float) -> dict[str, Any]:
@@ -215,7 +225,8 @@ class Learned:
 
     Attributes:
         tree: The network's arguments.
-        latent_shape: ``(C, h, w)`` of the policy's latents: as the VAE sees them; of a video ``(C, f, h, w)``.
+        latent_shape: ``(C, h, w)`` of the policy's latents: as the VAE sees them, or in blocks of 2 x 2 if the VAE's
+            scale differs within those; of a video ``(C, f, h, w)``.
         state_shape: Of the scheduler's latents, without the dimension of images.
         from_latents: ``(n,)``: the policy's latent of each of the scheduler's; ``None`` for one order.
         to_network: ``(N,)``: the policy's latent of each value of the network's argument, or, from ``n`` on, the value
@@ -230,6 +241,7 @@ class Learned:
         takes_one: Images need separate passes.
         example: A pass with one image.
         guidance: The rule of guidance.
+        decoded_shape: Of one image that the VAE decodes; empty if unknown.
         copies: Copies of its tensors on devices.
     """
 
@@ -248,11 +260,13 @@ class Learned:
     takes_one: bool
     example: Pass
     guidance: Guidance = field(default_factory=Guidance)
+    decoded_shape: tuple[int, ...] = ()
     copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         size, taken = math.prod(self.latent_shape), self.to_network
         self.has_beside = taken is not None and bool((taken >= size).any())
+        self.block = self.vae_shape[-1] // self.latent_shape[-1]
         self.is_one_frame = len(self.vae_shape) > len(self.latent_shape)
         self.to_latents = inverse(self.from_latents)
         self.kept_shape = self.output_shape  # of the part of the output that is the prediction
@@ -270,9 +284,23 @@ class Learned:
         return [(seen, image) for seen in passes for image in range(images_in(self.tree, seen.inputs))]
 
     def conditioning(self, seen: Pass, image: int) -> dict[str, Tensor]:
-        """Return an image's values in a pass that depend on its prompt and pictures, one row each."""
+        """Return an image's values in a pass that depend on its prompt and pictures, one row each.
+
+        Raises:
+            NotLearned: Something else differs from what was learned.
+        """
         found = {}
         for leaf, value in values_at(self.tree, seen.inputs, image):
+            known = leaf.one if isinstance(leaf.value, Tensor) else leaf.value
+            if value is None and leaf.changes_size and isinstance(known, Tensor):
+                value = known.new_zeros([0] * known.ndim)
+            is_like = type(known) is type(value)
+            if leaf.kind == "fixed" and is_like:
+                is_like = torch.equal(known, value.to(known)) if isinstance(value, Tensor) else known == value
+            elif leaf.kind == "row" and is_like and isinstance(value, Tensor):
+                is_like = value.ndim == known.ndim and (leaf.changes_size or value.shape == known.shape)
+            if not is_like:
+                raise NotLearned(f"passes its network another kind of {leaf.name} for this prompt than for others")
             if leaf.kind == "row":
                 found[leaf.name] = as_tensor(value).unsqueeze(0)
                 if leaf.changes_size and isinstance(value, Tensor):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,19 +24,28 @@ from lit_vgrpo.policies.learned import (
     NotLearned,
     arguments_of,
     as_tensor,
+    before_shift,
     guided,
     leaves,
     named_values,
     values_at,
 )
-from lit_vgrpo.policies.watching import Call, Pass, Stop, Watcher, rows_of
+from lit_vgrpo.policies.watching import GUIDER, Call, Pass, Stop, Watcher, rows_of
 
 BASE = 128
 """Of the digits: numbers below it are exact in 16 bits."""
 SCALES = (3.0, 5.0)
 """At which the rule of guidance is learned."""
-WORDS = ("red", "blue", "a red circle on the left of two small green squares, above a long yellow line and a cat")
-"""Two prompts of one length, and a longer one."""
+WORDS = (
+    "red",
+    "blue",
+    'a red circle on the left of two small green squares, above a long yellow line and a sign with the words "a cat"',
+)
+"""Two prompts of about one length, and a longer one with words to write."""
+EDGES = ("", "a red circle and a blue square, " * 100)
+"""An empty prompt, and one longer than most limits."""
+GUIDER_STEPS = 50
+"""Of the calls in which the rule is learned if a component has it, which may change it after a number of steps."""
 SAME = 1e-4
 UNUSED = ("return_dict", "generator")
 """Arguments of a VAE's ``decode`` that do not matter."""
@@ -170,7 +181,10 @@ class Learner:
     def _find_rows(self) -> tuple[Any, bool]:
         """Return the network's arguments as leaves, and whether images need separate passes."""
         first = self.first.passes[0].inputs
-        other, longer = (self.call(words, 2, last=1).passes[0].inputs for words in WORDS[1:])
+        others = [self.call(words, 2, last=1).passes[0].inputs for words in WORDS[1:]]
+        for words in EDGES:
+            with suppress(Exception):  # some pipelines refuse such prompts
+                others.append(self.call(words, 2, last=1).passes[0].inputs)
         try:
             two = self.call([WORDS[0]] * 2, 2, last=1, **self.pictures(2, 0.0)).passes[0]
             takes_one = len(rows_of(self.output(two, None))) != 2
@@ -180,12 +194,11 @@ class Learner:
         if takes_one:
             tree = arguments_of(first, twice(first))
         known = named_values(tree, first)
-        others = [(other, True), (longer, False)]
         if self.pictures(1, 0.0):
-            others.append((self.call(WORDS[0], 2, last=1, **self.pictures(1, 1.0)).passes[0].inputs, True))
-        for seen, has_one_size in others:
+            others.append(self.call(WORDS[0], 2, last=1, **self.pictures(1, 1.0)).passes[0].inputs)
+        for seen in others:
             for leaf, value in values_at(tree, seen):
-                mark_if_different(leaf, known[leaf.name], value, has_one_size)
+                mark_if_different(leaf, known[leaf.name], value)
         # all images share it, but prompts of one length differ
         takes_one |= any(
             leaf.kind == "row" and leaf.dim is None and not leaf.is_listed and not leaf.changes_size
@@ -212,7 +225,7 @@ class Learner:
             counts = f"{len(seen.steps)} scheduler steps and {len(seen.passes)} passes"
             raise NotLearned(f"takes {counts} in {again + 2} sampling steps")
         at = [named_values(tree, now.inputs) for now in seen.passes]
-        self._find_times(tree, at, self.times(seen.scheduler).tolist())
+        self._find_times(tree, at, self.times(seen.scheduler).tolist(), shifts_of(seen))
         leaf, latents = self._find_latents(tree, at[1:], len(of_state), again, size)
         predictions = decoded([taken["model_output"] for taken in seen.steps[: len(of_output)]], output.numel())
         sign = predictions.scale[0].item()
@@ -227,7 +240,14 @@ class Learner:
         shape = vae_shape
         if len(shape) == 4 and shape[1] == 1 and "num_frames" not in self.watcher.parameters:
             shape = (shape[0], *shape[2:])  # an image as a video of one frame
-        from_latents = vae.index.argsort()  # the policy's latents are in the VAE's order
+        # the policy's latents are in the VAE's order
+        index, scale, shift = (value.reshape(shape) for value in (vae.index, vae.scale, vae.offset))
+        if shape in (per_channel(scale).shape, per_channel(shift).shape):
+            in_blocks = [blocks_of(value) for value in (index, scale, shift)]
+            if all(per_channel(value)[0].numel() == 1 for value in in_blocks[1:]):
+                index, scale, shift = in_blocks
+        shape, indices = tuple(index.shape), index.flatten()
+        from_latents = indices.argsort()
         own = torch.arange(size, size + len(latents.index))
         to_network = torch.where(latents.index >= 0, from_latents[latents.index.clamp(min=0)], own)
         return Learned(
@@ -236,23 +256,26 @@ class Learner:
             state_shape=tuple(state.shape[1:]),
             from_latents=as_map(from_latents, size),
             to_network=as_map(to_network, size),
-            to_prediction=as_map(predictions.index[vae.index], output.numel()),
+            to_prediction=as_map(predictions.index[indices], output.numel()),
             sign=sign,
             output_shape=tuple(output.shape),
-            vae_scale=per_channel(vae.scale.reshape(shape)),
-            vae_shift=per_channel(vae.offset.reshape(shape)),
+            vae_scale=per_channel(scale),
+            vae_shift=per_channel(shift),
             vae_shape=vae_shape,
             vae_options=vae_options,
             takes_one=takes_one,
             example=self.first.passes[0],
         )
 
-    def _find_times(self, tree: Any, at: Sequence[Mapping[str, Any]], times: Sequence[float]) -> None:
-        """Mark the leaves that are a linear function of the time."""
-        for leaf in leaves(tree):
+    def _find_times(
+        self, tree: Any, at: Sequence[Mapping[str, Any]], path_times: Sequence[float], shifts: Sequence[float]
+    ) -> None:
+        """Mark the leaves that are a linear function of the time, or of the time before a shift."""
+        for leaf, shift in product(leaves(tree), shifts):
+            times = [before_shift(t, shift) for t in path_times]
             numbers = [number_of(now[leaf.name]) for now in at]
             first, last = numbers[0], numbers[-1]
-            if leaf.kind == "row" or first is None or last is None or first == last:
+            if leaf.kind in ("row", "time") or first is None or last is None or first == last:
                 continue
             factor = (last - first) / (times[-1] - times[0])
             rounded = float(f"{factor:.3g}")  # as the pipeline has it, up to the rounding of its times
@@ -261,7 +284,7 @@ class Learner:
             offset = float(round(offset)) if abs(offset - round(offset)) < 2e-3 * abs(factor) else offset
             error = max(abs(offset + factor * t - (n or 0.0)) for n, t in zip(numbers, times, strict=True))
             if error <= max(0.01 * abs(factor), 0.0 if as_tensor(leaf.value).is_floating_point() else 1.0):
-                leaf.kind, leaf.factor, leaf.offset = "time", factor, offset
+                leaf.kind, leaf.factor, leaf.offset, leaf.shift = "time", factor, offset, shift
         if not any(leaf.kind == "time" for leaf in leaves(tree)):
             raise NotLearned("passes its network no time that is a linear function of the scheduler's")
 
@@ -306,13 +329,19 @@ class Learner:
         """Return the rule of guidance."""
         known, off = self.watcher.parameters, dict(self.off)
         more: dict[str, Any] = {"negative_prompt": WORDS[1]} if "negative_prompt" in known else {}
-        for option in ("guidance_scale", "true_cfg_scale"):
+        for option in ("guidance_scale", "true_cfg_scale", GUIDER):
             if option not in known:
                 continue
-            calls = [self.call(WORDS[0], 2, self.guided_output, **{option: scale, **more}) for scale in SCALES]
+            steps = GUIDER_STEPS if option == GUIDER else 2
+            calls = [self.call(WORDS[0], steps, self.guided_output, **{option: scale, **more}) for scale in SCALES]
             rows = self._rows_of_step(learned, calls[0], 0)
             if len(rows) == 2 and len(self._rows_of_step(learned, calls[0], 1)) == 2:
-                return self._rule(learned, option, calls)
+                rule = self._rule(learned, option, calls)
+                given: dict[str, Any] = {option: SCALES[0]}
+                with suppress(Exception):  # some pipelines fail without a negative prompt
+                    plain = self.call(WORDS[0], 2, self.guided_output, **given)
+                    rule.needs_negative = len(self._rows_of_step(learned, plain, 0)) != 2
+                return rule
             if len(rows) != 1:
                 return Guidance(off=off, reason=f"has {len(rows)} rows in its first guided step")
             if self._has_guidance_input(learned, calls):
@@ -394,20 +423,29 @@ class Learner:
         return learned.sign * (flat if learned.from_latents is None else flat[learned.from_latents])
 
 
+def shifts_of(seen: Call) -> list[float]:
+    """Return the shifts between the times that a network may get and those of the path; the first is none."""
+    mu = seen.schedule.get("mu")
+    return [1.0] if mu is None else [1.0, math.exp(mu), mu]
+
+
 def images_before(seen: Call, now: Pass) -> list[int]:
     """Return the number of rows of each earlier pass of the same step."""
     return [len(other.outputs) for other in seen.passes if other.step == now.step and other is not now]
 
 
-def mark_if_different(leaf: Leaf, known: Any, value: Any, has_one_size: bool) -> None:
+def mark_if_different(leaf: Leaf, known: Any, value: Any) -> None:
     """Mark a leaf as a row of a prompt if its values for two prompts differ."""
     if isinstance(known, Tensor) and isinstance(value, Tensor):
-        if known.shape != value.shape:
-            if has_one_size:
-                raise NotLearned(f"passes its network {leaf.name} of another shape for a prompt of one length")
-            leaf.kind, leaf.changes_size = "row", True
-        elif not torch.equal(known, value):
+        if known.shape != value.shape or not torch.equal(known, value):
+            if known.is_complex():
+                raise NotLearned(f"passes its network complex numbers that depend on the prompt, {leaf.name}")
             leaf.kind = "row"
+            leaf.changes_size |= known.shape != value.shape
+    elif isinstance(known, Tensor) and value is None:
+        leaf.kind, leaf.changes_size = "row", True
+    elif known is None and isinstance(value, Tensor) and value.ndim and len(value) == 1:
+        leaf.value, leaf.dim, leaf.kind, leaf.changes_size = value, 0, "row", True
     elif type(known) is not type(value):
         raise NotLearned(f"passes its network {leaf.name} of {type(value).__name__} for only one of two prompts")
     elif known != value:
@@ -448,6 +486,14 @@ def starts_like(values: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
             if not torch.equal(value[window], plain[name][window]):
                 return False
     return True
+
+
+def blocks_of(values: Tensor) -> Tensor:
+    """Return values ``(C, h, w)`` as ``(4 C, h / 2, w / 2)``, or as they are where that is not possible."""
+    if values.ndim != 3 or any(side % 2 for side in values.shape[1:]):
+        return values
+    split = values.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
+    return split.permute(0, 2, 4, 1, 3).flatten(0, 2)
 
 
 def per_channel(values: Tensor) -> Tensor:

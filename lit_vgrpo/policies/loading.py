@@ -106,7 +106,7 @@ def _family(policy: Loadable) -> Any:
     """Return the class of a policy's pipeline."""
     import diffusers
 
-    return getattr(diffusers, policy.pipeline_class)  # imports lazily
+    return getattr(diffusers, policy.pipeline_class, None) or type(policy.given)  # imports lazily
 
 
 def _parts(policy: Loadable, folder: Path) -> dict[str, Any]:

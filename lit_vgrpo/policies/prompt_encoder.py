@@ -55,7 +55,7 @@ class PromptEncoder:
 
     def __init__(self, policy: Embedder) -> None:
         self.policy = policy
-        self._negative: Conditioning | None = None
+        self._negative: dict[str, Conditioning] = {}
         self._recent: OrderedDict[str, Row] = OrderedDict()  # used last, last
         self._warned_of_long_prompts = self._tells_prompts_apart = False
 
@@ -74,15 +74,15 @@ class PromptEncoder:
             has = "needs an image" if policy.edits else "takes no image"
             raise ValueError(f"{type(policy).__name__} {has} in each row of the prompts.")
         self._warn_of_long_prompts(prompts)
-        texts, work = [], dict[str, Encode]()
+        texts, work, start = [], dict[str, Encode](), policy.embedding_key
         pictures: Sequence[Tensor | None] = references or [None] * len(prompts)
         for prompt, picture in zip(prompts, pictures, strict=True):
             if picture is None:
-                texts.append(f"prompt\n{prompt}")
+                texts.append(f"{start}prompt\n{prompt}")
                 work[texts[-1]] = partial(policy.encode_prompts, [prompt])
             else:
                 # the negative prompt too, since an encoder may read it with the picture
-                texts.append(f"edit\n{[prompt, policy.negative_prompt]}\n{picture_digest(picture)}")
+                texts.append(f"{start}edit\n{[prompt, policy.negative_prompt]}\n{picture_digest(picture)}")
                 work[texts[-1]] = partial(self._encode_edit, prompt, picture)
         embeddings = Conditioning(self._looked_up(work))
         if not (self._tells_prompts_apart or policy.device.type == "meta"):
@@ -97,12 +97,12 @@ class PromptEncoder:
 
     def negative(self) -> Conditioning:
         """Return the embedding of the negative prompt, one row."""
-        policy = self.policy
-        if self._negative is None or next(iter(self._negative.tensors.values())).device != policy.device:
+        policy, key = self.policy, f"{self.policy.embedding_key}negative\n{self.policy.negative_prompt}"
+        known = self._negative.get(key)
+        if known is None or next(iter(known.tensors.values())).device != policy.device:
             # separate from prompts, because a family may treat an empty negative prompt differently
-            tensors = self._looked_up({f"negative\n{policy.negative_prompt}": policy.encode_negative})
-            self._negative = Conditioning(tensors)
-        return self._negative
+            known = self._negative[key] = Conditioning(self._looked_up({key: policy.encode_negative}))
+        return known
 
     def _looked_up(self, work: Mapping[str, Encode]) -> dict[str, Tensor]:
         """Return the embeddings of distinct texts from memory or the cache, computing missing ones."""

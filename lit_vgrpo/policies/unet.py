@@ -14,6 +14,8 @@ from lit_vgrpo.policies.base import Policy, PutStart
 from lit_vgrpo.policies.flow import SIGMA_KINDS
 
 VP_SOLVERS = ("ddim", "dpm++")
+SNR_SHIFT = "snr_shift_scale"
+"""Option of CogVideoX's schedulers, which shift the signal-to-noise ratio."""
 PREDICTIONS: dict[str, Space] = {"epsilon": "eps", "v_prediction": "v"}
 
 
@@ -96,7 +98,7 @@ def vp_misfit(pipeline: Any) -> str | None:
     if config.prediction_type not in PREDICTIONS:
         return f"predicts {config.prediction_type!r}, not {' or '.join(PREDICTIONS)}."
     own = vp_scheduler("ddim", scheduler).alphas_cumprod
-    if not config.get("rescale_betas_zero_snr") and not torch.allclose(own, scheduler.alphas_cumprod):
+    if not torch.allclose(own.double(), scheduler.alphas_cumprod.double(), atol=1e-6):  # some end at 2 ** -24
         return f"comes with {type(scheduler).__name__}: it was trained on another kind of noise schedule."
     if config.prediction_type == "epsilon" and config.get("rescale_betas_zero_snr"):
         return "predicts epsilon, which is undefined where its schedule ends in pure noise (zero SNR)."
@@ -109,12 +111,15 @@ def vp_scheduler(solver: str, base: Any) -> Any:
     Raises:
         ValueError: The path has no such solver.
     """
-    from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
+    from diffusers import CogVideoXDDIMScheduler, DDIMScheduler, DPMSolverMultistepScheduler
 
     config = base.config
     kept = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type")
     shared = {name: config[name] for name in (*kept, "rescale_betas_zero_snr") if name in config}
     shared["timestep_spacing"] = "trailing"
+    if solver == "ddim" and SNR_SHIFT in config:
+        shift = {SNR_SHIFT: config[SNR_SHIFT]}
+        return CogVideoXDDIMScheduler(**shared, **shift, clip_sample=False, set_alpha_to_one=True)
     if solver == "ddim":
         return DDIMScheduler(**shared, clip_sample=False, set_alpha_to_one=True)
     if solver == "dpm++":

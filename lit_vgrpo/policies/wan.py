@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
@@ -69,7 +69,6 @@ class WanPolicy(FlowPolicy):
     ) -> None:
         super().__init__(checkpoint, max_sequence_length, height=height, width=width, **options)
         self.num_frames, self.guidance_scale_2 = num_frames, guidance_scale_2
-        self._rows_share_time = False
 
     @property
     def frames_per_second(self) -> int:
@@ -100,18 +99,12 @@ class WanPolicy(FlowPolicy):
         return ("transformer",) if ratio is None else ("transformer", "transformer_2")
 
     def joined(self, networks: Sequence[Any]) -> Any:
-        boundary = (self.pipeline.config.boundary_ratio or 0.0) * self.pipeline.scheduler.config.num_train_timesteps
-        first, *second = networks
-        return TwoNetworks(first, second[0], boundary) if second else first
+        return joined_by_time(self.pipeline, networks)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        with super().sampling():
-            self._rows_share_time = True
-            try:
-                yield
-            finally:
-                self._rows_share_time = False
+        with super().sampling(), rows_sharing_time(self.network):
+            yield
 
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         second = {} if self.guidance_scale_2 is None else {"guidance_scale_2": self.guidance_scale_2}
@@ -151,8 +144,10 @@ class WanPolicy(FlowPolicy):
         timestep = t * self.pipeline.scheduler.config.num_train_timesteps
         if self.pipeline.config.expand_timesteps:  # one timestep per token
             timestep = timestep[:, None].expand(-1, self.image_tokens())
-        last = {"return_dict": False} if len(self.network_names) == 1 else {"rows_share_time": self._rows_share_time}
-        return self.network(z, timestep, cond.tensors["tokens"], **last)[0]
+        given = {"hidden_states": z, "timestep": timestep, "encoder_hidden_states": cond.tensors["tokens"]}
+        if len(self.network_names) == 1:
+            return self.network(**given, return_dict=False)[0]
+        return self.network(z, timestep, lambda rows: {name: value[rows] for name, value in given.items()})[0]
 
 
 class TwoNetworks(nn.Module):
@@ -167,23 +162,47 @@ class TwoNetworks(nn.Module):
     def __init__(self, transformer: Any, transformer_2: Any, boundary: float) -> None:
         super().__init__()
         self.transformer, self.transformer_2, self.boundary = transformer, transformer_2, boundary
+        self.rows_share_time = False
         self.config, self._cp_plan = transformer.config, transformer._cp_plan
         self._no_split_modules = transformer._no_split_modules
 
-    def forward(self, z: Tensor, timestep: Tensor, tokens: Tensor, rows_share_time: bool = False) -> tuple[Tensor]:
+    def forward(self, z: Tensor, timestep: Tensor, inputs: Callable[[Any], dict[str, Any]]) -> tuple[Tensor]:
         """Return the predictions ``(B, C, f, h, w)``, in a tuple as diffusers' networks do.
 
+        If :attr:`rows_share_time`, a network that has no rows is skipped. Otherwise, it is skipped only in a single
+        process: collective operations on sharded weights need it in the passes of all processes.
+
         Args:
-            rows_share_time: Skip a network that has no rows. Otherwise, it is skipped only in a single process:
-                collective operations on sharded weights need it in the passes of all processes.
+            z: ``(B, ...)``, for those who count rows.
+            timestep: ``(B,)``.
+            inputs: Returns a network's arguments for some of the rows.
         """
         if z.is_meta:  # there are no times; both networks have the same size
-            return self.transformer(z, timestep, tokens, return_dict=False)
+            return (self.transformer(**inputs(slice(None)))[0],)
         is_early, outputs, order = timestep >= self.boundary, [], []
         for network, chosen in ((self.transformer, is_early), (self.transformer_2, ~is_early)):
             rows = chosen.nonzero()[:, 0]
-            used = rows if len(rows) or rows_share_time or rank_and_world_size()[1] == 1 else rows.new_zeros(1)
+            used = rows if len(rows) or self.rows_share_time or rank_and_world_size()[1] == 1 else rows.new_zeros(1)
             if len(used):
-                outputs.append(network(z[used], timestep[used], tokens[used], return_dict=False)[0][: len(rows)])
+                outputs.append(network(**inputs(used))[0][: len(rows)])
             order.append(rows)
         return (torch.cat(outputs)[torch.cat(order).argsort()],)
+
+
+def joined_by_time(pipeline: Any, networks: Sequence[Any]) -> Any:
+    """Return the one or two networks of a pipeline with a ``boundary_ratio`` as one."""
+    boundary = (pipeline.config.get("boundary_ratio") or 0.0) * pipeline.scheduler.config.num_train_timesteps
+    return TwoNetworks(networks[0], networks[1], boundary) if len(networks) > 1 else networks[0]
+
+
+@contextmanager
+def rows_sharing_time(network: Any) -> Iterator[None]:
+    """Tell a network inside the block that the rows of every pass share their time."""
+    shares = isinstance(network, TwoNetworks)
+    if shares:
+        network.rows_share_time = True
+    try:
+        yield
+    finally:
+        if shares:
+            network.rows_share_time = False

@@ -18,10 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lit_vgrpo.policies.acceleration import repeated_blocks
 from lit_vgrpo.policies.loading import call_parameters
 from lit_vgrpo.policies.meta import AutocastOnMeta
 from lit_vgrpo.policies.placement import placed
 from lit_vgrpo.system.hub import quiet_libraries
+
+GUIDER = "guider"
+"""Name of the guidance scale of a pipeline that keeps it in a component, among the arguments of a watched call."""
 
 
 class Stop(Exception):
@@ -117,7 +121,9 @@ class Watcher:
         self._kept: dict[str, Any] = {}  # embeddings of prompts and pictures, by the arguments
         self._shapes: dict[str, Any] = {}
 
-        self.parameters = call_parameters(pipeline)
+        self.parameters = dict(call_parameters(pipeline))
+        if guiders_at(pipeline, None):
+            self.parameters[GUIDER] = inspect.Parameter(GUIDER, inspect.Parameter.KEYWORD_ONLY)
 
     @torch.no_grad()
     def watch(
@@ -181,10 +187,8 @@ class Watcher:
         scheduler.step, scheduler.set_timesteps = step_taken, prepared
         twin, parts = self._twin(), dict[str, Any](scheduler=scheduler)
         parts |= {name: StandIn(network, passed(name)) for name, network in self.networks.items()}
-        for name, part in self.pipeline.components.items():
-            if name.endswith("guider") and part is not None:
-                parts[name] = copy.deepcopy(part)
-                parts[name].disable()
+        arguments = dict(arguments)
+        parts |= guiders_at(self.pipeline, arguments.pop(GUIDER, None))
         vae = self.pipeline.vae
         encode = wraps(vae.encode)(partial(encoded_latents if self.has_weights else random_latents, vae))
         kept = self._once(encode) if keeps else encode
@@ -268,6 +272,14 @@ class Watcher:
         return tuple(sorted(found))
 
 
+def guiders_at(pipeline: Any, scale: float | None) -> dict[str, Any]:
+    """Return the guiders among a pipeline's components at a guidance scale, by name; ``None`` turns them off."""
+    guiders = {name: part for name, part in pipeline.components.items() if name.endswith(GUIDER) and part is not None}
+    given = {"enabled": False} if scale is None else {"guidance_scale": scale}
+    with quiet_libraries():
+        return {name: part.new(**given) for name, part in guiders.items()}
+
+
 def random_output(module: nn.Module, *given: Any, **named: Any) -> Any:
     """Return random values of the shapes that a module on the meta device returns, by its integer inputs."""
     leaves = [leaf for leaf in tree_flatten((given, named))[0] if isinstance(leaf, Tensor)]
@@ -314,16 +326,46 @@ def copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def on_meta(network: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+def on_meta(
+    network: Any, inputs: Mapping[str, Any], prepare: Callable[[Any], None] = lambda twin: None
+) -> tuple[Any, Any] | None:
     """Return a network like another on the meta device, and its output; ``None`` if it reads values of the inputs.
 
     Masks and other integers may stay on the CPU, where some networks read them.
+
+    Args:
+        prepare: Changes the network before its pass.
     """
     for moved in (to_meta, floats_to_meta):
         with suppress(Exception), torch.device("meta"), AutocastOnMeta():
             twin = type(network).from_config(network.config).eval()
+            prepare(twin)
             return twin, twin(**tree_map(moved, inputs))
     return None
+
+
+@torch.enable_grad()
+def omitted_by_checkpointing(network: Any, inputs: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of a network's blocks that its gradient checkpointing omits, tried on the meta device."""
+    plain, recomputed = list[tuple[str, set[str]]](), list[tuple[str, set[str]]]()
+
+    def watched(twin: Any, calls: list[tuple[str, set[str]]]) -> None:
+        def note(block: nn.Module, given: Any, named: Any) -> None:
+            values = inspect.signature(block.forward).bind(*given, **named).arguments
+            present = {name for name, value in values.items() if isinstance(value, Tensor)}
+            calls.append((type(block).__name__, present))
+
+        calls.clear()
+        if calls is recomputed:
+            twin.enable_gradient_checkpointing(lambda block, *given, **named: block(*given, **named))
+        for block in repeated_blocks(twin):
+            block.register_forward_pre_hook(note, with_kwargs=True)
+
+    for calls in (plain, recomputed):
+        if on_meta(network, inputs, lambda twin, calls=calls: watched(twin, calls)) is None:  # type: ignore[misc]
+            return []
+    both = zip(plain, recomputed, strict=False)
+    return sorted({f"{kind}.{name}" for (kind, before), (_, after) in both for name in before - after})
 
 
 def floats_to_meta(leaf: Any) -> Any:

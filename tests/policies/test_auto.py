@@ -9,9 +9,26 @@ import zoo
 
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.policies import AutoPolicy, checks
+from lit_vgrpo.policies import (
+    AutoPolicy,
+    ChromaPolicy,
+    Flux2DevPolicy,
+    Flux2Policy,
+    FluxPolicy,
+    Krea2Policy,
+    Lumina2Policy,
+    QwenImagePolicy,
+    SanaPolicy,
+    SD3Policy,
+    SDXLPolicy,
+    UNetPolicy,
+    WanPolicy,
+    ZImagePolicy,
+    checks,
+)
 from lit_vgrpo.policies.learned import NotLearned
 from lit_vgrpo.policies.loading import KEY
+from lit_vgrpo.policies.unet import vp_scheduler
 from lit_vgrpo.system.hub import LoadError
 
 FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline")
@@ -19,17 +36,10 @@ FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline")
 PROMPT = "three green dogs"
 WITHOUT_ADAPTERS = ("PRXPipeline", "PixArtSigmaPipeline", "PixArtAlphaPipeline", "LuminaPipeline")
 WITHOUT_ADAPTERS += ("EasyAnimatePipeline", "OmniGenPipeline", "AllegroPipeline")
+WITHOUT_ADAPTERS += ("CogView3PlusPipeline", "HunyuanDiTPipeline", "LattePipeline")
 REFUSED = {
     "consistency model": ("LatentConsistencyModelPipeline",),
-    "clip_sample": (
-        "AnimateDiffPipeline",
-        "CogView3PlusPipeline",
-        "HunyuanDiTPipeline",
-        "CogVideoXPipeline",
-        "CogVideoXPipeline/ddim",
-        "CogVideoXImageToVideoPipeline",
-        "LattePipeline",
-    ),
+    "4 images for one": ("AnimateDiffPipeline", "LattePipeline"),
     "Image too small": ("Flux2KleinKVPipeline",),
     "mixes values": ("Kandinsky5I2VPipeline",),
     "tokenizer that has": ("BriaFiboPipeline",),
@@ -37,11 +47,9 @@ REFUSED = {
     "kv_cache": ("QwenImage21Pipeline",),
     "no vae": ("PRXPixelPipeline",),
     "noise schedule": ("SanaSprintPipeline", "AnyFlowPipeline", "CosmosTextToWorldPipeline"),
-    "for only one of two prompts": ("NucleusMoEImagePipeline",),
-    "exceeds max_sequence": ("Ideogram4Pipeline",),
+    "second network": ("Ideogram4Pipeline",),
     "invert_sigmas": ("OmniGenPipeline", "MochiPipeline"),
     "expanded size": ("GlmImagePipeline",),
-    "second network": ("WanPipeline/two_networks", "WanImageToVideoPipeline/two_networks"),
     "no time": (
         "WanImageToVideoPipeline/expanded",
         "LTXImageToVideoPipeline",
@@ -55,6 +63,25 @@ REFUSED = {
 }
 """Classes that a learned policy refuses, by a word of the reason; the tokenizers are those of the zoo."""
 
+FAMILIES = {
+    "StableDiffusionPipeline": UNetPolicy,
+    "StableDiffusionXLPipeline": SDXLPolicy,
+    "StableDiffusion3Pipeline": SD3Policy,
+    "FluxPipeline": FluxPolicy,
+    "FluxPipeline/schnell": FluxPolicy,
+    "ChromaPipeline": ChromaPolicy,
+    "Flux2KleinPipeline": Flux2Policy,
+    "Flux2Pipeline": Flux2DevPolicy,
+    "QwenImagePipeline": QwenImagePolicy,
+    "Lumina2Pipeline": Lumina2Policy,
+    "ZImagePipeline": ZImagePolicy,
+    "Krea2Pipeline": Krea2Policy,
+    "SanaPipeline": SanaPolicy,
+    "WanPipeline": WanPolicy,
+    "WanPipeline/two_networks": WanPolicy,
+}
+"""Classes that have a policy written by hand."""
+
 
 def built(name, **options):
     entry, pipeline = zoo.ZOO[name], zoo.build(name)
@@ -66,7 +93,7 @@ def built(name, **options):
     return AutoPolicy(pipeline, call=call, references=int(entry.picture is not None), **options)
 
 
-def largest_difference(policy, guidance):
+def largest_difference(policy, guidance, monkeypatch, prompt=PROMPT):
     """The largest difference between the policy's picture and its pipeline's, of 255."""
     pipeline, scheduler, states = policy.pipeline, policy._new_scheduler(), []
     step = scheduler.step
@@ -82,32 +109,53 @@ def largest_difference(policy, guidance):
     given |= {**policy.pipeline_options, **policy.pipeline_guidance(guidance, 1)}
     given |= policy.pipeline_references(picture) if policy.edits else {}
     given = {key: value for key, value in given.items() if key in policy.watcher.parameters}
-    pipeline.scheduler = scheduler
-    theirs = pipeline(prompt=PROMPT if policy.pipeline_takes_one else [PROMPT], **given)[0]
+    with monkeypatch.context() as patch:
+        for part, value in {"scheduler": scheduler, **policy.pipeline_parts(guidance)}.items():
+            patch.setattr(pipeline, part, value)
+        theirs = pipeline(prompt=prompt if policy.pipeline_takes_one else [prompt], **given)[0]
     theirs = theirs if isinstance(theirs, torch.Tensor) else torch.stack(list(theirs))
-    cond = policy.encode([PROMPT], [picture[0].byte()] if policy.edits else None)
+    cond = policy.encode([prompt], [picture[0].byte()] if policy.edits else None)
     spec, noise = RolloutSpec(policy.solvers[0], 3, guidance), policy._latents_of(states[0])
     ours = policy.decode(sample(policy, cond, torch.zeros(1, dtype=torch.long), spec, noise)[0])
     return 255 * (ours - theirs.float().reshape(ours.shape)).abs().max().item()
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in zoo.ZOO])
-def test_it_draws_what_the_pipeline_draws(name):
+def test_it_draws_what_the_pipeline_draws(name, monkeypatch):
     policy = built(name, **({"train_only": ["*weight"]} if name in WITHOUT_ADAPTERS else {"lora_rank": 2}))
-    for component in ("guider", "ocr_guider"):
-        if getattr(policy.given, component, None) is not None:
-            getattr(policy.given, component).disable()
     if reasons := [word for word, names in REFUSED.items() if name in names]:
         with pytest.raises(LoadError, match=reasons[0]):
             policy.load()
         return
     with torch.no_grad():
         for guidance in (1.0, 3.0) if policy.load().guidance_error() is None else (1.0,):
-            assert largest_difference(policy, guidance) < 0.1
+            assert largest_difference(policy, guidance, monkeypatch) < 0.1
     if not policy.edits:
         checks.rows_do_not_depend_on_the_batch(policy)
     checks.gradient_reaches_what_is_trained(policy)
     checks.saved_weights_are_read_back(policy)
+    scheduler, (height, width) = policy.scheduler(policy.solvers[0], 3), policy.latent_shape[-2:]
+    if policy.path_kind == "flow":  # times are noise levels, up to the rounding of timesteps
+        assert (policy.scheduler_times(scheduler) - scheduler.sigmas[:3]).abs().max() < 2e-3
+    policy.decode_with_gradient(torch.zeros(1, *policy.latent_shape)[..., : height // 2, : width // 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_it_predicts_what_the_family_s_class_predicts(name):
+    learned, options = built(name).load(), {**zoo.ZOO[name].size, **zoo.ZOO[name].options}
+    options.pop("use_resolution_binning", None)
+    written = FAMILIES[name](zoo.build(name), **options).load()
+    z, t, _ = checks.inputs(written)
+    for guidance in (1.0, 3.0):
+        one, other = (policy(z, t, policy.encode([PROMPT, 'a "dog"']), guidance) for policy in (learned, written))
+        assert checks.difference(one, other) < 2e-6
+    for solver in written.solvers:
+        schedulers = [(policy, policy.scheduler(solver, 5)) for policy in (learned, written)]
+        one, other = (policy.scheduler_times(scheduler) for policy, scheduler in schedulers)
+        assert checks.difference(one, other) < 2e-6
+    assert checks.difference(learned.decode(z), written.decode(z)) < 2e-6
 
 
 @pytest.mark.parametrize(
@@ -128,12 +176,15 @@ def test_wrong_learning_is_caught(what, broken):
         policy._prove()
 
 
-def test_another_size_is_learned_anew():
-    policy = built("AuraFlowPipeline").load()
+@pytest.mark.parametrize("name", ["AuraFlowPipeline", pytest.param("ChromaPipeline", marks=pytest.mark.slow)])
+def test_another_size_is_learned_anew(name, monkeypatch):
+    policy = built(name).load()
+    policy.encode([PROMPT])  # Chroma's mask covers the image, too
+    policy.negative()
     with policy.sized(64, 32):
         assert policy.latent_shape == (4, 16, 8)
         with torch.no_grad():
-            assert largest_difference(policy, 3.0) < 0.1
+            assert largest_difference(policy, 3.0, monkeypatch) < 0.1
     assert policy.latent_shape == (4, 8, 12)
 
 
@@ -146,11 +197,127 @@ def test_what_was_learned_is_described_in_five_lines():
     assert "of any length" in lines[4]
 
 
-def test_an_unknown_argument_of_the_call_is_refused():
-    policy = built("AuraFlowPipeline")
-    policy.call["strength"] = 0.5
-    with pytest.raises(LoadError, match="takes no strength, which model.policy.call has"):
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"call": {"strength": 0.5}}, "takes no strength, which model.policy.call has"),
+        ({"call": {"negative_prompt": "a dog"}}, "negative_prompt='a dog'.* Set model.policy.negative_prompt"),
+        ({"call": {"guidance_scale": 7}}, "guidance_scale=7.* Set model.objective.rollout.guidance"),
+        ({"call": {"eta": 1.0}}, "eta=1.0.* Set model.objective.rollout.noise_level"),
+        ({"call": {"output_type": "latent"}}, "output_type='latent', which the policy sets itself. Leave it out"),
+        ({"num_frames": 5}, "makes no videos. Leave out model.policy.num_frames"),
+        ({"references": 1}, "takes no image, but model.policy.references=1"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(options, advice):
+    policy = AutoPolicy(zoo.build("StableDiffusionPipeline"), **options)
+    with pytest.raises(LoadError, match=advice):
         policy.load()
+
+
+def test_a_size_that_the_pipeline_rounds_is_refused():
+    policy = AutoPolicy(zoo.build("FluxPipeline"), height=33, width=48, call={"max_sequence_length": 16})
+    with pytest.raises(LoadError, match=r"policy.height=33 is a size at which FluxPipeline makes 32. Set height=32"):
+        policy.load()
+
+
+def changed(pipeline, change):
+    """The pipeline with a class that diffusers does not have, whose call first makes a change to its scheduler."""
+
+    class Changed(type(pipeline)):
+        def __call__(self, *given, **named):
+            change(self.scheduler)
+            return super().__call__(*given, **named)
+
+    Changed.__call__.__signature__ = inspect.signature(type(pipeline).__call__)
+    pipeline.__class__ = Changed
+    return pipeline
+
+
+def test_a_pipeline_of_another_class_than_diffusers_is_learned(monkeypatch):
+    policy = AutoPolicy(changed(zoo.build("AuraFlowPipeline"), lambda scheduler: None), height=32, width=48).load()
+    assert policy.pipeline_class == "Changed"
+    with torch.no_grad():
+        assert largest_difference(policy, 3.0, monkeypatch) < 0.1
+
+
+def scale_late_latents(scheduler):
+    step, taken = scheduler.step, []
+
+    @wraps(step)
+    def scaled(*given, **named):
+        taken.append(step(*given, **named)[0] * (0.9 if len(taken) > 5 else 1.0))
+        return (taken[-1],)
+
+    scheduler.step = scaled
+
+
+def end_with_noise(scheduler):
+    prepare = scheduler.set_timesteps
+
+    @wraps(prepare)
+    def prepared(*given, **named):
+        prepare(*given, **named)
+        scheduler.sigmas[-1] = 0.05
+
+    scheduler.set_timesteps = prepared
+
+
+@pytest.mark.parametrize("change", [scale_late_latents, end_with_noise])
+def test_steps_that_the_policy_would_not_take_are_caught(change):
+    policy = AutoPolicy(changed(zoo.build("AuraFlowPipeline"), change), height=32, width=48)
+    with pytest.raises(LoadError, match="what its scheduler returns differs|its latents after a step differs"):
+        policy.load()
+
+
+def test_a_prompt_that_changes_what_was_fixed_is_refused():
+    policy = built("AuraFlowPipeline").load()
+    policy.learned.of_kind("row")[0].kind = "fixed"
+    with pytest.raises(NotLearned, match="another kind of encoder_hidden_states for this prompt"):
+        policy.encode([PROMPT])
+
+
+def test_the_shifted_noise_of_cogvideox_is_followed():
+    base = zoo.cog_ddim(snr_shift_scale=3.0)
+    assert torch.allclose(vp_scheduler("ddim", base).alphas_cumprod, base.alphas_cumprod, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_checkpointing_that_changes_what_blocks_get_is_refused():
+    built("AuraFlowPipeline", gradient_checkpointing=True).load()
+    with pytest.raises(
+        LoadError, match="computes without ChromaSingleTransformerBlock.attention_mask. Set it to false"
+    ):
+        built("ChromaPipeline", gradient_checkpointing=True).load()
+
+
+@pytest.mark.slow
+def test_words_in_quotes_reach_the_network():
+    policy = built("HunyuanImagePipeline").load()
+    one, other = (policy.encode([prompt]).tensors["encoder_hidden_states_2"] for prompt in ('a "dog"', 'a "cat"'))
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_mask_may_be_absent(monkeypatch):
+    policy = built("NucleusMoEImagePipeline").load()
+    sizes = policy.encode(["red red ", PROMPT]).tensors["size_of_encoder_hidden_states_mask"]
+    assert sizes.flatten().tolist() == [0, 24]
+    with torch.no_grad():
+        assert largest_difference(policy, 3.0, monkeypatch, "red red ") < 0.1
+    checks.rows_do_not_depend_on_the_batch(policy)
+
+
+@pytest.mark.slow
+def test_a_solver_with_other_times_is_refused():
+    with pytest.raises(ValueError, match=r"solver='dpm\+\+' cannot follow the times .* of LTXPipeline. Use euler"):
+        built("LTXPipeline").load().scheduler("dpm++", 5)
+
+
+@pytest.mark.slow
+def test_a_guider_is_set_in_lines_of_python():
+    lines = built("HunyuanVideo15Pipeline").load().scheduler_lines(RolloutSpec("euler", 3, 2.0))
+    assert lines == ["pipe.guider = pipe.guider.new(enabled=True, guidance_scale=2)"]
 
 
 def test_a_network_without_adapters_is_trained_whole():
