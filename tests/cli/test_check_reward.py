@@ -81,7 +81,7 @@ def test_a_folder_of_images_needs_no_policy(recipe, capsys, monkeypatch):
         assert text.getextrema() == (0, 255)
     assert check_reward([*words, "model.reward={python: trial_rewards:elsewhere}"]) == 0
     said = capsys.readouterr()
-    assert said.out.startswith("4 images of ., ")  # without its own picture
+    assert said.out.startswith("4 images of ., ")  # the picture of scores is left out
     assert "The images with their scores: check_reward-2.png\n" in said.out
     monkeypatch.chdir(folder)
     assert Path("check_reward-2.png").is_file()
