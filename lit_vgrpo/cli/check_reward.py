@@ -34,14 +34,19 @@ from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import load_policy
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
+<<<<<<< HEAD
 HEADER = ("weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
+=======
+PICTURE = Path("check_reward")
+HEADER = ("reward", "weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
+>>>>>>> h-day
 
 
 def check_reward(options: CheckReward) -> int:
     """Try a recipe's rewards on a few images; return 1 if a reward is constant or failed."""
     folder, num_prompts, each = options.images, options.num_prompts, options.images_per_prompt
     cli = build([*options.words, *OVERRIDES], make_folder=False)
-    files = find_images([folder], num_prompts * each) if folder is not None else []
+    files = [] if folder is None else find_images([folder], num_prompts * each, ignored=rf"{PICTURE}(-\d+)?\.png")
     reward = cli.model.evaluator.observed
     if errors := [*reward.check(), *cli.datamodule.check(), *([] if files else cli.model.policy.check())]:
         raise UserError(*errors)
@@ -107,10 +112,10 @@ def save_scored(images: Sequence[Tensor], rows: Rows, parts: Sequence[PartTrial]
     size = tuple(min(SIDE, max(sides)) for sides in zip(*(picture.size for picture in pictures), strict=True))
     cells = [pil_to_tensor(ImageOps.pad(picture, size, color="white")) / 255 for picture in pictures]
     cells += [torch.ones_like(cells[0])] * (len(below) - len(cells))
-    free = (path.with_suffix(".png") for path in candidates(Path("check_reward")))
-    path = typed_path(next(path for path in free if not path.exists()))
+    free = (path.with_suffix(".png") for path in candidates(PICTURE))
+    path = next(path for path in free if not typed_path(path).exists())
     prompts, texts = [row["prompt"] for row in rows[::each]], ["\n".join(lines) for lines in below]
-    draw_grid(torch.stack(cells).unflatten(0, (-1, each)), prompts, [], texts).save(path)
+    draw_grid(torch.stack(cells).unflatten(0, (-1, each)), prompts, [], texts).save(typed_path(path))
     return path
 
 

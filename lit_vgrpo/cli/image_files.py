@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby, islice
@@ -19,15 +20,19 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import typed_path
 
 
-def find_images(words: Sequence[str], limit: int | None = None) -> list[Path]:
-    """Return the first ``limit`` of the named files and folders' images; raise UserError with all unreadable ones."""
+def find_images(words: Sequence[str], limit: int | None = None, ignored: str = "") -> list[Path]:
+    """Return the first ``limit`` of the named files and folders' images; raise UserError with all unreadable ones.
+
+    A file of a folder whose name matches ``ignored``, a regular expression, is left out.
+    """
     if not words:
         raise UserError("No image given. Name files or folders, for example: lightning score PickScore cat.png")
     files: list[Path] = []
     errors: list[str] = []
     for word in words:
         path = typed_path(word)
-        images = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
+        found = (file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+        images = [path] if path.is_file() else sorted(f for f in found if not re.fullmatch(ignored, f.name))
         errors += [] if images else [f"{word} {'contains no images' if path.is_dir() else 'does not exist'}."]
         files += images
     files = files[:limit]

@@ -194,7 +194,12 @@ def _parser_error(error: BaseException, tree: Mapping[str, Any]) -> str:
     key = ".".join(dict.fromkeys(KEY.findall(text))).replace(".init_args", "")
     if missing := REQUIRED.search(text):
         names = [f"{key}.{name}".removeprefix(".") for name in missing[1].split(", ")]
-        swapped = class_name(_node(tree, key)) if len(names) == 1 else ""
+        node = _node(tree, key)
+        if isinstance(node, list):  # the parser does not name the item, which is most often the last
+            return (
+                f"The recipe lacks {missing[1]} of one of {key}. Write it as {{class_path: NAME, init_args: {{...}}}}"
+            )
+        swapped = class_name(node) if len(names) == 1 else ""
         advice = "For a complete one: lightning init my_run"
         if swapped:  # naming another class drops the old one's options
             advice = f"{swapped} needs it: add {names[0]}=VALUE"

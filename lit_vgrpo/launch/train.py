@@ -32,15 +32,18 @@ def train(cli: RecipeCLI) -> int:
     It is 0, 1 if training failed or its end could not be saved, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
     Raises UserError if Lightning refused the checkpoint or the recipe before training began.
     """
-    checkpoints = cli.checkpoints
+    checkpoints, listens = cli.checkpoints, False
     with watched(cli.trainer) as watch:
         try:
             with checkpoints.listening(watch):
+                listens = True
                 if cli.resumption is not None and cli.resumption.is_at_end(cli.trainer):
                     call_train_hooks_at_end(cli.trainer)  # the final evaluation, export and summary
                 start = None if cli.ckpt_path is None else str(cli.ckpt_path)
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=start)
         except (SystemExit, KeyboardInterrupt) as error:
+            if not listens:  # Ctrl-C, just before
+                raise
             if not checkpoints.interrupted and not checkpoints.terminated:
                 return _fail(cli, watch, error)
         except (RewardError, PromptError, FloatingPointError) as error:

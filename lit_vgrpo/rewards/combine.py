@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -300,6 +301,11 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
             return torch.full((len(images),), math.nan), reason_of(error)
         singles = [_score(reward, images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(len(images))]
         messages = [message for _, message in singles if message is not None]
+        if not messages:
+            slow = (
+                f'Reward "{reward.name}" raised on {len(images)} images at once, but scored each alone, which is slow'
+            )
+            warnings.warn(f"{slow}: {reason_of(error)}", stacklevel=2)
         return torch.cat([scores for scores, _ in singles]), messages[-1] if messages else None
     scores = returned.detach().cpu()
     bad = ~scores.isfinite()

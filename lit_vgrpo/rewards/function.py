@@ -148,6 +148,10 @@ class PythonReward(Reward):
         except (Exception, SystemExit) as error:  # importing the user's module may raise anything
             reason = error_in_user_code(error) or f"{type(error).__name__}: {error}"
             raise RewardError(f"{self._shown} cannot be imported ({reason.rstrip('.')}).") from error
+        if inspect.iscoroutinefunction(function):
+            raise RewardError(f"{self._shown} is an async function. Name one that calls it with asyncio.run.")
+        if inspect.isclass(function):
+            raise RewardError(f"{self._shown} is a class. Name a function, or set class_path to a subclass of Reward.")
         takes_references = "references" in signature.parameters and "references" not in self.options
         given = {**self.options, **({"references": None} if takes_references else {})}
         for count in (3, 2):

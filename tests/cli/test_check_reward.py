@@ -13,8 +13,14 @@ from lit_vgrpo.cli.main import main
 from lit_vgrpo.rewards import Reward, Weighted
 
 OWN = """
+import os
+
 def constant(images, prompts):
     return [0.25] * len(images)
+
+def elsewhere(images, prompts):
+    os.chdir("/")
+    return [float(image.std()) for image in images]
 
 def half(images, prompts):
     return [None if number % 2 else float(image.mean()) for number, image in enumerate(images)]
@@ -54,7 +60,8 @@ def test_images_of_the_recipes_own_policy_are_scored(recipe, capsys):
     assert not Path("runs").exists()
 
 
-def test_a_folder_of_images_needs_no_policy(recipe, capsys):
+def test_a_folder_of_images_needs_no_policy(recipe, capsys, monkeypatch):
+    folder = Path.cwd()
     for number in range(4):
         Image.effect_noise((16 + 8 * (number // 2), 16), 20 + 40 * number).save(f"{number}.png")
     words = [recipe, "model.policy.checkpoint=/nowhere", "--images", "."]
@@ -72,6 +79,12 @@ def test_a_folder_of_images_needs_no_policy(recipe, capsys):
             assert shown.getpixel((4 * zoom, 0)) == pytest.approx(first.getpixel((0, 0)), abs=1)
         text = sheet.convert("L").crop((gap, 2 * label + 16 * zoom, gap + 24 * zoom, 3 * label + 16 * zoom))
         assert text.getextrema() == (0, 255)
+    assert check_reward([*words, "model.reward={python: trial_rewards:elsewhere}"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("4 images of ., ")  # the picture of scores is left out
+    assert "The images with their scores: check_reward-2.png\n" in said.out
+    monkeypatch.chdir(folder)
+    assert Path("check_reward-2.png").is_file()
     (Path("check_reward.png")).rename("mine.png")
     assert check_reward([*words[:-1], "0.png"]) == 0
     assert check_reward(words[:2]) == 2

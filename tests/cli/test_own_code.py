@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -231,3 +233,9 @@ def test_a_second_run_and_another_method_say_where_they_go(recipe, capsys):
         assert Path(folder, "summary.json").is_file()
     assert run([recipe, "ckpt_path=runs/tiny"]) == 2
     assert "Set ckpt_path=runs/tiny/checkpoints/last.ckpt, or continue it with --resume." in capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_run_listens_stops_without_a_traceback(recipe, capsys, monkeypatch):
+    monkeypatch.setattr(socket, "socketpair", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert run([recipe]) == 130
+    assert capsys.readouterr().err.strip().endswith("Stopped.")

@@ -294,3 +294,13 @@ def test_questions_about_a_prompt_get_a_copy_too_and_returned_values_may_be_kept
     first, second = (weighted.score(IMAGES, PROMPTS, ROWS) for _ in range(2))
     assert first.total.tolist() == [0, 1, 2, 3]
     assert [batch.counts for batch in (first, second)] == [{"asks": {"calls": 1}}, {"asks": {"calls": 2}}]
+
+
+def test_a_reward_that_raises_on_several_images_only_is_reported_as_slow():
+    def alone(scores, *_):
+        if len(scores) > 1:
+            raise OSError("too many")
+        return scores
+
+    with pytest.warns(UserWarning, match=r'^Reward "one" raised on 4 images at once, .*: .*OSError: too many'):
+        assert score(Field("one", alone)).total.tolist() == [0, 1, 2, 3]

@@ -37,6 +37,9 @@ def of_arrays(images, prompts, rows):
     assert images.dtype == np.uint8
     return images.max(axis=(1, 2, 3)).tolist()
 
+async def waits(images, prompts):
+    return [1.0] * len(prompts)
+
 def needs_more(images, prompts, rows, model):
     return 0
 
@@ -77,6 +80,8 @@ def test_pictures_and_arrays():
         ("own_rewards", "is not a callable object"),
         ("own_rewards:brightnes", "module 'own_rewards' has no attribute 'brightnes'"),
         ("own_rewards:needs_more", "missing a required argument"),
+        ("own_rewards:waits", "own_rewards:waits is an async function. Name one that calls it with asyncio.run."),
+        ("decimal:Decimal", "decimal:Decimal is a class. Name a function"),
     ],
 )
 def test_what_cannot_be_called_is_found_by_check(function, said):

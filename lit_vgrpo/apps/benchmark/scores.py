@@ -103,6 +103,7 @@ def fill(
         with bar(benchmark.name, total=total, initial=done_before, leave=True) as seen:
             for subject, plan in zip(subjects, plans, strict=True):
                 if plan:
+                    seen.set_postfix_str(subject.label)
                     _fill_one(subject, benchmark, rows, reward, share, [dataset[index] for index in plan], seen)
     except (LoadError, ModuleNotFoundError, ValueError) as error:
         raise UserError(str(error)) from error

@@ -82,6 +82,7 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
                 while waiting and len(active) < jobs:
                     run = waiting.pop(0)
                     active[run.name] = run, _start(run)
+                    ended.set_postfix_str(", ".join(active))
                 time.sleep(POLL_S)
                 for name, (run, process) in list(active.items()):
                     if process.poll() is not None:
