@@ -34,12 +34,8 @@ from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import load_policy
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
-<<<<<<< HEAD
-HEADER = ("weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
-=======
 PICTURE = Path("check_reward")
-HEADER = ("reward", "weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
->>>>>>> h-day
+HEADER = ("weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
 
 
 def check_reward(options: CheckReward) -> int:
