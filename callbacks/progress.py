@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.core.ranges import PositiveInt, checked
-from lit_vgrpo.errors import say
+from lit_vgrpo.errors import say, score_text
 from lit_vgrpo.system.process import bar, shows_bars
 from lit_vgrpo.training.trainer_internals import callbacks_of
 
@@ -63,7 +63,7 @@ class ProgressBar(LightningProgressBar):
         record = pl_module.record
         assert record is not None
         if pl_module.objective.needs_reward:
-            self._shown["reward"] = f"{float(record.rewards.nanmean()):.3f}"
+            self._shown["reward"] = score_text(float(record.rewards.nanmean()))
         elif record.losses:
             self._shown["loss"] = f"{float(record.losses[-1]):.4f}"
         seconds = pl_module.ledger.stopwatch.wall_s - self._train_s
@@ -74,7 +74,7 @@ class ProgressBar(LightningProgressBar):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         done, total = trainer.current_epoch + 1, trainer.max_epochs or 0
         if "heldout/reward" in pl_module.evaluator.latest:
-            self._shown["held-out"] = f"{pl_module.evaluator.latest['heldout/reward']:.3f}"
+            self._shown["held-out"] = score_text(pl_module.evaluator.latest["heldout/reward"])
         self._shown.pop("alarm", None)
         if any(alarm.is_on for alarm in callbacks_of(trainer, RewardHackAlarm)):
             self._shown["alarm"] = "reward hacking?"

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
-from lit_vgrpo.errors import UserError, counted, one_line, say
+from lit_vgrpo.errors import UserError, counted, one_line, say, score_text
 from lit_vgrpo.report.run_data import Point, RunData, read_scores
 from lit_vgrpo.report.verdict import Cheating, Verdict
 from lit_vgrpo.system.memory import PeakMemory, device_name, peak_resident_bytes
@@ -64,8 +64,8 @@ class RunSummary(L.Callback):
         end = pl_module.evaluator.latest.get(TRAINED, math.nan)
         if start - end > spread > 0 and not _stopped(trainer):
             self._outcome = "diverged"
-            fall = f"{TRAINED} fell from {start:.3f} to {end:.3f}, {(start - end) / spread:.1f} times the standard "
-            fall += "deviation of the first evaluation's rewards."
+            fall = f"{TRAINED} fell from {score_text(start)} to {score_text(end)}, {(start - end) / spread:.1f} times "
+            fall += "the standard deviation of the first evaluation's rewards."
             self.reason = f"Diverged: {fall} Lower model.optimizer.lr. {describe_best(trainer)}"
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
@@ -77,7 +77,8 @@ class RunSummary(L.Callback):
             start, done = evaluations[0], counted(trainer.current_epoch, "iteration")
             when = f"after {counted(start.iteration, 'iteration')}" if start.iteration else "before"
             weights = evaluated_weights(trainer)
-            say(f"Held-out reward {start.reward:.3f} {when}, {end:.3f} after {done} ({weights} weights).")
+            before, now = score_text(start.reward), score_text(end)
+            say(f"Held-out reward {before} {when}, {now} after {done} ({weights} weights).")
             say(f"Did it cheat? {self._cheating(trainer, module).words}")
         if completed and self.reason is not None:
             say(self.reason, error=True)

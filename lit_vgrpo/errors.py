@@ -58,6 +58,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def score_text(value: float, sign: str = "", decimals: int = 3) -> str:
+    """Return a reward with some decimals, or with digits that count if it is large or small.
+
+    >>> [score_text(value) for value in (0.97049, 0.0, 12345.6, 0.000321, 1e28)]
+    ['0.970', '0.000', '12346', '0.000321', '1e+28']
+    """
+    size = abs(value)
+    return format(value, f"{sign}.{decimals}f" if 0.01 <= size < 100 or not size else f"{sign}.{5 if size > 1 else 3}g")
+
+
 def printable(body: bytes, most: int) -> str:
     """Return the first characters of a response in one line and without control characters."""
     return one_line(body[: 2 * most].decode("utf-8", errors="replace"))[:most]

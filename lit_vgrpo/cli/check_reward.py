@@ -22,7 +22,7 @@ from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.pixels import strips, to_pil
 from lit_vgrpo.data.prompts import Rows
-from lit_vgrpo.errors import UserError, counted, report, say
+from lit_vgrpo.errors import UserError, counted, report, say, score_text
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.options import CheckReward
@@ -152,7 +152,7 @@ class PartTrial:
         numbers = [values.mean(), values.std(correction=0), values.min(), values.max()] if len(values) else []
         return [
             "" if self.weight is None else f"{self.weight:.3g}",
-            *([f"{float(number):.4f}" for number in numbers] or ["-"] * 4),
+            *([score_text(float(number), decimals=4) for number in numbers] or ["-"] * 4),
             str(self.failed),
             "-" if self.flat_share is None else f"{self.flat_share:.0%}",
             f"{self.seconds_per_image:.4f}",

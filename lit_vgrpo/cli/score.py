@@ -14,7 +14,7 @@ import pandas as pd
 from lit_vgrpo.cli.image_files import batches_of, find_images, loaded, read_image
 from lit_vgrpo.config.recipe import shipped_overlays
 from lit_vgrpo.data import read_prompts
-from lit_vgrpo.errors import UserError, counted, say
+from lit_vgrpo.errors import UserError, counted, say, score_text
 from lit_vgrpo.launch.build import NO_REWARD, build_reward
 from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.options import Score
@@ -99,7 +99,7 @@ def score_table(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> st
     """Return a table with a row per image and a column per reward, followed by the reasons of failures."""
 
     def cell(value: float | None) -> str:
-        return "failed" if value is None else f"{value:.4f}"
+        return "failed" if value is None else score_text(value, decimals=4)
 
     rows = [[cell(one["parts"][name]) if name in one["parts"] else "-" for name in names] for one in scores]
     rows = [[*cells, cell(one["total"])] for cells, one in zip(rows, scores, strict=True)]

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.core.records import FINGERPRINT
-from lit_vgrpo.errors import counted
+from lit_vgrpo.errors import counted, score_text
 from lit_vgrpo.metrics.looks import ACROSS, DISTANCE, SATURATION, SHARPNESS, WITHIN
 from lit_vgrpo.report.run_data import RUNNING, UNFINISHED, Interval, RunData, difference, interval
 
@@ -266,14 +266,10 @@ def listed(parts: list[str]) -> str:
 
 
 def score(value: float | None, sign: str = "") -> str:
-    """Return a reward with three decimals, or five digits if it is large.
-
-    >>> score(0.97049), score(12345.6), score(0.25, "+")
-    ('0.970', '12346', '+0.250')
-    """
+    """Return a reward as text, or a dash for none."""
     if value is None:
         return NONE
-    return format(value, f"{sign}.3f" if abs(value) < 100 else f"{sign}.5g").replace("-", MINUS)
+    return score_text(value, sign).replace("-", MINUS)
 
 
 def brackets(ends: Interval | None, sign: str = "") -> str:

@@ -13,6 +13,7 @@ from lit_vgrpo.apps.benchmark.scores import Subject
 from lit_vgrpo.data.benchmark import Benchmark, differences
 from lit_vgrpo.data.benchmark_prompts import TASK
 from lit_vgrpo.data.prompts import Rows
+from lit_vgrpo.errors import score_text
 from lit_vgrpo.system.process import versions
 
 Numbers = npt.NDArray[Any]
@@ -152,7 +153,7 @@ def with_interval(estimate: Mapping[str, Any], sign: str = "") -> str:
     if estimate["mean"] is None:
         return "-"
     numbers = [estimate[key] for key in ("mean", "low", "high") if estimate[key] is not None]
-    mean, *ends = (format(number, f"{sign}.3f" if abs(number) < 100 else f"{sign}.5g") for number in numbers)
+    mean, *ends = (score_text(number, sign) for number in numbers)
     return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 

@@ -22,6 +22,7 @@ from pydantic_core import to_json
 from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.plan import Budget, Entrant, Run
 from lit_vgrpo.config.tree import set_value
+from lit_vgrpo.errors import score_text
 from lit_vgrpo.system.paths import new_file, write_atomically
 from lit_vgrpo.system.process import versions
 from lit_vgrpo.training.resume import read_summary
@@ -239,7 +240,9 @@ def write_sweep(options: CompareOptions, entrants: Sequence[Entrant], curves: Se
         prompts = f"{options.command.recipe.stem}, {options.prompts}"
         block = tuned_block(entrants[row], Budget(count, options.num_seeds, options.iterations, prompts))
         indented = "\n".join(f"    {line}" for line in block.splitlines())
-        parts.append(f"{method}: {points['values'][row]}, final reward {points['final'][row]:.3f}\n\n{indented}")
+        parts.append(
+            f"{method}: {points['values'][row]}, final reward {score_text(points['final'][row])}\n\n{indented}"
+        )
     text = "\n\n".join([*parts, *_failed(curves)])
     chosen = [{**record, "is_best": row in best.values()} for row, record in enumerate(points.to_dict("records"))]
     _write(options, "sweep", {"prompts": options.prompts, "points": chosen}, text, curves)
@@ -311,7 +314,7 @@ def markdown_table(table: pd.DataFrame) -> str:
 
 def reward_cell(value: float) -> str:
     """Format a reward; a dash for NaN."""
-    return "-" if pd.isna(value) else f"{value:.3f}"
+    return "-" if pd.isna(value) else score_text(value)
 
 
 def amount(value: float) -> str:

@@ -100,7 +100,10 @@ def test_a_recipe_without_measured_seconds(tiny_recipe, capsys):
     [
         (["--scale", "0"], "--scale 0 is not a list of positive whole numbers. Write it as --scale 1,8,64,512."),
         (["--scale", "1", "--bandwidth", "3"], "--bandwidth 3 is not 2 positive numbers. Write it as --bandwidth 3"),
-        (["--scale", "1", "model.policy.checkpoint=a/b"], "--scale needs the shapes of the weights: a/b is not in the"),
+        (
+            ["--scale", "1", "model.policy.checkpoint=a/b"],
+            "--scale needs the shapes of the weights: small files of a/b are",
+        ),
     ],
 )
 def test_what_it_refuses(tiny_recipe, capsys, words, line):
