@@ -137,7 +137,7 @@ def test_it_draws_what_the_pipeline_draws(name, monkeypatch):
     scheduler, (height, width) = policy.scheduler(policy.solvers[0], 3), policy.latent_shape[-2:]
     if policy.path_kind == "flow":  # times are noise levels, up to the rounding of timesteps
         assert (policy.scheduler_times(scheduler) - scheduler.sigmas[:3]).abs().max() < 2e-3
-    policy.decode_with_gradient(torch.zeros(1, *policy.latent_shape)[..., : height // 2, : width // 2])
+    policy.decode_with_gradient(torch.zeros(1, *policy.latent_shape)[..., : -(-height // 2), : -(-width // 2)])
 
 
 @pytest.mark.slow
