@@ -108,8 +108,9 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
 def _copy_on_meta(policy: Policy, draft: Any) -> Policy:
     """Return a loaded copy of a policy, with the pipeline that its check built, or another one."""
     name, folder = policy.checkpoint, config_folder(policy.checkpoint, policy.revision)
+    which = f" --revision {policy.revision}" if policy.revision else ""
     small = " ".join(f'--include "{pattern}"' for pattern in SMALL_FILES)
-    missing = NotEstimated(f"small files of {name} are not on this machine. Run: hf download {name} {small}")
+    missing = NotEstimated(f"small files of {name} are not on this machine. Run: hf download {name}{which} {small}")
     try:
         pipeline = draft or (None if folder is None else pipeline_on_meta(policy, folder))
     except LoadError as error:  # which the policy's check reports

@@ -143,6 +143,7 @@ class RemoteReward(Reward):
         self._counts: dict[str, float] = {}
         self._failed_in_a_row = 0
         self._calls: list[Future[Any]] = []
+        self._slots: asyncio.Semaphore | None = None  # of all calls under way
 
     def check(self) -> list[str]:
         """Report a missing package, and what makes requests impossible, without contacting a server."""
@@ -192,6 +193,7 @@ class RemoteReward(Reward):
                 raise
             finally:
                 self._calls.remove(call)
+                self._slots = self._slots if self._calls else None  # the next call may have another event loop
         failed = [answer for answer in answers if isinstance(answer, RequestError)]
         if self._is_down and failed:
             number = self._failed_in_a_row
@@ -201,7 +203,8 @@ class RemoteReward(Reward):
         return answers
 
     async def _post_all(self, calls: Sequence[Call[T]]) -> list[T | RequestError]:
-        slots = asyncio.Semaphore(self.connection.max_connections * len(self._servers.all))
+        most = self.connection.max_connections * len(self._servers.all)
+        slots = self._slots = self._slots or asyncio.Semaphore(most)
         clients: dict[Server, httpx.AsyncClient] = {}
         try:
             return await asyncio.gather(*(self._post_one(clients, slots, call) for call in calls))

@@ -118,8 +118,9 @@ def file_at_hand(checkpoint: str, filename: str, revision: str | None = None) ->
 
 def download_small_files(checkpoint: str, revision: str | None = None) -> None:
     """Download a hub repository's configurations, tokenizers and indices of weights; any error of the hub is raised."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
+    HfApi().repo_info(checkpoint, revision=revision or "main", timeout=HUB_TIMEOUT_S)  # the next line has no limit
     snapshot_download(checkpoint, revision=revision, allow_patterns=SMALL_FILES)
 
 

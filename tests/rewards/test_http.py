@@ -394,6 +394,20 @@ def test_several_calls_are_scored_at_once(number):
         queue.close()
 
 
+def test_a_request_that_waits_for_a_retry_keeps_its_connection_from_other_calls():
+    images, prompts, rows = make_images(6)
+    connection = patient(max_connections=1, retries=3, backoff_s=0.2)
+    with FaultServer([answering(b"slow down", 429)] * 3) as server:
+        queue = ScoreQueue(Weighted([HTTPReward(server.url, connection=connection)]))
+        for n in range(6):
+            queue.put(images[n : n + 1], prompts[n : n + 1], rows[n : n + 1])
+        torch.testing.assert_close(queue.take().total, means(images), rtol=0, atol=1e-6)
+        queue.close()
+    first, *others = [body for _, body in server.requests]
+    assert others[:3] == [first] * 3
+    assert len(others) == 3 + 5
+
+
 BROKEN = {
     "refuses": (None, "unreachable"),
     "resets": (errors.reset, "unreachable"),

@@ -16,7 +16,7 @@ from fault_server import FaultServer, Handler
 class Pages(Handler):
     def do_GET(self):
         pages = {r"/api/whoami-v2": self.whoami, r"/api/models/(.+)/tree/[^/]+": self.tree}
-        pages |= {r"/api/models/(.+)/revision/main": self.about}
+        pages |= {r"/api/models/(.+)/revision/[^/]+": self.about}
         self.route({**pages, r"/(.+)/resolve/[^/]+/(.+)": self.file})
 
     do_HEAD = do_GET

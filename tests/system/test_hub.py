@@ -2,12 +2,15 @@ import shutil
 
 import pytest
 import torch
+from fake_hub import FakeHub, Pages
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel
 
+from lit_vgrpo.system import hub
 from lit_vgrpo.system.hub import (
     LoadError,
+    download_small_files,
     explain_unloadable,
     headers_only,
     load_network,
@@ -33,6 +36,15 @@ def test_a_folder_without_the_file_or_no_folder_is_told(tmp_path):
         message = explain_unloadable(path, "model_index.json", "key")
         assert "is not a folder. Set key to a folder with model_index.json" in message
     assert "leaves the shipped" in explain_unloadable("shipped:../..", "x", "key")
+
+
+def test_a_hub_that_does_not_answer_is_left_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(Pages, "about", lambda page, name: page.server.owner.closing.wait(3) or page.refuse(404))
+    with FakeHub() as server:
+        server.use(monkeypatch, tmp_path)
+        with pytest.raises(Exception, match="timed out"):
+            download_small_files("owner/name")
 
 
 def test_a_hub_name_is_no_path_unless_a_folder_has_that_name(here):
