@@ -153,11 +153,12 @@ def _dummy_rollout(
 
 @dataclass(frozen=True)
 class Pass:
-    """A call of the policy; ``rows`` is the batch before guidance doubles it."""
+    """Calls of the policy whose graphs are alive at once; ``rows`` is the batch before guidance doubles it."""
 
     rows: int
     guidance: float
     with_grad: bool
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Demand:
     """Needs of an iteration on one rank."""
 
     stored: Pass | None  # largest pass without gradient, excluding the rollout's
-    trained: Pass  # the pass of a micro-batch; the passes of a chain count as one of all their rows
+    trained: Pass  # the passes of a micro-batch
     kept: float  # storage kept for the updates, in latents
     loss: float  # peak memory of the loss without the network, in latents
     copies: tuple[str, ...]  # names of the copies of the trained weights kept on the device
@@ -212,7 +213,7 @@ def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
     trained = [one for one in network.passes if one.with_grad]
     return Demand(
         stored=max(stored, key=lambda one: one.rows * policy.guidance_factor(one.guidance), default=None),
-        trained=replace(trained[0], rows=sum(one.rows for one in trained)),
+        trained=replace(trained[0], times=len(trained)),
         kept=sum(storages.values()) / LATENT_BYTES,
         loss=live.peak / LATENT_BYTES,
         copies=tuple(sorted(method.copies)),

@@ -227,7 +227,7 @@ def encoding_peak(policy: Policy, prompts: int) -> int:
 
 
 def peak_of_pass(policy: Policy, asked: Pass) -> int:
-    """Return the peak of one call of the policy and its backward pass, without the gradients of weights."""
+    """Return the peak of calls of the policy and their backward pass, without the gradients of weights."""
     cond = policy.encode(["a"], policy.blank_references(1))
     policy.negative()
     weights = [p for p in policy.parameters() if p.requires_grad]
@@ -237,9 +237,9 @@ def peak_of_pass(policy: Policy, asked: Pass) -> int:
         z = torch.empty(asked.rows, *policy.latent_shape, device="meta")
         t = torch.empty(asked.rows, device="meta")
         rows = torch.zeros(asked.rows, dtype=torch.int64, device="meta")
-        prediction = policy(z, t, cond.select(rows), asked.guidance)
+        predictions = [policy(z, t, cond.select(rows), asked.guidance) for _ in range(asked.times)]
         if asked.with_grad:
-            prediction.sum().backward()
+            torch.stack([one.sum() for one in predictions]).sum().backward()
     return live.peak + restored_at_once(policy)
 
 
