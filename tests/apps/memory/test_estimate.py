@@ -106,7 +106,8 @@ def test_a_method_asks_for_what_it_says(tiny_sd3, name):
     assert objective.copies == {}
     passes = objective.passes_per_image(sizes, policy)
     factor = policy.guidance_factor(found.trained.guidance)
-    assert found.trained.rows * factor * sizes.uses_per_image == 4 * passes["update"]
+    rows = found.trained.rows * found.trained.times
+    assert rows * factor * sizes.uses_per_image == 4 * passes["update"]
     objective.setup(policy)
     assert found.copies == tuple(sorted(objective.copies))
     with LiveMemory() as live:
