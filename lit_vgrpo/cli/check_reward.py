@@ -35,6 +35,7 @@ from lit_vgrpo.training.saved_weights import load_policy
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
 PICTURE = Path("check_reward")
+NOISE, ROUNDING = 0.1, 1e-3  # shares of the scores' std and size by which a score may change from call to call
 HEADER = ("weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
 
 
@@ -125,6 +126,7 @@ class PartTrial:
         places: ``(n,)``, index of each image.
         seconds: Wall time for all images, after a warm-up.
         error: The last failure, if any.
+        change: Largest difference between two calls with the same images, the first batch.
     """
 
     name: str
@@ -134,6 +136,7 @@ class PartTrial:
     places: Tensor
     seconds: float
     error: str | None = None
+    change: float = 0.0
 
     def __post_init__(self) -> None:
         is_finite = self.scores.isfinite()
@@ -170,13 +173,15 @@ def trials(
         batch_size: Images per call of a reward, at most; one that compares gets all.
     """
     batches = list(batches_of(images, rows, len(rows) if reward.compares else batch_size))
-    reward.score(*batches[0])  # the first call of a model takes longer
+    first = reward.score(*batches[0])  # the first call of a model takes longer
     joined = Scores.joined([reward.score(*batch) for batch in batches])
     parts, places = [], torch.arange(len(rows))
     for name, scores in joined.parts.items():
         applies = joined.applies_to(name)
         weight, seconds, error = reward.weight_of[name], joined.seconds[name], joined.errors.get(name)
-        parts.append(PartTrial(name, weight, scores[applies], groups[applies], places[applies], seconds, error))
+        changes = (scores[: len(first)] - first.parts[name].cpu()).abs().nan_to_num()
+        of_images = scores[applies], groups[applies], places[applies]
+        parts.append(PartTrial(name, weight, *of_images, seconds, error, float(changes.max())))
     return [*parts, PartTrial("total", None, joined.total, groups, places, sum(joined.seconds.values()))]
 
 
@@ -185,6 +190,10 @@ def findings(parts: Sequence[PartTrial]) -> list[str]:
     *single, total = parts
     failed = [part for part in single if part.failed]
     warnings = [f"{part.name} failed for {part.failed} of {len(part.scores)} images: {part.error}" for part in failed]
+    for part in (part for part in single if part.change):
+        if part.change > NOISE * part.finite.std(correction=0) + ROUNDING * part.finite.abs().max():
+            other = f"{part.name} gave other scores for the same images, by up to {part.change:.4g}"
+            warnings.append(f"{other}. Switch its model to eval() if dropout is on, and seed what it draws.")
     constant = [part for part in single if part.is_constant] or [total] * total.is_constant
     for part in constant:
         value = f"{part.name} is constant ({float(part.finite[0]):.4g}) on {len(part.finite)} images"

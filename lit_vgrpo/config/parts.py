@@ -6,6 +6,7 @@ and the reason of other errors are read from its text, in which of a union only 
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import re
@@ -17,7 +18,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import reduce
-from pathlib import PurePath
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -103,8 +104,9 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
         return None
     owner: Any = None
     if isinstance(name, str) and "Reward" in {kind.__name__ for kind in classes} and IS_FUNCTION.search(name):
-        called = name if ":" in name else f"{PurePath(name).stem}:FUNCTION"
-        return f"{key}={name} names no class. For a function, write {key}.python={called}."
+        called = name if ":" in name else _function_in(Path(name))
+        form = f"{key}.python={called}" if "." in key else f"python:{called}"
+        return f"{key}={name} names no class. For a function, write {form}."
     if isinstance(name, str) and not (name is node and {str, dict, float, int} & others):
         if not isinstance(owner := _class_named(name, classes), type):
             return owner and f"{key}{owner}"
@@ -119,6 +121,16 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
         form = f"[{form}]" if "list[" in str(hint) and not isinstance(place[-1], int) else form
         return f"{key}{'' if isinstance(node, Mapping) else f'={node}'} names no class. Write {form}."
     return _misnamed_option(node, owner, place) if isinstance(node, Mapping) else None
+
+
+def _function_in(file: Path) -> str:
+    """Return ``module:function`` of the first function in a file that takes images and prompts; it is not imported."""
+    nodes, parts = list[ast.stmt](), file.with_suffix("").parts
+    with suppress(OSError, SyntaxError, ValueError):
+        nodes = ast.parse(file.read_bytes()).body
+    functions = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and len(node.args.args) > 1]
+    module = ".".join(parts) if all(map(str.isidentifier, parts)) else file.stem
+    return f"{module}:{next((name for name in functions if name[0] != '_'), 'FUNCTION')}"
 
 
 def _misnamed_option(node: Mapping[Any, Any], owner: Any, place: Place) -> str | None:

@@ -115,7 +115,8 @@ def build_reward(words: Sequence[str]) -> Weighted:
         raise UserError(NO_REWARD)
     import_from_here()
     first = words[0]
-    if not (first.endswith(SUFFIXES) or first in shipped() or Path(first).expanduser().exists()):
+    is_recipe = first.endswith(SUFFIXES) or first in shipped() or Path(first).expanduser().exists()
+    if not is_recipe or first.endswith(".py"):
         return as_weighted(part_of_words(words, "reward", Reward), "")
     recipe = read_recipe(Command.parse(words)).values
     model = recipe.get("model") or {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.errors import error_in_user_code, place_of
+from lit_vgrpo.errors import error_in_user_code, place_of, suggestion
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, described, guest
 from lit_vgrpo.system.paths import import_from_here
 
@@ -111,6 +112,7 @@ class PythonReward(Reward):
         function, takes_references, count = self._call
         more = {"references": self._converted(references)} if takes_references else {}
         returned = function(*(self._converted(images), prompts, rows)[:count], **self.options, **more)
+        self.failure = None
         if isinstance(returned, Tensor):
             return returned if returned.is_complex() else returned.float()
         return torch.tensor(self._numbers(returned, len(images)), dtype=torch.float32)
@@ -126,6 +128,8 @@ class PythonReward(Reward):
         if None in numbers:
             shown = described(scores[numbers.index(None)])
             raise RewardError(f"{place_of(self)}returned {shown} for an image. Return a number, or None if it failed.")
+        if missing := sum(score is None for score in scores):
+            self.failure = f"returned None for {missing} of {count} images"
         return [number for number in numbers if number is not None]
 
     def _converted(self, images: Tensor | None) -> Any:
@@ -147,7 +151,7 @@ class PythonReward(Reward):
                 signature = inspect.signature(function)
         except (Exception, SystemExit) as error:  # importing the user's module may raise anything
             reason = error_in_user_code(error) or f"{type(error).__name__}: {error}"
-            raise RewardError(f"{self._shown} cannot be imported ({reason.rstrip('.')}).") from error
+            raise RewardError(f"{self._shown} cannot be imported ({reason.rstrip('.')}). {self._advice()}") from error
         if inspect.iscoroutinefunction(function):
             raise RewardError(f"{self._shown} is an async function. Name one that calls it with asyncio.run.")
         if inspect.isclass(function):
@@ -161,6 +165,13 @@ class PythonReward(Reward):
             except TypeError as error:
                 reason = str(error)
         raise RewardError(f"{self._shown} cannot be called with (images, prompts, rows): {reason}")
+
+    def _advice(self) -> str:
+        """Return a suggestion from the functions that the module defines, or an empty text."""
+        module, _, name = str(self).partition(":")
+        named = inspect.getmembers(sys.modules.get(module), inspect.isfunction)
+        known = [key for key, value in named if value.__module__ == module and key[0] != "_"]
+        return suggestion(name, known) if known else ""
 
 
 def _number(score: Any) -> float | None:

@@ -142,6 +142,21 @@ def test_the_numbers_of_a_part():
     assert findings(parts) == [said]
 
 
+def test_a_reward_that_gives_other_scores_for_the_same_images_is_found():
+    class Noisy(Given):
+        name, size = "noisy", 0.5
+
+        def __call__(self, images, prompts, rows):
+            self.size = -self.size
+            return super().__call__(images, prompts, rows) + self.size
+
+    (said,) = findings(tried([0.0, 2.0, math.nan, 3.0], reward=Weighted([Noisy()])))[1:]
+    assert said.startswith("noisy gave other scores for the same images, by up to 1. Switch its model to eval()")
+    quiet = Noisy()
+    quiet.size = 0.01  # as rounding of half precision
+    assert findings(tried([0.0, 1.0, 2.0, 3.0], reward=Weighted([quiet]))) == []
+
+
 def test_a_part_is_judged_on_the_images_that_it_applies_to():
     class Named(Given):
         name = "named"

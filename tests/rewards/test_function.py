@@ -77,8 +77,11 @@ def test_pictures_and_arrays():
     ("function", "said"),
     [
         ("no_such_module:f", "No module named 'no_such_module'"),
-        ("own_rewards", "is not a callable object"),
-        ("own_rewards:brightnes", "module 'own_rewards' has no attribute 'brightnes'"),
+        ("own_rewards", r"is not a callable object\). Use one of: brightness, needs_more, of_arrays, of_pictures, wai"),
+        (
+            "own_rewards:brightnes",
+            r"module 'own_rewards' has no attribute 'brightnes'\). Did you mean brightness\?",
+        ),
         ("own_rewards:needs_more", "missing a required argument"),
         ("own_rewards:waits", "own_rewards:waits is an async function. Name one that calls it with asyncio.run."),
         ("decimal:Decimal", "decimal:Decimal is a class. Name a function"),
@@ -126,6 +129,16 @@ def test_a_value_that_is_no_number_fails_its_image_and_is_named(value):
     assert batch.total.isnan().tolist() == [False, True, False]
     said = rf"test_function.py:\d+: returned {re.escape(described(value))} for an image. Return a number, or None"
     assert re.search(said, batch.errors["bad"])
+
+
+def test_a_missing_score_is_told_from_nan():
+    def some(images, prompts):
+        return [None if prompt == "b" else math.nan if prompt == "c" else 1 for prompt in prompts]
+
+    weighted = Weighted([some])
+    assert weighted.score(IMAGES[:2], PROMPTS[:2], ROWS[:2]).errors == {"some": "returned None for 1 of 2 images"}
+    said = "returned NaN or infinity for 1 of 1 images"
+    assert weighted.score(IMAGES[2:], PROMPTS[2:], ROWS[2:]).errors == {"some": said}
 
 
 @pytest.mark.parametrize(
@@ -181,3 +194,17 @@ def test_rewards_that_load_nothing_are_tried():
     assert first.endswith(": KeyError: 'seed'.")
     assert second.endswith("returned torch.float32 (). Return a float32 tensor of shape (2,).")
     assert reward.errors_on(IMAGES[:2], [{"prompt": "a", "rewards": "redness"}]) == []
+
+
+def test_a_trial_refuses_only_what_a_run_would():
+    def alone(images, prompts):
+        if len(images) > 1:
+            raise OSError("one image at a time")
+        return images.mean((1, 2, 3))
+
+    def leaves(images, prompts):
+        raise SystemExit("bye")
+
+    reward, rows = Weighted([alone, leaves]), [{"prompt": "a"}, {"prompt": "b"}]
+    assert ["leaves" in error for error in reward.errors_on(IMAGES[:2], rows)] == [True]
+    assert reward.errors_on(IMAGES[:2], rows, in_run=True) == []
