@@ -194,17 +194,3 @@ def test_rewards_that_load_nothing_are_tried():
     assert first.endswith(": KeyError: 'seed'.")
     assert second.endswith("returned torch.float32 (). Return a float32 tensor of shape (2,).")
     assert reward.errors_on(IMAGES[:2], [{"prompt": "a", "rewards": "redness"}]) == []
-
-
-def test_a_trial_refuses_only_what_a_run_would():
-    def alone(images, prompts):
-        if len(images) > 1:
-            raise OSError("one image at a time")
-        return images.mean((1, 2, 3))
-
-    def leaves(images, prompts):
-        raise SystemExit("bye")
-
-    reward, rows = Weighted([alone, leaves]), [{"prompt": "a"}, {"prompt": "b"}]
-    assert ["leaves" in error for error in reward.errors_on(IMAGES[:2], rows)] == [True]
-    assert reward.errors_on(IMAGES[:2], rows, in_run=True) == []
