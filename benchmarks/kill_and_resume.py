@@ -112,8 +112,8 @@ class Command:
 
 
 def iterations_saved(folder: Path) -> int:
-    """Iterations in the newest checkpoint; 0 without one."""
-    files = sorted((folder / "checkpoints").glob("[!w]*.ckpt"), key=lambda path: path.stat().st_mtime)
+    """Iterations in the newest checkpoint; 0 without one. The draft of a killed process is none."""
+    files = sorted((folder / "checkpoints").glob("[!.w]*.ckpt"), key=lambda path: path.stat().st_mtime)
     if not files:
         return 0
     loops = torch.load(files[-1], weights_only=True, mmap=True)["loops"]["fit_loop"]
