@@ -7,7 +7,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
 from pathlib import Path
@@ -66,6 +66,19 @@ def score_text(value: float, sign: str = "", decimals: int = 3) -> str:
     """
     size = abs(value)
     return format(value, f"{sign}.{decimals}f" if 0.01 <= size < 100 or not size else f"{sign}.{5 if size > 1 else 3}g")
+
+
+def with_interval(estimate: Mapping[str, Any], sign: str = "") -> str:
+    """Return a mean and its interval as text.
+
+    >>> with_interval({"mean": 0.5, "low": 0.25, "high": 1.0})
+    '0.500 [0.250, 1.000]'
+    """
+    if estimate["mean"] is None:
+        return "-"
+    numbers = [estimate[key] for key in ("mean", "low", "high") if estimate[key] is not None]
+    mean, *ends = (score_text(number, sign) for number in numbers)
+    return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 
 def printable(body: bytes, most: int) -> str:

@@ -12,7 +12,6 @@ import pandas as pd
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pydantic_core import to_json
 
-from lit_vgrpo.apps.benchmark.result import with_interval
 from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.cli.eval_scores import HeldOutEvaluation, ImageScores
@@ -21,7 +20,7 @@ from lit_vgrpo.config.parts import with_full_key
 from lit_vgrpo.config.recipe import refuse_overrides
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.datasets import Rows, held_out_error
-from lit_vgrpo.errors import UserError, counted, say
+from lit_vgrpo.errors import UserError, counted, say, with_interval
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.launch.recipe_cli import RecipeCLI

@@ -14,7 +14,8 @@ import lit_vgrpo
 PACKAGE = Path(lit_vgrpo.__file__).parent
 APPS = sorted(path.parent.name for path in PACKAGE.glob("apps/*/__init__.py"))
 HELP = "from lit_vgrpo.cli.main import main; import sys; sys.exit(main(['--help']))"
-REST = "import lit_vgrpo.launch.build, lit_vgrpo.callbacks, lit_vgrpo.report.model_card, lit_vgrpo.cli.check"
+REST = "import lit_vgrpo.launch.build, lit_vgrpo.callbacks, lit_vgrpo.report.model_card"
+REST += "".join(f", lit_vgrpo.cli.{name}" for name in ("check", "check_reward", "eval", "export", "sample", "score"))
 
 
 def run_without(apps, code, folder):

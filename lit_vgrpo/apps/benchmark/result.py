@@ -13,7 +13,7 @@ from lit_vgrpo.apps.benchmark.scores import Subject
 from lit_vgrpo.data.benchmark import Benchmark, differences
 from lit_vgrpo.data.benchmark_prompts import TASK
 from lit_vgrpo.data.prompts import Rows
-from lit_vgrpo.errors import score_text
+from lit_vgrpo.errors import with_interval
 from lit_vgrpo.system.process import versions
 
 Numbers = npt.NDArray[Any]
@@ -142,19 +142,6 @@ def markdown(report: Mapping[str, Any]) -> str:
         "## Protocol": [aligned(protocol)],
     }
     return "\n\n".join("\n".join([title, "", *lines]) for title, lines in parts.items()) + "\n"
-
-
-def with_interval(estimate: Mapping[str, Any], sign: str = "") -> str:
-    """Return a mean and its interval as text.
-
-    >>> with_interval({"mean": 0.5, "low": 0.25, "high": 1.0})
-    '0.500 [0.250, 1.000]'
-    """
-    if estimate["mean"] is None:
-        return "-"
-    numbers = [estimate[key] for key in ("mean", "low", "high") if estimate[key] is not None]
-    mean, *ends = (score_text(number, sign) for number in numbers)
-    return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
