@@ -171,7 +171,6 @@ class Demand:
     loss: float  # peak memory of the loss without the network, in latents
     copies: tuple[str, ...]  # names of the copies of the trained weights kept on the device
     samples_with_copy: bool  # a copy is swapped in for the rollout
-    calls: int  # calls of the network with gradient for a micro-batch
 
 
 class _StandIn(nn.Module):
@@ -218,7 +217,6 @@ def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
         loss=live.peak / LATENT_BYTES,
         copies=tuple(sorted(method.copies)),
         samples_with_copy=not isinstance(method.acting(stand_in), nullcontext),
-        calls=len(trained),
     )
 
 

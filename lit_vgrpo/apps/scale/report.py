@@ -157,7 +157,7 @@ class ScaledRecipe:
     def _calls_of_micro_batch(self) -> int:
         sizes = fitting(self.sizes, 1)
         assert sizes is not None  # one image per micro-batch always divides
-        return demand(self.module.objective, self.policy, sizes.plan(1)).calls
+        return demand(self.module.objective, self.policy, sizes.plan(1)).trained.times
 
     def _calls(self, sizes: Sizes, plan: Plan) -> Calls:
         objective, sizes = self.module.objective, replace(sizes, ranks=plan.world_size)
