@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -113,15 +113,13 @@ class AutoPolicy(Policy):
 
     # --- known from the pipeline's files ----------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        known: dict[str, Callable[[], Any]] = {
-            "pipeline_class": self._pipeline_class,
-            "network_name": self._network_name,
-            "path_kind": lambda: "vp" if (config := self._file(SCHEDULER)) and not is_flow(config) else "flow",
-            "solvers": self._solvers,
-            "sde_solvers": lambda: FLOW_SDES if self.path_kind == "flow" else VP_SDES,
-        }
-        return known[name]() if name in known else super().__getattr__(name)
+    @property
+    def path_kind(self) -> Literal["flow", "vp"]:  # type: ignore[override]
+        return "vp" if (config := self._file(SCHEDULER)) and not is_flow(config) else "flow"
+
+    @property
+    def sde_solvers(self) -> tuple[str, ...]:  # type: ignore[override]
+        return FLOW_SDES if self.path_kind == "flow" else VP_SDES
 
     @property
     def edits(self) -> bool:  # type: ignore[override]
@@ -155,7 +153,8 @@ class AutoPolicy(Policy):
                 self._files[name] = {} if path is None else json.loads(path.read_text())
         return self._files[name]
 
-    def _pipeline_class(self) -> str:
+    @property
+    def pipeline_class(self) -> str:  # type: ignore[override]
         pipeline = self.pipeline or self.given
         if pipeline is not None:
             return type(pipeline).__name__
@@ -183,11 +182,13 @@ class AutoPolicy(Policy):
         with super().sampling(), rows_sharing_time(self.network):
             yield
 
-    def _network_name(self) -> str:
+    @property
+    def network_name(self) -> str:  # type: ignore[override]
         index = self._file(INDEX)
         return next((name for name in NETWORKS if index.get(name, [None])[0] is not None), NETWORKS[0])
 
-    def _solvers(self) -> tuple[str, ...]:
+    @property
+    def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
         if self.path_kind == "vp":
             return VP_SOLVERS[:1] if SNR_SHIFT in self._file(SCHEDULER) else VP_SOLVERS
         own = OWN_SOLVERS.get(self._file(SCHEDULER).get("_class_name", ""), FLOW_SOLVERS[0])
@@ -709,9 +710,9 @@ class AutoPolicy(Policy):
     def vae_latents(self, latents: Tensor) -> Tensor:
         learned = self.learned
         scale, shift = self._affine(latents.device)
-        latents = (
-            F.pixel_shuffle(latents * scale + shift, learned.block) if learned.block > 1 else latents * scale + shift
-        )
+        latents = latents * scale + shift
+        if learned.block > 1:
+            latents = F.pixel_shuffle(latents, learned.block)
         return latents.unsqueeze(2) if learned.is_one_frame else latents
 
     def _affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -734,7 +735,8 @@ class AutoPolicy(Policy):
         images = images.unsqueeze(2) if learned.is_one_frame else images.transpose(1, 2) if images.ndim == 5 else images
         encoded = self.pipeline.vae.encode(images)
         latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
-        latents = F.pixel_unshuffle(latents, learned.block) if learned.block > 1 else latents
+        if learned.block > 1:
+            latents = F.pixel_unshuffle(latents, learned.block)
         return (latents.reshape(len(latents), *learned.latent_shape) - shift) / scale
 
 

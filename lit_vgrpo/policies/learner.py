@@ -218,7 +218,7 @@ class Learner:
             return self.output(now, of_output[min(now.step, len(of_output) - 1)])
 
         def step(index: int, before: Tensor) -> Tensor:
-            return like(before, of_state[1 if index == again else min(index, len(of_state) - 1)])
+            return shaped_like(before, of_state[1 if index == again else min(index, len(of_state) - 1)])
 
         seen = self.call(WORDS[0], again + 2, predict, step)
         if not len(seen.passes) == len(seen.steps) == again + 2:
@@ -313,7 +313,8 @@ class Learner:
         """Return where the VAE's input comes from, its shape for one image, and the other arguments of its decode."""
         inputs, options = list[Tensor](), dict[str, Any]()
         for code in codes(state.numel()):
-            seen = self.call(WORDS[0], 2, step=lambda _, before, code=code: like(before.float(), code)).decoded  # type: ignore[misc]
+            step: Step = lambda _, before, code=code: shaped_like(before.float(), code)  # type: ignore[misc]  # noqa: E731
+            seen = self.call(WORDS[0], 2, step=step).decoded
             if seen is None:
                 raise NotLearned("does not decode its last latents with its VAE")
             inputs.append(seen[0])
@@ -464,7 +465,7 @@ def number_of(value: Any) -> float | None:
     )
 
 
-def like(latents: Tensor, values: Tensor) -> Tensor:
+def shaped_like(latents: Tensor, values: Tensor) -> Tensor:
     """Return values in the shape and type of latents."""
     return values.reshape(latents.shape).to(latents)
 

@@ -205,7 +205,7 @@ class Network:
                 network._ip("netns", "del", name)
 
     def cut(self, seconds):
-        """Pull the cable for so many seconds."""
+        """Pull the cable for a number of seconds."""
         assert self._ip("-n", self.names[0], "link", "set", self.names[0], "down")
         time.sleep(seconds)
         assert self._ip("-n", self.names[0], "link", "set", self.names[0], "up")
