@@ -54,7 +54,7 @@ NETWORKS = ("transformer", "unet")
 PROOF, PROOF_SCALE, PROOF_STEPS = 'three blue cubes and a small yellow cat that holds "a sign"', 4.0, 8
 """The call that proves what was learned."""
 ROUNDING, ROUNDING_16 = 1e-4, 2e-2
-"""Largest differences in the proof, relative to the largest value: in float32, and in 16 bits."""
+"""Largest differences in the proof, relative to the largest value: in float32, and of text encoders in 16 bits."""
 NEGATIVE = "reference_negative."
 """Prefix of the negative prompt's values that depend on a picture."""
 SCHEDULER = "scheduler/scheduler_config.json"
@@ -396,7 +396,8 @@ class AutoPolicy(Policy):
             NotLearned: Something differs by more than rounding.
         """
         learned, rule = self.learned, self.learned.guidance
-        device, rounding = self.watcher.device, ROUNDING if self.dtype == torch.float32 else ROUNDING_16
+        device, rounding = self.watcher.device, ROUNDING
+        of_texts = ROUNDING if self.dtype == torch.float32 else ROUNDING_16
         is_guided = rule.rule in ("linear", "norm", "clamped_norm")
         more = self._guided_arguments(PROOF_SCALE) if rule.rule != "none" else {}
         sides = [side * self.pixels_per_latent for side in learned.latent_shape[-2:]]
@@ -429,7 +430,8 @@ class AutoPolicy(Policy):
                 for (leaf, mine), (_, value) in pairs:
                     if leaf.kind in ("time", "guidance") and leaf.dim is None:  # one number for all rows
                         mine, value = as_tensor(number_of(mine)), as_tensor(number_of(value))
-                    refuse_difference(f"what its network gets as {leaf.name}", mine, value, rounding, leaf.changes_size)
+                    share = of_texts if leaf.kind == "row" else rounding
+                    refuse_difference(f"what its network gets as {leaf.name}", mine, value, share, leaf.changes_size)
             place = number * per_step
             made = [self._prediction(output[None].float()) for output in outputs[place : place + per_step]]
             prediction = made[0]
@@ -579,7 +581,9 @@ class AutoPolicy(Policy):
                     return None
                 if leaf.name in sizes:
                     value = value[(slice(None), *(slice(side) for side in sizes[leaf.name]))]
-                return value if not isinstance(leaf.value, Tensor) else as_type(value, leaf.value.dtype)
+                if not isinstance(leaf.value, Tensor):
+                    return value
+                return value.to(self.dtype) if leaf.value.is_floating_point() else as_type(value, leaf.value.dtype)
             one = self._on_device(leaf, z.device)
             if leaf.kind == "fixed":
                 return one.expand(number, *one.shape[1:])

@@ -186,7 +186,7 @@ class Watcher:
 
         scheduler.step, scheduler.set_timesteps = step_taken, prepared
         twin, parts = self._twin(), dict[str, Any](scheduler=scheduler)
-        parts |= {name: StandIn(network, passed(name)) for name, network in self.networks.items()}
+        parts |= {name: StandIn(network, passed(name), dtype=torch.float32) for name, network in self.networks.items()}
         arguments = dict(arguments)
         parts |= guiders_at(self.pipeline, arguments.pop(GUIDER, None))
         vae = self.pipeline.vae
@@ -206,12 +206,17 @@ class Watcher:
         return seen
 
     def _twin(self) -> Any:
-        """Return a shallow copy of the pipeline whose parts are on the device, whatever their order is."""
+        """Return a shallow copy of the pipeline whose parts are on the device, whatever their order is.
+
+        It computes in float32, also outside its text encoders in 16 bits, so that what is seen is not rounded.
+        """
         twin, kind, device = copy.copy(self.pipeline), type(self.pipeline), self.device
         twin.__class__ = type(kind.__name__, (kind,), {"_execution_device": property(lambda self: device)})
-        for name, part in self.pipeline.components.items() if not self.has_weights else ():
+        for name, part in self.pipeline.components.items():
             if isinstance(part, nn.Module) and name not in (*self.networks, "vae"):
-                vars(twin)[name] = StandIn(part, partial(random_output, part), device=device)
+                shown = {"dtype": torch.float32} if self.has_weights else {"device": device}
+                call = in_own_type if self.has_weights else random_output
+                vars(twin)[name] = StandIn(part, partial(call, part), **shown)
         return twin
 
     def _once(self, encode: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,7 +249,7 @@ class Watcher:
         key = f"{seen.network} {shapes}"
         if key not in self._shapes:
             tried = on_meta(network, seen.inputs)
-            output = network(**seen.inputs) if tried is None else tried[1]
+            output = network(**tree_map(partial(floats_as, network.dtype), seen.inputs)) if tried is None else tried[1]
             leaves, form = tree_flatten(output)
             self._shapes[key] = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves], form
         return self._shapes[key]
@@ -278,6 +283,12 @@ def guiders_at(pipeline: Any, scale: float | None) -> dict[str, Any]:
     given = {"enabled": False} if scale is None else {"guidance_scale": scale}
     with quiet_libraries():
         return {name: part.new(**given) for name, part in guiders.items()}
+
+
+def in_own_type(module: Any, *given: Any, **named: Any) -> Any:
+    """Return a module's output for floating-point inputs of any type, in float32."""
+    given, named = tree_map(partial(floats_as, module.dtype), (given, named))
+    return tree_map(partial(floats_as, torch.float32), module(*given, **named))
 
 
 def random_output(module: nn.Module, *given: Any, **named: Any) -> Any:
@@ -340,7 +351,7 @@ def on_meta(
         with suppress(Exception), torch.device("meta"), AutocastOnMeta():
             twin = type(network).from_config(network.config).eval()
             prepare(twin)
-            return twin, twin(**tree_map(moved, inputs))
+            return twin, twin(**tree_map(moved, tree_map(partial(floats_as, torch.float32), inputs)))
     return None
 
 
@@ -366,6 +377,11 @@ def omitted_by_checkpointing(network: Any, inputs: Mapping[str, Any]) -> list[st
             return []
     both = zip(plain, recomputed, strict=False)
     return sorted({f"{kind}.{name}" for (kind, before), (_, after) in both for name in before - after})
+
+
+def floats_as(dtype: torch.dtype, leaf: Any) -> Any:
+    """Return a floating-point tensor in another type, or anything else unchanged."""
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def floats_to_meta(leaf: Any) -> Any:

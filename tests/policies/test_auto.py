@@ -26,7 +26,7 @@ from lit_vgrpo.policies import (
     ZImagePolicy,
     checks,
 )
-from lit_vgrpo.policies.learned import NotLearned
+from lit_vgrpo.policies.learned import NotLearned, leaves
 from lit_vgrpo.policies.loading import KEY
 from lit_vgrpo.policies.unet import vp_scheduler
 from lit_vgrpo.system.hub import LoadError
@@ -138,6 +138,24 @@ def test_it_draws_what_the_pipeline_draws(name, monkeypatch):
     if policy.path_kind == "flow":  # times are noise levels, up to the rounding of timesteps
         assert (policy.scheduler_times(scheduler) - scheduler.sigmas[:3]).abs().max() < 2e-3
     policy.decode_with_gradient(torch.zeros(1, *policy.latent_shape)[..., : -(-height // 2), : -(-width // 2)])
+
+
+LEARNABLE = [name for name in zoo.ZOO if not any(name in names for names in REFUSED.values())]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("Flux2Pipeline", FAST[0]) else pytest.param(n, marks=pytest.mark.slow) for n in LEARNABLE]
+)
+def test_what_is_learned_does_not_depend_on_the_type(name):
+    options = {"train_only": ["*weight"]} if name in WITHOUT_ADAPTERS else {"lora_rank": 2}
+    wide, narrow = (built(name, dtype=dtype, **options).load() for dtype in ("float32", "bfloat16"))
+    first, second = (policy.learned for policy in (wide, narrow))
+    for leaf, other in zip(leaves(first.tree), leaves(second.tree), strict=True):
+        assert (leaf.name, leaf.kind, leaf.factor, leaf.offset) == (other.name, other.kind, other.factor, other.offset)
+    for one, other in ((first.vae_scale, second.vae_scale), (first.vae_shift, second.vae_shift)):
+        assert torch.equal(one, other)
+    assert first.guidance == second.guidance
+    checks.gradient_reaches_what_is_trained(narrow)
 
 
 @pytest.mark.slow
