@@ -183,10 +183,17 @@ class CopyGuard:
         self._copies: list[Tensor] = []
 
     def add(self, images: Tensor, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add a batch of images ``(B, 3, H, W)`` in [0, 1] with their rows; nothing if those have no pictures."""
+        """Add a batch of images ``(B, 3, H, W)`` or videos ``(B, F, 3, H, W)`` in [0, 1] with their rows.
+
+        Nothing if those have no pictures. A video is compared as an image of all its frames, so that a copy stands
+        still.
+        """
         given = stacked_references(rows)
         if given is not None:
-            small, references = reduced(images.cpu()), reduced(given.flatten(0, -4))
+            small, references = reduced(images.cpu().flatten(0, -4)), reduced(given.flatten(0, -4))
+            if images.ndim > 4:  # one frame below the other
+                small = small.unflatten(0, images.shape[:2]).transpose(1, 2).flatten(2, 3)
+                references = references.repeat(1, 1, images.shape[1], 1)
             each = small.repeat_interleave(len(references) // len(small), 0)  # once per picture
             self._images.append(small)
             self._to_reference.append(similarity(each, references).unflatten(0, (len(small), -1)).amax(1))

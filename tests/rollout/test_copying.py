@@ -4,6 +4,7 @@ import torch
 from make_tiny_edit import random_edits
 from PIL import Image
 
+from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.rollout.scores import COPY, CopyGuard, copying_warning, largest_change, similarity
 
 
@@ -44,3 +45,16 @@ def test_a_small_edit_is_no_copy():
 def test_a_warning_if_most_images_are_copies():
     assert copying_warning(torch.tensor([1.0, 0.0]), 3) is None
     assert copying_warning(torch.tensor([1.0, 1.0, 0.0]), 3).startswith("67% of the images of iteration 3 are copies")
+
+
+def test_a_video_that_stands_still_is_a_copy(tmp_path):
+    Image.effect_noise((56, 40), 64).convert("RGB").save(tmp_path / "noise.png")
+    row = {"prompt": "it moves", "image": str(tmp_path / "noise.png")}
+    still = stacked_references([row])[0].repeat(5, 1, 1, 1)
+    moving = torch.cat([still[:4], 1 - still[4:]])
+    guard = CopyGuard()
+    guard.add(torch.stack([still, moving]), [row] * 2)
+    found = guard.scores(2)
+    assert found["copies"].tolist() == [1, 0]
+    assert found["similarity_to_reference"][0] == 1 > found["similarity_to_reference"][1]
+    assert found["similarity_in_group"].shape == (2,)
