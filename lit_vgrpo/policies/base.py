@@ -7,6 +7,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.noise import unit_noise
@@ -57,6 +59,8 @@ class Policy(nn.Module):
             networks are then trained.
         variant: Variant of the pipeline's weight files, such as ``fp16``; ``None`` uses the default files.
         revision: Branch, tag or commit of a hub repository; ``None`` uses its main branch.
+        components: Networks and tokenizers from other checkpoints, by name: ``{vae: madebyollin/sdxl-vae-fp16-fix}``.
+            Each is a folder or a hub name, of the part alone or of a whole pipeline.
         lora_rank: Rank of the LoRA adapter; ``None`` trains the full weights.
         lora_alpha: LoRA scale numerator; ``None`` uses the rank.
         lora_targets: Name suffixes of the modules to adapt; ``None`` uses the family's attention projections.
@@ -149,6 +153,7 @@ class Policy(nn.Module):
         fold_lora: bool | None = None,
         variant: str | None = None,
         revision: str | None = None,
+        components: dict[str, str] | None = None,
     ) -> None:
         super().__init__()
         if lora_rank is not None and train_only is not None:
@@ -162,6 +167,8 @@ class Policy(nn.Module):
             if not hasattr(checkpoint, "components"):
                 needed = f"a hub name, a folder or a {self.pipeline_class}"
                 raise TypeError(f"checkpoint is of {type(checkpoint).__name__}. Give {needed}.")
+            if components:
+                raise ValueError("components= is for pipelines by name. Set the parts of your pipeline before.")
             self.given, checkpoint = checkpoint, checkpoint.config.get("_name_or_path") or type(checkpoint).__name__
         elif not str(checkpoint):
             raise ValueError("checkpoint= is empty. Name a pipeline: a folder, or owner/name on the hub.")
@@ -169,6 +176,7 @@ class Policy(nn.Module):
             resolve_path(checkpoint)  # refuses a shipped: path that leaves the installed folder
         self.checkpoint = str(checkpoint)
         self.variant, self.revision = variant, revision
+        self.components = dict(components or {})
         self.lora_rank = lora_rank
         self.lora_alpha = lora_alpha if lora_alpha is not None else lora_rank
         self.lora_targets = list(lora_targets or self.default_lora_targets)
@@ -287,7 +295,7 @@ class Policy(nn.Module):
             put_start(self)
         for network in self.networks().values():
             if self.gradient_checkpointing:
-                network.enable_gradient_checkpointing()
+                network.enable_gradient_checkpointing(partial(checkpointed, use_reentrant=False))  # with keywords too
             if self.attention_backend is not None:
                 set_attention_backend(network, self.attention_backend)
         if self.compile_network is True:

@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from lit_vgrpo.policies.components import KEY as COMPONENTS
+from lit_vgrpo.policies.components import component_class, component_folder, downloaded_component
 from lit_vgrpo.system.hub import (
     LoadError,
     cached_file,
@@ -54,6 +56,7 @@ class Loadable(Protocol):
     revision: str | None
     lora_rank: int | None
     dtype: torch.dtype
+    components: dict[str, str]
     given: Any
     draft: Any
 
@@ -86,9 +89,12 @@ def find_folder(policy: Loadable) -> Path | None:
         return None
     parts = _parts(policy, folder)
     if (error := _lacking(policy, parts)) is not None:
-        raise LoadError(f"{name} {error} In its {INDEX}, it is null or absent.")
+        raise LoadError(
+            f"{name} {error} In its {INDEX}, it is null or absent. To take another checkpoint's, set {COMPONENTS}."
+        )
     if path is None:
         return folder
+    parts = {part: kind for part, kind in parts.items() if part not in policy.components}
     files = {part: weight_files(folder / part) for part in parts}
     for part, kind in parts.items():
         file = f"{part}/tokenizer_config.json" if part.startswith("tokenizer") else part
@@ -123,7 +129,15 @@ def _parts(policy: Loadable, folder: Path) -> dict[str, Any]:
                 if not inspect.isclass(parts[name]):
                     known = " or ".join(LIBRARIES)
                     raise LoadError(f"{folder / INDEX}: {name} is {library}.{kind}, not a class of {known}.")
-    return parts
+    components = policy.components.items()
+    return parts | {
+        name: component_class(_family(policy), name, source, parts.get(name)) for name, source in components
+    }
+
+
+def _part_folder(policy: Loadable, folder: Path, name: str) -> Path:
+    """Return the folder of a part of the pipeline in ``folder``."""
+    return component_folder(name, policy.components[name]) if name in policy.components else folder / name
 
 
 def _lacking(policy: Loadable, present: dict[str, Any]) -> str | None:
@@ -204,12 +218,15 @@ def read_pipeline(policy: Loadable) -> Any:
     folder = local_folder(policy.checkpoint)
     if folder is None:
         index = config_folder(policy.checkpoint, policy.revision)
-        left_out = {} if index is None else policy.null_components(index)
+        left_out = dict.fromkeys(policy.components) | ({} if index is None else policy.null_components(index))
         remedy = f"Run: hf download {policy.checkpoint}, or set {KEY}=/a/local/folder."
         # Keep the download's progress bars: it may be the slowest part of the start.
         with loading(policy.checkpoint, remedy), quiet_libraries(shows_bars=True):
             versions = {"revision": policy.revision, "variant": policy.variant}
             folder = Path(_family(policy).download(policy.checkpoint, **versions, **left_out))
+    with quiet_libraries(shows_bars=True):
+        for name, source in policy.components.items():
+            downloaded_component(name, source, policy.variant)
     return _assembled(policy, folder)
 
 
@@ -238,21 +255,24 @@ def _assembled(policy: Loadable, folder: Path) -> Any:
     # Trained weights and the VAE must not be rounded when loaded.
     network_dtype = torch.float32 if policy.lora_rank is None else policy.dtype
     dtypes = {**dict.fromkeys(policy.network_names, network_dtype), "vae": torch.float32}
-    networks: dict[str, Any] = {}
-    kinds = {name: kind for name, kind in _parts(policy, folder).items() if issubclass(kind, nn.Module)}
+    networks, parts = dict[str, Any](), _parts(policy, folder)
+    kinds = {name: kind for name, kind in parts.items() if issubclass(kind, nn.Module)}
     with quiet_libraries(), bar("Loading", total=len(kinds)) as loaded:
         for name, kind in kinds.items():
             loaded.set_description_str(f"Loading {name}")
-            files = weight_files(folder / name)
+            source = _part_folder(policy, folder, name)
+            files = weight_files(source)
             variant = policy.variant if policy.variant in files else None
             is_safe = all(file.suffix == ".safetensors" for file in files.get(variant, ()))
             dtype = {"torch_dtype" if hasattr(kind, "load_config") else "dtype": dtypes.get(name, policy.dtype)}
             options = {"variant": variant, "use_safetensors": is_safe, **dtype}
-            networks[name] = load_network(kind, str(folder / name), REMEDY, **options)
+            networks[name] = load_network(kind, str(source), REMEDY, **options)
             loaded.update()
         with loading(policy.checkpoint, REMEDY):
-            nulls = policy.null_components(folder)
-            return _family(policy).from_pretrained(folder, local_files_only=True, **nulls, **networks)
+            for name in policy.components.keys() - kinds.keys():
+                networks[name] = parts[name].from_pretrained(_part_folder(policy, folder, name))
+            given = {**policy.null_components(folder), **networks}
+            return _family(policy).from_pretrained(folder, local_files_only=True, **given)
 
 
 def distillation_warning(policy: Loadable) -> str | None:
@@ -283,7 +303,7 @@ def bare_network(policy: Loadable) -> Any:
     with suppress(LoadError, OSError, ValueError, KeyError), headers_only():  # loading tells the reason
         if folder is not None:
             kind = _parts(policy, folder)[policy.network_name]
-            return load_network(kind, str(folder / policy.network_name), REMEDY)
+            return load_network(kind, str(_part_folder(policy, folder, policy.network_name)), REMEDY)
     return None
 
 
@@ -293,7 +313,8 @@ def config_value(policy: Loadable, file: str, key: str) -> Any:
         part = policy.given if file == INDEX else getattr(policy.given, file.partition("/")[0], None)
         return None if part is None else part.config.get(key)
     folder = config_folder(policy.checkpoint, policy.revision)
+    part, _, name = file.rpartition("/")
     try:
-        return None if folder is None else json.loads((folder / file).read_text())[key]
-    except (OSError, ValueError, KeyError, TypeError):
+        return None if folder is None else json.loads((_part_folder(policy, folder, part) / name).read_text())[key]
+    except (LoadError, OSError, ValueError, KeyError, TypeError):
         return None

@@ -14,6 +14,7 @@ from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import one_line, report
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.components import component_folder
 from lit_vgrpo.policies.export import loads_adapters, lora_options
 from lit_vgrpo.policies.loading import call_parameters, config_folder
 from lit_vgrpo.report.page import environment
@@ -58,7 +59,7 @@ def add_card(
     is_adapter = policy.lora_rank is not None and not merged
     name, base = str(dtype).removeprefix("torch."), _base(policy)
     what = f"pipeline in {name}{', with the LoRA merged in' if merged else ''}"
-    lines = ["import diffusers, torch"]
+    lines = [f"import diffusers, torch{', transformers' if policy.components else ''}"]
     try:
         if is_adapter:
             what = f"LoRA of rank {policy.lora_rank}, {name}"
@@ -156,8 +157,20 @@ def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path
     nulls = [f"{name}=None" for name in policy.null_components(folder or Path(source)) if name not in optional]
     which = {"variant": policy.variant, "revision": policy.revision} if is_start else {}
     given = [f"{name}={_quoted(value)}" for name, value in which.items() if value is not None]
+    given += [component(policy, name, dtype) for name in (policy.components if is_start else ())]
     arguments = ", ".join([_quoted(source), *given, *nulls, f"torch_dtype={dtype}"])
     return f"pipe = diffusers.DiffusionPipeline.from_pretrained({arguments})"
+
+
+def component(policy: Policy, name: str, dtype: torch.dtype) -> str:
+    """Return the argument of ``from_pretrained`` for a part of the pipeline that comes from another checkpoint."""
+    source, kind = policy.components[name], type(getattr(policy.pipeline, name))
+    given = [_quoted(local_folder(source) or source)]
+    if component_folder(name, source).name == name and Path(source).name != name:
+        given.append(f'subfolder="{name}"')
+    if issubclass(kind, torch.nn.Module):
+        given.append(f"torch_dtype={dtype}")
+    return f"{name}={kind.__module__.partition('.')[0]}.{kind.__name__}.from_pretrained({', '.join(given)})"
 
 
 def sample_lines(policy: Policy, spec: RolloutSpec) -> list[str]:

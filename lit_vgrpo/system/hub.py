@@ -6,7 +6,7 @@ import logging
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -274,12 +274,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def weight_files(folder: Path) -> dict[str | None, list[Path]]:
     """Return a network's weight files by variant, preferring safetensors; shards count only with their index."""
-    names = sorted(path.name for path in folder.glob("*") if path.is_file())  # a link may lead nowhere
-    has_index, by_variant = any(".index." in name for name in names), dict[str | None, list[Path]]()
-    for name in names:
+    names = weight_names(path.name for path in folder.glob("*") if path.is_file())  # a link may lead nowhere
+    return {which: [folder / name for name in names] for which, names in names.items()}
+
+
+def weight_names(names: Iterable[str]) -> dict[str | None, list[str]]:
+    """Return those of the names of a folder's files that :func:`weight_files` reads, by variant."""
+    known = sorted(names)
+    has_index, by_variant = any(".index." in name for name in known), dict[str | None, list[str]]()
+    for name in known:
         if (match := WEIGHTS.fullmatch(name)) is not None and (has_index or "-of-" not in name):
-            by_variant.setdefault(match[1] or match[2], []).append(folder / name)
-    return {which: [f for f in files if f.suffix == ".safetensors"] or files for which, files in by_variant.items()}
+            by_variant.setdefault(match[1] or match[2], []).append(name)
+    return {which: [f for f in files if f.endswith(".safetensors")] or files for which, files in by_variant.items()}
 
 
 def tokenizer_error(tokenizer: Any, embeddings: int) -> str | None:

@@ -29,6 +29,7 @@ from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.components import component_folder
 from lit_vgrpo.policies.loading import INDEX, config_folder
 from lit_vgrpo.rewards import Reward, Weighted
 from lit_vgrpo.rewards.combine import Part
@@ -213,7 +214,10 @@ def _configs_of(policy: Policy) -> dict[str, str]:
     if folder is None:
         return {}
     files = [path for name in (INDEX, "*/config.json", "*/scheduler_config.json") for path in folder.glob(name)]
-    return {path.relative_to(folder).as_posix(): sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(files)}
+    for name, source in policy.components.items():
+        found[f"{name}/config.json"] = component_folder(name, source) / "config.json"
+    return {name: sha256(path.read_bytes()).hexdigest() for name, path in found.items() if path.is_file()}
 
 
 def _source_of(reward: Reward) -> Path | None:

@@ -250,10 +250,9 @@ def test_each_part_that_is_null_is_named(families, tmp_path, name):
         if part == "text_encoder_3":  # SD 3 works without T5
             assert found == []
         else:
-            line = (
-                f"has no {part}, but {type(policy).__name__} needs it. In its model_index.json, it is null or absent."
-            )
-            assert found == [f"{KEY}{folder} {line}"]
+            where = "In its model_index.json, it is null or absent."
+            line = f"has no {part}, but {type(policy).__name__} needs it. {where}"
+            assert found == [f"{KEY}{folder} {line} To take another checkpoint's, set model.policy.components."]
 
 
 def test_files_in_place_of_a_folder(tmp_path):
