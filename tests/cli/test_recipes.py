@@ -23,6 +23,7 @@ RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have the
 
 PLAIN = "chroma_pickscore flux2_dev_pickscore flux2_klein_pickscore kontext_edit qwen_image21_pickscore "
 PLAIN += "qwen_image_pickscore sd15_aesthetic sd35m_stage1 sd35m_stage3 sdxl_preference z_image_pickscore"
+TWO_PASSES = ("auraflow", "ltx", "wan", "hidream", "wan_i2v")  # one of them for the negative prompt
 # By recipe: network passes an image, with and without gradient; at the steps of SIZES.
 PASSES = {
     **{name: {"rollout": (0, 8), "update": (4, 0)} for name in PLAIN.split()},
@@ -50,7 +51,8 @@ PASSES = {
     "tiny_shapes_pretrain": {"update": (2, 0)},
     "tiny_unet": {"rollout": (0, 5), "anchor": (0, 1), "update": (1, 0)},
     "tiny_unet_pretrain": {"update": (1, 0)},
-    **{key: {"rollout": (0, 16), "update": (4, 0)} for key in ("auraflow_pickscore", "ltx_pickscore", "wan_pickscore")},
+    "hunyuan_image_pickscore": {"rollout": (0, 8), "update": (4, 0)},
+    **{f"{model}_pickscore": {"rollout": (0, 16), "update": (4, 0)} for model in TWO_PASSES},
 }
 UPDATES = {"flux_multireward": 4, "sd35m_stage5": 2, "sd3_pickscore_flowgrpo": 2}
 LESS = ["trainer.accelerator=cpu", "data.prompts_per_iteration=2", "data.group_size=2"]
@@ -68,6 +70,9 @@ SIZES = {
     "wan_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=5"],
     "auraflow_pickscore": [FEW_STEPS, *SMALLEST],
     "ltx_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=9"],
+    "hidream_pickscore": [FEW_STEPS, *SMALL_UNET, FEW_EVALUATION_STEPS],
+    "hunyuan_image_pickscore": [FEW_STEPS, *SMALLEST],
+    "wan_i2v_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=5"],
     "flux_hps_flowbp": [FEW_STEPS, *SMALL],
     "flux_multireward": [FEW_STEPS, *SMALL],
     "kontext_edit": [FEW_STEPS, *SMALLEST],
@@ -85,7 +90,7 @@ REPEATS = (
     *("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain", "tiny_unet_pretrain"),
     *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
     *(f"{model}_pickscore" for model in NEWER),
-    *("auraflow_pickscore", "ltx_pickscore"),
+    *("auraflow_pickscore", "ltx_pickscore", "hidream_pickscore", "hunyuan_image_pickscore", "wan_i2v_pickscore"),
     *("sd3_pickscore_nft", "kontext_edit", "sd15_aesthetic", "flux_multireward", "sdxl_preference"),
     *("sd3_pickscore_fast", "sd3_pickscore_flowbp", "flux_hps_flowbp", "tiny_hacked"),
     *("tiny_ocr", "tiny_edit", "tiny_opd", "tiny_motion"),
@@ -133,7 +138,7 @@ def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
     images = ("a CPU core", "a 40 GB GPU", "a 48 GB GPU", "an 80 GB GPU", "a 141 GB GPU", "8 GPUs of 141 GB")
     assert headings[:6] == [f"--- Images from text, on {card}" for card in images]
     assert headings[6:10:2] == ["--- Edited pictures, on a CPU core", "--- Videos, on a CPU core"]
-    assert len({*headings}) == len(headings) == 14
+    assert len({*headings}) == len(headings) == 15
     entries = [part for part in parts if part.strip() not in headings]
     assert sorted(entry.partition(":")[0] for entry in entries) == [path.stem for path in FILES]
     assert all("\n  needs     " in entry and "\n  evidence  " in entry for entry in entries)

@@ -49,7 +49,13 @@ STARTS = {
     "tiny_ocr_start": partial(build_sd3, task="words"),
 }
 """Models that the pre-training recipes make, without a trained VAE."""
-LEARNED = {"fal/AuraFlow-v0.3": "AuraFlowPipeline", "Lightricks/LTX-Video": "LTXPipeline"}
+LEARNED = {
+    "fal/AuraFlow-v0.3": "AuraFlowPipeline",
+    "Lightricks/LTX-Video": "LTXPipeline",
+    "HiDream-ai/HiDream-I1-Full": "HiDreamImagePipeline",
+    "hunyuanvideo-community/HunyuanImage-2.1-Diffusers": "HunyuanImagePipeline",
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": "WanImageToVideoPipeline",
+}
 """Pipelines in the zoo, by the checkpoint of a recipe that names no policy class."""
 SHIFTED = ("SD3Policy", "FluxPolicy")
 
@@ -123,6 +129,7 @@ class StandIns:
         elif checkpoint in LEARNED:
             folder = self._once(LEARNED[checkpoint], lambda folder: zoo.save(LEARNED[checkpoint], folder))
             words.append(f"model.policy.checkpoint={folder}")
+            words += [f"model.policy.components.{name}={folder}" for name in policy.get("components", ())]
         elif not checkpoint.startswith("shipped:"):
             words.append(f"model.policy.checkpoint={self.policy(policy['class_path'])}")
         if teachers := model["objective"]["init_args"].get("teachers"):
