@@ -583,7 +583,9 @@ class AutoPolicy(Policy):
                     value = value[(slice(None), *(slice(side) for side in sizes[leaf.name]))]
                 if not isinstance(leaf.value, Tensor):
                     return value
-                return value.to(self.dtype) if leaf.value.is_floating_point() else as_type(value, leaf.value.dtype)
+                if z.device.type == "cpu" and leaf.value.is_floating_point():
+                    return value.to(self.dtype)  # there, a norm in 16 bits takes no float32 under autocast
+                return as_type(value, leaf.value.dtype)
             one = self._on_device(leaf, z.device)
             if leaf.kind == "fixed":
                 return one.expand(number, *one.shape[1:])
