@@ -4,6 +4,7 @@ PRETEND_GPU=1 python -m pytest tests/test_resume.py    # other tests on the same
 """
 
 import io
+from dataclasses import replace
 
 import pytest
 import test_methods
@@ -15,6 +16,7 @@ from torch import nn
 
 from lit_vgrpo import DDPO, VGRPO, DiffusionNFT, FlowGRPO, OptimizerConfig, RolloutSpec, SD3Policy, VGRPOModule
 from lit_vgrpo.callbacks import EMA, FID, Export, SampleGrid
+from lit_vgrpo.policies import AutoPolicy, UNetPolicy
 
 CUDA = torch.device("cuda", 0)
 FULL = {"offload_encoders": True, "gradient_checkpointing": True}
@@ -74,6 +76,20 @@ def test_trains_stops_within_an_iteration_and_goes_on(make, real, tiny_clip, tmp
         assert all(torch.equal(value, resumed[key]) for key, value in whole.items())
     iteration = saved["lit_vgrpo"]["iteration"]
     assert iteration["latents"].device == iteration["rows"].device == torch.device("cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), [("sd3", SD3Policy), ("sd3_t5", AutoPolicy), ("unet_eps", UNetPolicy)])
+@pytest.mark.filterwarnings("ignore:FID of")
+def test_a_network_that_waits_trains_as_one_that_stays(make, real, tiny_clip, tmp_path, name, kind):
+    family = replace(make(name), policy_class=kind, options={})
+    options = {**LORA, "offload_encoders": True}
+    with pretended_gpu():
+        stays, waits = (
+            train(family, {**options, "offload_network": on}, "sde", tmp_path / str(on), real, str(tiny_clip))
+            for on in (False, True)
+        )
+    assert all(torch.equal(value, waits[key]) for key, value in stays.items())
 
 
 @pytest.mark.slow

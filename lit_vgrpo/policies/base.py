@@ -85,6 +85,8 @@ class Policy(nn.Module):
         embedding_cache: Folder that caches prompt embeddings; ``None`` for no cache.
         embedding_cache_gb: Maximum size of the folder; the least recently used embeddings are deleted first.
         offload_encoders: Keep the text encoders in CPU memory while they are not used.
+        offload_network: Keep the network's frozen weights in CPU memory while prompts are encoded, for a GPU that
+            cannot hold both; sharded weights stay.
         compile: Compile the network with ``torch.compile``, for rollouts and training; ``auto`` does so in a
             run on a GPU in 16 bits that is long enough to gain from it.
         attention_backend: One of diffusers' attention backends by name; ``None`` leaves the choice to diffusers.
@@ -148,6 +150,7 @@ class Policy(nn.Module):
         embedding_cache: str | None = None,
         embedding_cache_gb: PositiveFloat = 20.0,
         offload_encoders: bool = False,
+        offload_network: Annotated[bool, OnlyWith("offload_encoders")] = False,
         compile: bool | Literal["auto"] = False,
         attention_backend: str | None = None,
         fold_lora: bool | None = None,
@@ -162,6 +165,8 @@ class Policy(nn.Module):
             raise ValueError("fold_lora=true needs lora_rank and dtype=float32. Remove fold_lora.")
         if quantisation is not None and (lora_rank is None or compile is True or fold_lora):
             raise ValueError(f"quantisation={quantisation} needs lora_rank, without compile and without fold_lora.")
+        if offload_network and lora_rank is None and train_only is None:
+            raise ValueError("offload_network=true has no effect on trained weights. Set lora_rank, or remove it.")
         self.given: Any = None  # a pipeline in memory, until load; its name is then the checkpoint
         if not isinstance(checkpoint, str | PathLike):
             if not hasattr(checkpoint, "components"):
@@ -192,7 +197,7 @@ class Policy(nn.Module):
         self._tries_float16 = decode_dtype == "auto"
         self.vae_tiling = vae_tiling
         self.embedding_cache, self.embedding_cache_gb = embedding_cache, embedding_cache_gb
-        self.offload_encoders = offload_encoders
+        self.offload_encoders, self.offload_network = offload_encoders, offload_network
         self.compile_network: bool | Literal["auto"] = compile
         self.attention_backend = attention_backend
         self.fold_lora = fold_lora

@@ -38,6 +38,8 @@ class Embedder(Protocol):
     embedding_cache: str | None
     embedding_cache_gb: float
     offload_encoders: bool
+    offload_network: bool
+    network: Any
 
     @property
     def embedding_key(self) -> str: ...

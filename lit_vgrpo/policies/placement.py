@@ -11,6 +11,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lit_vgrpo.core.sharding import is_sharded
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Slot = tuple[dict[str, Any], str, Tensor]
@@ -47,6 +49,26 @@ def placed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]
     moved = [slot for module in modules for slot in _slots(module) if slot[2].device != device]
     with _replaced(moved, lambda tensor: tensor.to(device)):
         yield
+
+
+@contextmanager
+def waiting(module: nn.Module) -> Iterator[None]:
+    """Keep a module's frozen tensors in CPU memory within the context, if they are on a GPU and not sharded.
+
+    Only their storages are emptied, as FSDP does, so all views of them are valid again afterwards.
+    """
+    frozen = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.requires_grad]
+    on_gpu = [tensor.untyped_storage() for tensor in frozen if tensor.device.type == "cuda" and not is_sharded(tensor)]
+    kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+    try:
+        for storage in {storage._cdata: storage for storage in on_gpu}.values():
+            kept.append((storage, torch.UntypedStorage(storage.nbytes()).copy_(storage)))
+            storage.resize_(0)
+        yield
+    finally:
+        for storage, values in kept:
+            storage.resize_(values.nbytes())
+            storage.copy_(values)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lit_vgrpo.core.pictures import picture_digest
 from lit_vgrpo.core.types import MASK, Conditioning, is_of_prompt, lengthened, padded
 from lit_vgrpo.policies.embeddings import Embedder, EmbeddingCache, Row, encoder_fingerprint
-from lit_vgrpo.policies.placement import place, placed
+from lit_vgrpo.policies.placement import place, placed, waiting
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 from lit_vgrpo.system.paths import resolve_path
 from lit_vgrpo.system.process import bar
@@ -131,7 +132,8 @@ class PromptEncoder:
         policy = self.policy
         if not policy.offload_encoders:
             place(policy.encoders(), policy.device)
-        with placed(policy.encoders(), policy.device), quiet_libraries():
+        network = waiting(policy.network) if policy.offload_network else nullcontext()
+        with network, placed(policy.encoders(), policy.device), quiet_libraries():
             encoded = [encode() for encode in bar("Encoding prompts", work, is_brief=True)]
         rows: list[Row] = [{name: value[0].detach() for name, value in row.items()} for row in encoded]
         return rows if policy.prompt_length() is None else [_without_padding(row) for row in rows]

@@ -45,8 +45,8 @@ FREE = ("data.heldout", "model.heldout", "model.evaluat", "model.non_finite", "m
 MEMORY_ONLY = (
     *("micro_batch_size", "eval_batch_size", "rollout_batch_size", "decode_batch_size", "batch_size"),
     *("gradient_checkpointing", "rollout_device", "embedding_cache", "embedding_cache_gb"),
-    *("offload_encoders", "compile", "attention_backend", "channels_last", "fold_lora", "device", "overlap", "url"),
-    *("connection", "concurrent", "threads"),
+    *("offload_encoders", "offload_network", "compile", "attention_backend", "channels_last", "fold_lora", "device"),
+    *("overlap", "url", "connection", "concurrent", "threads"),
 )
 """Names of settings that only affect batch sizes, placement and speed."""
 NO_OPTIONS = (*MEMORY_ONLY, "key", "failure")  # attributes of a reward that do not change its scores

@@ -5,11 +5,17 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.pretended_gpu import pretended_gpu
+import zoo
+from helpers import repeating
+from policies.contract import adapted, inputs
+from policies.families import NETWORKS
+from support.pretended_gpu import is_on_gpu, pretended_gpu
 
-from lit_vgrpo.policies import SD3Policy, prompt_encoder
+from lit_vgrpo.apps.memory.shares import tensors_of
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.policies import AutoPolicy, SD3Policy, prompt_encoder
 from lit_vgrpo.policies.embeddings import encoder_fingerprint
-from lit_vgrpo.policies.placement import placed
+from lit_vgrpo.policies.placement import placed, waiting
 from lit_vgrpo.tiny.shapes import render
 
 A, B, C = "a red circle on the left", "a blue square on the right", "a green triangle"
@@ -160,6 +166,86 @@ def test_offloaded_encoders_are_with_the_network_only_while_they_encode(families
         devices = {p.device for encoder in policy.encoders() for p in encoder.parameters()}
         assert devices == ({CPU} if offload else {META})
     assert seen == [META] * 4  # one prompt at a time
+
+
+def bytes_on_gpu(tensors):
+    """Those of the tensors on the pretended GPU, whose storages may be empty."""
+    storages = [tensor.untyped_storage() for tensor in tensors if is_on_gpu(tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def step_on_gpu(policy):
+    """Gradients and weights after a pass with guidance, and the bytes of network and encoders before every pass."""
+    network, encoders, seen = policy.network, policy.encoders(), []
+
+    def look(*_):
+        seen.append((bytes_on_gpu(tensors_of(network)), bytes_on_gpu(t for one in encoders for t in tensors_of(one))))
+
+    weights = list(network.parameters())
+    for module in (network, *encoders):
+        module.register_forward_pre_hook(look)
+    noise, t, cond = inputs(policy)
+    policy(noise, t.to("cuda"), cond, 1.0 if policy.guidance_error() else 2.0).square().mean().backward()
+    assert all(one is other for one, other in zip(network.parameters(), weights, strict=True))
+    return [value.detach().cpu() for p in weights for value in (p, p.grad) if value is not None], seen
+
+
+LEARNED = "AuraFlowPipeline"
+
+
+@pytest.mark.parametrize("name", repeating([*NETWORKS, LEARNED], slow=[n for n in NETWORKS if n != "sd3"]))
+def test_encoders_and_a_waiting_network_are_never_on_a_gpu_together(families, name):
+    """No family reads a weight while it encodes, every weight stays the same object, and no bit changes."""
+    options, results = {"lora_rank": 2, "offload_encoders": True}, []
+    for waits in (False, True):
+        if name == LEARNED:
+            policy = AutoPolicy(zoo.build(name), height=32, width=48, offload_network=waits, **options).load()
+        else:
+            policy = families(name).load(offload_network=waits, **options)
+        with pretended_gpu():
+            values, seen = step_on_gpu(adapted(policy).to("cuda"))
+            whole, trained = (
+                bytes_on_gpu(which) for which in (tensors_of(policy.network), trainable_parameters(policy).values())
+            )
+        assert {of_network for of_network, of_encoders in seen if not of_encoders} == {whole}
+        assert {of_network for of_network, of_encoders in seen if of_encoders} == {trained if waits else whole}
+        results.append(values)
+    assert len(results[0]) > len(list(policy.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_what_cannot_wait_stays():
+    """Weights on a CPU, trained ones, and those of which a rank has only a part; an error brings all back."""
+    layers = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("frozen", "tied", "sharded", "trained")})
+    layers.requires_grad_(False)["trained"].requires_grad_(True)
+    layers["tied"].weight = layers["frozen"].weight
+    layers["frozen"].register_buffer("buffer", torch.ones(2))
+
+    def held():
+        return {name: tensor.untyped_storage().nbytes() for name, tensor in layers.state_dict().items()}
+
+    before = held()
+    with waiting(layers):
+        assert held() == before
+    with pretended_gpu():
+        layers.to("cuda")
+        for weight in layers["sharded"].parameters():
+            weight.ds_tensor = weight  # ZeRO-3's mark
+        values = {name: value.clone() for name, value in layers.state_dict().items()}
+        with pytest.raises(InterruptedError), waiting(layers):  # noqa: PT012
+            left = {name for name, size in held().items() if size}
+            assert left == {name for name in before if name.startswith(("sharded", "trained"))}
+            raise InterruptedError
+        assert all(torch.equal(value, values[name]) for name, value in layers.state_dict().items())
+
+
+def test_a_network_whose_weights_are_all_trained_cannot_wait():
+    for options, message in (
+        ({"offload_encoders": True}, "offload_network=true has no effect on trained weights. Set lora_rank, or "),
+        ({"lora_rank": 2}, "offload_network=True has no effect with offload_encoders=False. Set offload_network=False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SD3Policy("shipped:assets/tiny_sd3", offload_network=True, **options)
 
 
 def test_images_need_the_vae_alone(families):

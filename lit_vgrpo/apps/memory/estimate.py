@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
+import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from lit_vgrpo.apps.memory.shares import bytes_of, restored_at_once, shares, tensors_of
+from lit_vgrpo.config.recipe import read_recipe
 from lit_vgrpo.config.tree import leaves, typed_key
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.errors import UserError, is_deliberate, one_line
+from lit_vgrpo.launch.build import build_recipe
+from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.objectives.reward_gradient import RewardGradient, window
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.meta import AutocastOnMeta, NotEstimated, policy_on_meta
@@ -26,27 +31,32 @@ from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.hub import LoadError, file_at_hand
 from lit_vgrpo.system.memory import available_bytes
+from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.context_parallel import context_errors
 from lit_vgrpo.training.memory_passes import LiveMemory, Pass, demand
 from lit_vgrpo.training.micro_batch import shown
 from lit_vgrpo.training.strategies import AbsentGPU
 
-if TYPE_CHECKING:
-    from lit_vgrpo.launch.recipe_cli import RecipeCLI
-
+Peaks = dict[tuple[Any, ...], int]
+"""Peaks of passes, by the policy's options and the pass."""
 ADVICE = {
-    "training on a micro-batch": ("model.policy.gradient_checkpointing=true", "a smaller data.micro_batch_size"),
-    "passes of stored predictions": ("a smaller data.micro_batch_size",),
-    "rollout": ("a smaller model.rollout_batch_size",),
-    "evaluation": ("a smaller data.eval_batch_size", "a smaller model.policy.decode_batch_size"),
-    "decoding images": ("a smaller model.policy.decode_batch_size",),
-    "gradient of the reward": ("a smaller model.policy.decode_batch_size", "model.objective.decode_half=true"),
-    "encoding prompts": (),
-    "optimizer's step": ("model.optimizer.kind=adamw8bit", "model.policy.lora_rank=32"),
+    "training on a micro-batch": ("data.micro_batch_size=1", "model.policy.gradient_checkpointing=true"),
+    "passes of stored predictions": ("data.micro_batch_size=1",),
+    "rollout": ("model.rollout_batch_size=1",),
+    "evaluation": ("data.eval_batch_size=1", "model.rollout_batch_size=1", "model.policy.decode_batch_size=1"),
+    "decoding images": ("model.policy.decode_batch_size=1", "model.rollout_batch_size=1"),
+    "gradient of the reward": ("model.policy.decode_batch_size=1", "model.objective.decode_half=true"),
+    "encoding prompts": ("model.policy.offload_encoders=true", "model.policy.offload_network=true"),
+    "optimizer's step": (),
 }
-"""Settings that lower the peak of each phase."""
-ANYWHERE = ("model.policy.offload_encoders=true", "model.policy.quantisation=nf4")
-"""Settings that lower what is always allocated."""
+"""Settings that lower the peak of each phase, the one that costs least first."""
+ANYWHERE = (
+    "model.policy.offload_encoders=true",
+    "model.optimizer.kind=adamw8bit",
+    "model.policy.lora_rank=32",
+    "model.policy.quantisation=nf4",
+)
+"""Settings that lower what is always allocated, in the same order."""
 TRAINING, STORED, ROLLOUT, EVALUATION, DECODING, GRADIENT, ENCODING, STEP = ADVICE
 PUBLISHED = {
     "yuvalkirstain/PickScore_v1": 986_109_441,
@@ -108,8 +118,24 @@ def memory_report(cli: RecipeCLI, gpu_bytes: int | None = None) -> tuple[str, li
     else:
         name, size = "this machine's free memory", available_bytes() // max(1, cli.trainer.num_devices)
     free = size if device.type == "cpu" else max(0, size - max(SMALLEST_RESERVE, size // RESERVED))
+    peaks = Peaks()
+    needed = _estimated(cli, device, peaks)
+    hint = "" if size and device.type == "cuda" else " Compare with a GPU: --memory 80GiB."
+    text = f"{needed.table()}\n{f'Available: {shown(free)}, {name}.' if size else 'This machine has no GPU.'}{hint}"
+    if needed.unknown:
+        text += f"\nNot included, because their size is unknown: models of the reward {', '.join(needed.unknown)}."
+    if not size or needed.peak <= free:
+        return text, []
+    too_large = (
+        f"The recipe needs about {shown(needed.peak)} per rank, in {needed.peak_phase}; {shown(free)} is available "
+        f"({name}). {advice(cli, needed, free, device, peaks)}"
+    )
+    return text, [too_large]
+
+
+def _estimated(cli: RecipeCLI, device: torch.device, peaks: Peaks) -> Estimate:
     try:
-        needed = estimate(cli, device)
+        return estimate(cli, device, peaks)
     except NotEstimated:
         raise
     except LoadError as error:
@@ -118,31 +144,45 @@ def memory_report(cli: RecipeCLI, gpu_bytes: int | None = None) -> tuple[str, li
         if is_deliberate(error):  # the run's first update would raise it too
             raise UserError(str(error)) from error
         raise NotEstimated(f"{type(error).__name__}: {one_line(error)}") from error
-    hint = "" if size and device.type == "cuda" else " Compare with a GPU: --memory 80GiB."
-    text = f"{needed.table()}\n{f'Available: {shown(free)}, {name}.' if size else 'This machine has no GPU.'}{hint}"
-    if needed.unknown:
-        text += f"\nNot included, because their size is unknown: models of the reward {', '.join(needed.unknown)}."
-    too_large = (
-        f"The recipe needs about {shown(needed.peak)} per rank, in {needed.peak_phase}; {shown(free)} is available "
-        f"({name}). {advice(cli, needed.peak_phase, device)}"
-    )
-    return text, [too_large] if size and needed.peak > free else []
 
 
-def advice(cli: RecipeCLI, phase: str, device: torch.device) -> str:
-    """Return the first two settings that lower a phase's peak and that a recipe does not have yet."""
-    values = {typed_key(place): value for place, value in leaves(cli.plain_recipe())}
-    if values.get("model.policy.lora_rank") is None or values.get("model.policy.compile"):
-        values.pop("model.policy.quantisation", None)  # it needs an adapter
-    if device.type == "cpu":
-        values.pop("model.policy.offload_encoders", None)
+def advice(cli: RecipeCLI, needed: Estimate, free: int, device: torch.device, peaks: Peaks) -> str:
+    """Return the settings that a recipe lacks to fit, as few of them as possible, and the peak with them."""
+    values, command = {typed_key(place): value for place, value in leaves(cli.plain_recipe())}, cli.recipe.command
 
-    def helps(setting: str) -> bool:
-        key, is_exact, _ = setting.removeprefix("a smaller ").partition("=")
-        return key in values and (values[key] in (None, False, "adamw") if is_exact else values[key] != 1)
+    def peak_with(settings: Iterable[str]) -> float:
+        overrides = [*command.overrides, *((key, value) for key, _, value in (one.partition("=") for one in settings))]
+        changed = replace(command, overrides=overrides)
+        with suppress(UserError, NotEstimated), warnings.catch_warnings(action="ignore"):  # the recipe itself warned
+            other = build_recipe(read_recipe(changed), make_folder=False, elsewhere=True)
+            return math.inf if other.errors() else _estimated(other, device, peaks).peak
+        return math.inf
 
-    left = list(filter(helps, (*ADVICE[phase], *ANYWHERE)))[:2]
-    return f"Set {', or '.join(left)}." if left else "Use a larger GPU, or several: strategy/fsdp2."
+    def is_left(setting: str) -> bool:
+        key, _, value = setting.partition("=")
+        return key in values and (values[key] != 1 if value == "1" else values[key] in (None, False, "adamw"))
+
+    over = [phase for phase, size in needed.phases.items() if sum(needed.parts.values()) + size > free]
+    left = filter(is_left, dict.fromkeys([*(one for phase in over for one in ADVICE[phase]), *ANYWHERE]))
+    chosen, peak = list[str](), math.inf
+    for setting in bar("Trying settings", left):
+        if (found := peak_with([*chosen, setting])) < math.inf:
+            chosen, peak = [*chosen, setting], found
+        if peak <= free:
+            break
+    else:
+        return "Use a larger GPU, or several: strategy/fsdp2."
+    for setting in reversed(chosen):
+        key, _, value = setting.partition("=")
+        others = [one for one in chosen if one != setting]
+        fewer = [others] if setting != chosen[-1] else []  # without the last one it did not fit
+        if value == "1" and isinstance(size := values[key], int) and size > 3:
+            fewer.append([*others, f"{key}={size // 2}"])
+        for settings in fewer:
+            if (found := peak_with(settings)) <= free:
+                chosen, peak = settings, found
+                break
+    return f"Set {' '.join(chosen)}, which needs {shown(int(peak))}."
 
 
 def gpu_memory_of(text: str) -> int:
@@ -159,8 +199,11 @@ def gpu_memory_of(text: str) -> int:
     return size
 
 
-def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
+def estimate(cli: RecipeCLI, device: torch.device | None = None, peaks: Peaks | None = None) -> Estimate:
     """Estimate the memory that a recipe needs on a rank, by default on its device here, excluding libraries.
+
+    Args:
+        peaks: The peaks of passes of the same recipe with other settings of :data:`ADVICE`, to which this adds.
 
     Raises:
         NotEstimated: The pipeline's configuration files are not on this machine.
@@ -182,6 +225,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     copies = len(asked.copies) + averages + in_cpu_memory
     encoders = sum(bytes_of(tensors_of(encoder)) for encoder in policy.encoders())
     leave = on_gpu and module.policy.offload_encoders
+    waiting = share.movable if device.type == "cuda" and module.policy.offload_network else 0
     latent = 4 * torch.Size(policy.latent_shape).numel()
     models, unknown = scorers(module.evaluator.observed.leaves(), device)
     moves_away = on_gpu and module.rollout_device is not None
@@ -194,9 +238,16 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         "stored latents": 0 if moves_away else round(latent * asked.kept),
     }
     rollout = at_most(plan.images_per_iteration, module.rollout_batch_size) or plan.images_per_rank
-    peak_of = cache(lambda asked: peak_of_pass(policy, asked) // degree)  # phases may ask for the same
+    peaks = Peaks() if peaks is None else peaks
+
+    def peak_of(asked: Pass) -> int:
+        key = policy.gradient_checkpointing, policy.lora_rank, policy.quantisation, policy.latent_shape, asked
+        if key not in peaks:
+            peaks[key] = peak_of_pass(policy, asked)
+        return peaks[key] // degree
+
     phases = {
-        ENCODING: encoding_peak(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
+        ENCODING: max(0, encoding_peak(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0) - waiting),
         ROLLOUT: peak_of(Pass(rollout, guidance, False)) + asked.samples_with_copy * share.trained,
         DECODING: _decoding(policy, rollout),
         TRAINING: peak_of(asked.trained) + round(latent * asked.loss),
@@ -214,7 +265,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         sampled = at_most(images, module.rollout_batch_size) or batch
         with policy.sized(*module.evaluator.sides):
             asked_now = Pass(sampled, module.evaluator.spec.guidance, False)
-            peak = max(peak_of_pass(policy, asked_now) // degree, _decoding(policy, batch))
+            peak = max(peak_of(asked_now), _decoding(policy, batch))
         phases[EVALUATION] = peak + bool(averages) * share.trained  # the averages are swapped in
     return Estimate(parts, phases, tuple(unknown))
 

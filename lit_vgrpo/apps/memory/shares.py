@@ -27,11 +27,13 @@ class Shares:
         parts: Memory held from the first update on, by name.
         trained: One copy of the trained weights.
         step: Additional memory of AdamW's step.
+        movable: Frozen weights that can wait in CPU memory, which sharded ones cannot.
     """
 
     parts: dict[str, int]
     trained: int
     step: int
+    movable: int
 
 
 def shares(
@@ -75,7 +77,7 @@ def shares(
         parts["weights gathered for a pass"] = _gathered(policy.network, stage)
     steps_here = on_gpu and not (isinstance(strategy, ZeRO) and strategy.offload)
     step = size // state_shards if steps_here and optimizer.kind != "adamw8bit" else 0
-    return Shares(parts, size // weight_shards, step)
+    return Shares(parts, size // weight_shards, step, 0 if sharded else parts["frozen weights"])
 
 
 def saved_by_quantisation(policy: Policy) -> int:

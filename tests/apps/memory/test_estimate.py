@@ -27,7 +27,6 @@ from lit_vgrpo.training.sharded import FSDP2, ZeRO
 FAMILIES = {"sd3": SD3Policy, "unet": UNetPolicy, "sdxl": SDXLPolicy, "flux": FluxPolicy}
 
 FLASH = "model.objective={class_path: MixGRPO, init_args: {flash: true, rollout: {solver: flow_sde, steps: 9}}}"
-DECODED_ALONE = "model.policy.decode_batch_size=1"  # else the VAE takes more than training does
 
 
 OPTIONS = [{}, {"lora_rank": 4, "dtype": "bfloat16"}, {"gradient_checkpointing": True}]
@@ -137,6 +136,7 @@ def test_strategies_share_out_what_they_shard(tiny_sd3, strategy, weights, gradi
     assert 0 < buffers < whole.parts["frozen weights"]
     assert part.parts["frozen weights"] - buffers == (whole.parts["frozen weights"] - buffers) // weights
     assert part.trained == part.parts["trained weights"]
+    assert part.movable == (part.parts["frozen weights"] if weights == 1 else 0)
     extra = part.parts.keys() - whole.parts.keys()
     assert bool(extra)  # buckets, gathered weights, a copy of ZeRO's own
     assert all(part.parts[name] > 0 for name in extra)
@@ -160,14 +160,13 @@ def test_the_published_sizes_come_out(sd3_folder, flux_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, capsys, monkeypatch):
-    monkeypatch.setattr("lit_vgrpo.apps.memory.estimate.available_bytes", lambda: 2**20)
-    assert check([str(tiny_recipe), DECODED_ALONE]) == 2
+def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, capsys):
+    assert check([str(tiny_recipe), "--memory=1.003GiB"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("The recipe needs about ")
-    assert "1.0 MiB is available (this machine's free memory). Set model.policy.gradient_checkpointing=true" in error
-    assert check([str(tiny_recipe), DECODED_ALONE, "model.policy.gradient_checkpointing=true"]) == 2
-    assert "(this machine's free memory). Set a smaller " in capsys.readouterr().err
+    assert error.startswith("The recipe needs about 3.7 MiB per rank, in decoding images; 3.1 MiB is available (the ")
+    advice = "model.policy.decode_batch_size=4"
+    assert error.endswith(f" given GPU). Set {advice}, which needs 3.0 MiB.")
+    assert check([str(tiny_recipe), "--memory=1.003GiB", advice]) == 0
 
 
 def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, capsys, monkeypatch):

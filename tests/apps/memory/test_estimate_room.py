@@ -1,5 +1,7 @@
 """The rewards' models in the estimate, and the GPU that it is compared with."""
 
+import re
+
 import pytest
 import torch
 from commands import check
@@ -17,6 +19,7 @@ from lit_vgrpo.training.sharded import ZeRO
 pytestmark = pytest.mark.slow
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FSDP = ["trainer.strategy=fsdp2", "trainer.devices=2"]
 
 
 class Own(Reward):
@@ -101,6 +104,65 @@ def test_what_a_setting_changes(tiny_recipe):
     assert found[stages.DECODING] < base[stages.DECODING]
     later, reused = (of("model.objective=FlowGRPO", f"model.objective.reuse_rollout={on}") for on in ("false", "true"))
     assert reused == {**later, stages.DECODING: later[stages.DECODING] + later[stages.TRAINING]}  # the graph is kept
+
+
+@pytest.mark.parametrize(("trained", "leaves"), [("lora_rank=2", False), ("train_only=[transformer_blocks.*]", True)])
+def test_a_waiting_network_makes_room_for_the_encoders(tiny_recipe, trained, leaves):
+    """Nothing else changes, and under FSDP2 not even that: the network stays."""
+
+    def of(*words):
+        words = [f"model.policy.{word}" if "." not in word.partition("=")[0] else word for word in words]
+        return estimate(build([str(tiny_recipe), *words], make_folder=False), GPU)
+
+    apart = [trained, "offload_encoders=true"]
+    one, other, sharded = of(*apart), of(*apart, "offload_network=true"), of(*apart, "offload_network=true", *FSDP)
+    room = one.parts["frozen weights"] - one.phases[stages.ENCODING]
+    assert (room < 0) == leaves
+    assert other.phases == {**one.phases, stages.ENCODING: max(0, -room)}
+    assert other.parts == one.parts
+    assert sharded.phases[stages.ENCODING] == of(*apart, *FSDP).phases[stages.ENCODING]
+
+
+SMALL = [f"{key}=1" for key in ("data.micro_batch_size", "data.eval_batch_size", "model.rollout_batch_size")]
+SMALL += ["model.policy.decode_batch_size=1", "model.policy.gradient_checkpointing=true", "model.policy.lora_rank=2"]
+
+
+def advised(cli, free):
+    """The settings that a check of a GPU with so much room advises."""
+    needed = estimate(cli, GPU)
+    found = stages.advice(cli, needed, free, GPU, {})
+    return re.fullmatch("Set (.*), which needs .*", found)[1].split() if found.startswith("Set") else found
+
+
+def test_advice_makes_a_recipe_fit_and_none_of_it_is_to_spare(tiny_recipe):
+    given = ["model.policy.lora_rank=2", "model.policy.offload_encoders=true"]
+
+    def cli_of(*words):
+        return build([str(tiny_recipe), *given, *words], make_folder=False)
+
+    def peak(*words):
+        return estimate(cli_of(*words), GPU).peak
+
+    room = peak("model.policy.decode_batch_size=1", "data.micro_batch_size=1")
+    settings = advised(cli_of(), room)
+    assert {one.partition("=")[0] for one in settings}.isdisjoint(one.partition("=")[0] for one in given)
+    assert peak(*settings) <= room
+    for one in settings:
+        assert peak(*(other for other in settings if other != one)) > room
+
+
+def test_the_network_is_advised_to_wait_where_encoding_is_the_peak(tiny_recipe):
+    """And what a recipe has set is not advised again."""
+    words = [str(tiny_recipe), *SMALL, "model.policy.height=16", "model.policy.width=16"]
+    apart, waits = "model.policy.offload_encoders=true", "model.policy.offload_network=true"
+    cli = build([*words, apart], make_folder=False)
+    needed = estimate(cli, GPU)
+    assert needed.peak_phase == stages.ENCODING
+    assert advised(cli, needed.peak - 1) == [waits]
+    room = estimate(build([*words, apart, waits], make_folder=False), GPU).peak
+    assert advised(build(words, make_folder=False), room) == [apart, waits]
+    last = build([*words, apart, waits, "model.policy.quantisation=nf4"], make_folder=False)
+    assert advised(last, 0) == "Use a larger GPU, or several: strategy/fsdp2."
 
 
 def test_what_zero_offloads_leaves_the_gpu(tiny_sd3):
