@@ -568,6 +568,13 @@ class AutoPolicy(Policy):
             sides = tensors[SIZE_OF + name].int().tolist()
             return [row[tuple(map(slice, size))] for row, size in zip(rows, sides, strict=True)]
 
+        def narrowed(value: Tensor) -> Tensor:
+            # On a CPU, a norm in 16 bits takes no float32 under autocast. Embeddings of 16 bits lose nothing.
+            if z.device.type != "cpu" or not value.is_floating_point():
+                return value
+            narrow = value.to(self.dtype)
+            return narrow if torch.equal(narrow.to(value), value) else value
+
         def value_of(leaf: Leaf) -> Any:
             if leaf.kind == "fixed" and not isinstance(leaf.value, Tensor):
                 return leaf.value
@@ -583,12 +590,10 @@ class AutoPolicy(Policy):
                     value = value[(slice(None), *(slice(side) for side in sizes[leaf.name]))]
                 if not isinstance(leaf.value, Tensor):
                     return value
-                if z.device.type == "cpu" and leaf.value.is_floating_point():
-                    return value.to(self.dtype)  # there, a norm in 16 bits takes no float32 under autocast
-                return as_type(value, leaf.value.dtype)
+                return narrowed(as_type(value, leaf.value.dtype))
             one = self._on_device(leaf, z.device)
             if leaf.kind == "fixed":
-                return one.expand(number, *one.shape[1:])
+                return narrowed(one).expand(number, *one.shape[1:])
             given = before_shift(t, leaf.shift) if leaf.kind == "time" else tensors["guidance"]
             values = given if (leaf.factor, leaf.offset) == (1, 0) else leaf.offset + leaf.factor * given
             values = as_type(values, one.dtype) if self.path_kind == "vp" else values  # a flow's may be rounded
