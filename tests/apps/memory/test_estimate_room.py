@@ -169,7 +169,7 @@ def test_the_network_is_advised_to_wait_where_encoding_is_the_peak(tiny_recipe):
 
 @pytest.mark.parametrize("name", ["sd3", "flux2", "LTXPipeline"])
 def test_a_learned_policy_takes_what_its_family_does(name, sd3_folder, large_folder, tmp_path):
-    """Or what it takes once it is loaded. FLUX.2 and LTX read statistics of their VAE, which have no values here."""
+    """Or what it takes once it is loaded. A call of the last two reads statistics of their VAE."""
     options = dict.fromkeys(("height", "width"), 64 if name == "LTXPipeline" else 32)
     if name == "LTXPipeline":
         zoo.save(name, folder := str(tmp_path))
