@@ -192,7 +192,8 @@ class Watcher:
         vae = self.pipeline.vae
         encode = wraps(vae.encode)(partial(encoded_latents if self.has_weights else random_latents, vae))
         kept = self._once(encode) if keeps else encode
-        parts["vae"] = StandIn(vae, decode=decoded, encode=kept, device=self.device)
+        buffers = {} if self.has_weights else with_values(vae)
+        parts["vae"] = StandIn(vae, **{**buffers, "decode": decoded, "encode": kept, "device": self.device})
         if keeps and hasattr(twin, "encode_prompt"):
             parts["encode_prompt"] = self._once(twin.encode_prompt)
         vars(twin).update(parts)
@@ -304,6 +305,13 @@ def random_output(module: nn.Module, *given: Any, **named: Any) -> Any:
         return torch.randn(leaf.shape, generator=generator) if is_real else torch.zeros(leaf.shape, dtype=leaf.dtype)
 
     return tree_map(drawn, module(*tree_map(to_meta, given), **tree_map(to_meta, named)))
+
+
+def with_values(module: nn.Module) -> dict[str, Any]:
+    """Return ones in the place of a module's buffers on the meta device, such as a VAE's statistics, by attribute."""
+    buffers = {name: torch.ones(one.shape, dtype=one.dtype) for name, one in module.named_buffers(recurse=False)}
+    children = {name: (child, with_values(child)) for name, child in module.named_children()}
+    return buffers | {name: StandIn(child, **values) for name, (child, values) in children.items() if values}
 
 
 def encoded_latents(vae: Any, images: Tensor, **named: Any) -> Any:

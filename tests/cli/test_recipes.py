@@ -135,10 +135,11 @@ def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
     assert main(["recipes"]) == 0
     parts = capsys.readouterr().out.strip().split("\n\n")
     headings = [part.strip() for part in parts if part.strip().startswith("--- ")]
-    images = ("a CPU core", "a 40 GB GPU", "a 48 GB GPU", "an 80 GB GPU", "a 141 GB GPU", "8 GPUs of 141 GB")
-    assert headings[:6] == [f"--- Images from text, on {card}" for card in images]
-    assert headings[6:10:2] == ["--- Edited pictures, on a CPU core", "--- Videos, on a CPU core"]
-    assert len({*headings}) == len(headings) == 15
+    gpus = [f"{'an' if size == 80 else 'a'} {size} GB GPU" for size in (24, 40, 48, 80, 96)]
+    images = ("a CPU core", *gpus, "8 GPUs of 141 GB")
+    assert headings[:7] == [f"--- Images from text, on {card}" for card in images]
+    assert headings[7:11:2] == ["--- Edited pictures, on a CPU core", "--- Videos, on a CPU core"]
+    assert len({*headings}) == len(headings) == 16
     entries = [part for part in parts if part.strip() not in headings]
     assert sorted(entry.partition(":")[0] for entry in entries) == [path.stem for path in FILES]
     assert all("\n  needs     " in entry and "\n  evidence  " in entry for entry in entries)

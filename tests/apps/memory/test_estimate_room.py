@@ -4,14 +4,16 @@ import re
 
 import pytest
 import torch
+import zoo
 from commands import check
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lit_vgrpo import OptimizerConfig, rewards
 from lit_vgrpo.apps.memory import estimate as stages
 from lit_vgrpo.apps.memory.estimate import estimate, memory_report, scorers
 from lit_vgrpo.apps.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.launch.build import build
-from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.policies import AutoPolicy, Flux2Policy, SD3Policy
 from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.rewards import Frames, HPSv2, JPEGCompressibility, PickScore, Reward, Weighted, as_weighted
 from lit_vgrpo.training.sharded import ZeRO
@@ -163,6 +165,29 @@ def test_the_network_is_advised_to_wait_where_encoding_is_the_peak(tiny_recipe):
     assert advised(build(words, make_folder=False), room) == [apart, waits]
     last = build([*words, apart, waits, "model.policy.quantisation=nf4"], make_folder=False)
     assert advised(last, 0) == "Use a larger GPU, or several: strategy/fsdp2."
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux2", "LTXPipeline"])
+def test_a_learned_policy_takes_what_its_family_does(name, sd3_folder, large_folder, tmp_path):
+    """Or what it takes once it is loaded. A call of the last two reads statistics of their VAE."""
+    options = dict.fromkeys(("height", "width"), 64 if name == "LTXPipeline" else 32)
+    if name == "LTXPipeline":
+        zoo.save(name, folder := str(tmp_path))
+        learned = AutoPolicy(folder, num_frames=9, **options)
+        family = AutoPolicy(folder, num_frames=9, **options).load()
+    else:
+        folder, length = str(sd3_folder(True) if name == "sd3" else large_folder(name)), {"max_sequence_length": 48}
+        learned = AutoPolicy(folder, call=length, **options)
+        family = policy_on_meta((SD3Policy if name == "sd3" else Flux2Policy)(folder, **length, **options))
+    found, peaks = [], []
+    for policy in (policy_on_meta(learned), family):
+        parts = [policy.pipeline.vae, *policy.encoders()]
+        peak = 0 if name == "LTXPipeline" else stages.peak_of_pass(policy, stages.Pass(4, 1.0, True))
+        held = shares(policy, OptimizerConfig(), SingleDeviceStrategy(), 1, True)
+        found.append((held, [bytes_of(tensors_of(part)) for part in parts], torch.Size(policy.latent_shape).numel()))
+        peaks.append(peak)
+    assert found[0] == found[1]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
 
 def test_what_zero_offloads_leaves_the_gpu(tiny_sd3):
