@@ -41,6 +41,7 @@ class RewardLogger(L.Callback):
         self._norms: list[torch.Tensor] = []
         self._started = 0.0
         self._warned_of_copies = False
+        self._flat = 0  # iterations without a spread
         self._flops: tuple[int, int] | None = None  # per image: a forward pass without and with backward
         self._peak_flops = 0  # of a device, per second
         self._passes = (0, 0)  # before the iteration, likewise
@@ -95,6 +96,10 @@ class RewardLogger(L.Callback):
         if pl_module.iteration is not None or not is_over:
             raise RuntimeError(f"Iteration {number} ended before its last update. Did a callback raise StopIteration?")
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        if self._flat > 1:
+            rank_zero_warn(f"{self._flat} iterations had no reward spread in any group and took no step.")
+
     def _local(self, record: IterationRecord, seconds: float) -> dict[str, float]:
         """Return metrics of this rank's images, to be averaged over ranks."""
         values = {f"policy/{name}": value for name, value in record.means().items()}
@@ -145,7 +150,8 @@ class RewardLogger(L.Callback):
     def _rewards(self, record: IterationRecord) -> dict[str, float]:
         """Return metrics of the rewards over all ranks, and warn if they give no gradient or failed."""
         scored = record.rewards[~record.rewards.isnan()]
-        if not record.has_advantage:
+        self._flat += not record.has_advantage
+        if not record.has_advantage and self._flat == 1:  # the others are counted at the end
             rank_zero_warn(
                 f"All {len(record.group_ids.unique())} groups have no reward spread at iteration {record.iteration + 1}"
                 f", so no step is taken. The reward is constant ({float(scored.mean()):.4g}) within each group."

@@ -27,6 +27,7 @@ def _read_token(variable: str) -> str:
     return token
 
 
+Task = Literal["image", "edit", "video", "distillation", "pretraining"]
 Resume = Annotated[bool, Option("--resume", help="Continue in the run folder.")]
 Host = Annotated[str, Option(help="Address to listen on.")]
 Port = Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")]

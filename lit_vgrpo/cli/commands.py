@@ -124,11 +124,13 @@ def init(
 @app.command(rich_help_panel=START)
 def recipes(
     names: Annotated[list[str] | None, Argument(help="Recipes; all by default.", autocompletion=_recipes)] = None,
+    task: Annotated[options.Task | None, Option(help="List those for this task.")] = None,
+    gpu: Annotated[str | None, Option(help="List those that need one GPU of this size at most, such as 48GiB.")] = None,
 ) -> int:
     """List the shipped recipes with their needs and evidence."""
     from lit_vgrpo.cli.recipes import list_recipes
 
-    return list_recipes(names or [])
+    return list_recipes(names or [], task, gpu)
 
 
 add_command("check", options.Check, START, "cli.check:check_command", recipe=RecipeArg, words=Words)

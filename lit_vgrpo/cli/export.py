@@ -28,7 +28,7 @@ def export(options: Export) -> int:
     run = ChosenRun.of(options)
     policy = build_policy(recipe_of(run.folder, run.words, ["model.policy"], "an export"))
     refuse_misfit(policy, options, run.folder)
-    policy.quantisation = None  # no frozen weight is written, and a merge must not round them
+    quantisation, policy.quantisation = policy.quantisation, None  # none is written, and a merge must round nothing
     (saved, variant), dtype = run.read_weights(), DTYPES[options.dtype]
     if repository is not None:
         check_login(options)
@@ -48,6 +48,7 @@ def export(options: Export) -> int:
     if options.format == COMFYUI:  # diffusers cannot read ComfyUI's file
         with write_new_folder(folder, advice, replace=True) as draft:
             save_comfyui(policy.networks().values(), policy.comfyui_names, draft / name, dtype)
+    policy.quantisation = quantisation
     about = variant, saved.progress.iterations, dtype, options.merge, saved.is_whole
     what, lines = add_card(folder, run.folder, policy, loaded_from, *about)
     say(f"Written: {written} ({what}): {saved.origin(variant)}")

@@ -9,6 +9,7 @@ import errno
 import os
 import sys
 import traceback
+import warnings
 
 from lit_vgrpo.cli.commands import app
 from lit_vgrpo.errors import RewardError, UserError, error_in_user_code, report
@@ -36,11 +37,17 @@ def main(argv: list[str] | None = None) -> int:
         args = [*args[1:2], "--help"]
     if argv is None:
         ignore_broken_pipes()
+        warnings.showwarning = _show_warning
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         if args[0] == "check":
             # It compiles nothing, but bitsandbytes would prepare the compiler when it is imported: a CPU second.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     return _answer(args, debug)
+
+
+def _show_warning(message: Warning | str, *place: object, **options: object) -> None:
+    """Print a warning as one line, without the line of code that gave it."""
+    report([f"Warning: {message}"])
 
 
 def _answer(args: list[str], debug: bool) -> int:

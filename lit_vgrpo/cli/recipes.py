@@ -15,28 +15,46 @@ from lit_vgrpo.config.recipe import find_recipe
 from lit_vgrpo.errors import say
 from lit_vgrpo.system.paths import shipped
 
-TASKS = {"Images from text": "", "Edited pictures": "KontextPolicy", "Videos": "num_frames:"}
-TASKS |= {"Distillation": "class_path: OPD", "Pre-training": "class_path: Denoising"}
-"""Text that the recipes of a task contain; the last one that applies counts."""
+TASKS = {
+    "image": ("Images from text", ""),
+    "edit": ("Edited pictures", "KontextPolicy"),
+    "video": ("Videos", "num_frames:"),
+    "distillation": ("Distillation", "class_path: OPD"),
+    "pretraining": ("Pre-training", "class_path: Denoising"),
+}
+"""By the option's word, heading and text that the recipes of a task contain; the last one that applies counts."""
 CARD = re.compile(r"a CPU core|an? \d+ GB GPU|\d+ GPUs of \d+ GB")
 
 
-def list_recipes(names: Sequence[str]) -> int:
-    """Print the shipped recipes by task and by the card that they need, or those that are named."""
+def list_recipes(names: Sequence[str], task: str | None = None, gpu: str | None = None) -> int:
+    """Print the shipped recipes by task and by the card that they need, or those that are named.
+
+    Args:
+        task: Print those of one of ``TASKS`` only.
+        gpu: Print those for a CPU core or one GPU of this size only.
+    """
     if names:
         say("\n\n".join(_entry(name, Header.of_file(find_recipe(name))) for name in names))
         return 0
+    size = math.inf
+    if gpu is not None:
+        from lit_vgrpo.apps.memory.estimate import gpu_memory_of
+
+        size = gpu_memory_of(gpu) / 2**30
     recipes = sorted((*_group(path), name, path) for name, path in shipped().items())
-    for (task, _, card), group in groupby(recipes, key=lambda one: one[:3]):
+    fitting = [one for one in recipes if one[1] <= size and task in (None, [*TASKS][one[0]])]
+    for (number, _, card), group in groupby(fitting, key=lambda one: one[:3]):
         entries = (_entry(name, Header.of_file(path)) for *_, name, path in group)
-        say("\n\n".join([f"--- {[*TASKS][task]}, on {card}", *entries, ""]))
+        say("\n\n".join([f"--- {[*TASKS.values()][number][0]}, on {card}", *entries, ""]))
+    if len(fitting) < len(recipes) and gpu is not None:
+        say(f"Others may fit with less memory (docs/reduce_memory.md): lightning check RECIPE --memory {gpu}")
     return 0
 
 
 def _group(path: Path) -> tuple[int, int, str]:
     """Return the number of a recipe's task, the GB of its cards, 1 without one, and the card."""
     text, card = path.read_text(encoding="utf-8"), CARD.findall(Header.of_file(path).needs)[0]
-    task = max(number for number, sign in enumerate(TASKS.values()) if sign in text)
+    task = max(number for number, (_, sign) in enumerate(TASKS.values()) if sign in text)
     return task, math.prod(map(int, re.findall(r"\d+", card))), card
 
 

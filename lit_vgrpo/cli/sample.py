@@ -29,6 +29,7 @@ from lit_vgrpo.training.evaluation import evaluation_of, sides_of
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4")
 USED = ("model.policy", "model.objective", "model.evaluation")
 
 
@@ -37,6 +38,8 @@ def sample_images(options: Sample) -> int:
     run, rows = ChosenRun.of(options), rows_of(options)
     free = (path for path in candidates(run.folder / "sample") if not path.exists())
     folder = next(free) if options.out is None else vacant_folder(str(options.out))
+    if (is_file := folder.suffix.lower() in PICTURES) and (len(rows) * options.count > 1 or folder.suffix != ".png"):
+        raise UserError(f"--out {options.out} is a file. Name a folder, or for one image a .png.")
     recipe = recipe_of(run.folder, run.words, USED, "sampling")
     policy, spec = build_policy(recipe), spec_of(recipe, options)
     try:
@@ -50,7 +53,7 @@ def sample_images(options: Sample) -> int:
         with bar("Images", total=len(rows) * options.count) as drawn:
             for number, row in enumerate(rows, start=1):
                 for seed in range(options.seed, options.seed + options.count):
-                    path = typed_path(folder) / f"{number:03d}_seed{seed}.png"
+                    path = typed_path(folder if is_file else folder / f"{number:03d}_seed{seed}.png")
                     image = image_of(policy, spec, row, seed)
                     write_frames(strips(image[None]), path)
                     if image.ndim == 4:

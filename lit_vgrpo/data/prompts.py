@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from io import StringIO
@@ -143,7 +144,10 @@ def _read_text(source: PromptSource, kind: Kind, edits: bool) -> Rows:
     except UnicodeDecodeError as error:
         line = len(LINE_END.split(content[: error.start].decode("utf-8-sig")))
         raise PromptError(f"{file} line {line}: not UTF-8. Save the file as UTF-8.") from error
-    records = islice(_PARSERS[kind](text, source, file), source.limit)
+    records = list(islice(_PARSERS[kind](text, source, file), source.limit))
+    if kind == "txt" and (marked := [number for number, row in records if row[PROMPT].startswith("# ")]):
+        what = f'{file} line {marked[0]} starts with "# " and is a prompt, since a .txt has no comments'
+        warnings.warn(f"{what} (lines like it: {len(marked)}). Remove what is not a prompt.", stacklevel=2)
     return [_checked_row(row, source, f"{file} line {number}", edits) for number, row in records]
 
 
@@ -169,7 +173,10 @@ def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[
     """Yield the rows of a csv file with the number of their last line; cells are text, and empty ones are left out."""
     reader = csv.DictReader(StringIO(text, newline=""), strict=True)
     try:
-        _check_column(reader.fieldnames or [], source, f"{file} line 1")
+        names = reader.fieldnames or []
+        if (source.column or PROMPT) not in names and len(names) == 1 and (mark := re.search("[;\t|]", names[0])):
+            raise PromptError(f"{file} line 1: cells are separated by {mark[0]!r}. Save the file with commas.")
+        _check_column(names, source, f"{file} line 1")
         for row in reader:
             if None in row or None in row.values():
                 raise PromptError(

@@ -247,11 +247,15 @@ class Policy(nn.Module):
         if self.loaded:
             return self
         self._is_checked = True  # loading finds what a check finds in headers
-        for error in self.check():
-            raise LoadError(error)
-        pipeline = read_pipeline(self) if self.given is None else self.given
-        with quiet_libraries():
-            self.adopt(pipeline, put_start)
+        try:
+            for error in self.check():
+                raise LoadError(error)
+            pipeline = read_pipeline(self) if self.given is None else self.given
+            with quiet_libraries():
+                self.adopt(pipeline, put_start)
+        except BaseException:
+            self._is_checked, self.pipeline = False, None
+            raise
         self.given = self.draft = None
         return self
 

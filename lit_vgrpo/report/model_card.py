@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch import nn
 
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.core.types import RolloutSpec
@@ -17,6 +18,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.components import component_folder
 from lit_vgrpo.policies.export import loads_adapters, lora_options
 from lit_vgrpo.policies.loading import call_parameters, config_folder
+from lit_vgrpo.policies.trained import block_linears
 from lit_vgrpo.report.page import environment
 from lit_vgrpo.report.run_data import RunData, read_run
 from lit_vgrpo.report.verdict import Verdict
@@ -28,6 +30,8 @@ CARD_NAME, PICTURE_NAME = "README.md", "before_after.png"
 LICENCE_KEYS = ("license", "license_name", "license_link")
 MACHINE_LINES = ("name:", "run_dir:", "ckpt_path:", "allow_changes:", "#")
 """Prefixes of lines of ``config.yaml`` that are meaningless to others."""
+IN_DIFFUSERS = ("nf4",)
+"""Kinds of quantisation whose numbers diffusers computes too."""
 
 
 def add_card(
@@ -59,17 +63,22 @@ def add_card(
     is_adapter = policy.lora_rank is not None and not merged
     name, base = str(dtype).removeprefix("torch."), _base(policy)
     what = f"pipeline in {name}{', with the LoRA merged in' if merged else ''}"
+    loaded_in = policy.dtype if is_adapter else dtype
     lines = [f"import diffusers, torch{', transformers' if policy.components else ''}"]
     try:
+        if policy.quantisation is not None:
+            lines += quantised_lines(policy, is_adapter)
         if is_adapter:
             what = f"LoRA of rank {policy.lora_rank}, {name}"
-            lines.append(from_pretrained(policy, base, policy.dtype))
+            lines.append(from_pretrained(policy, base, loaded_in))
             for options in lora_options(policy.network_names):
                 given = [_quoted(written), *(f"{key}={value!r}" for key, value in options.items())]
                 loads = "" if loads_adapters(policy.pipeline) else f"{policy.network_name}."
                 lines.append(f"pipe.{loads}load_lora_{'adapter' if loads else 'weights'}({', '.join(given)})")
         else:
-            lines.append(from_pretrained(policy, f"{written}", dtype, folder))
+            lines.append(from_pretrained(policy, f"{written}", loaded_in, folder))
+        if loaded_in != policy.decode_dtype:
+            lines += vae_lines(policy)
         data = read_run(run)
         lines += sample_lines(policy, spec or evaluation_of(data.recipe))
         is_evaluated, data = is_whole and variant == data.weights, _until(data, iterations)
@@ -157,9 +166,41 @@ def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path
     nulls = [f"{name}=None" for name in policy.null_components(folder or Path(source)) if name not in optional]
     which = {"variant": policy.variant, "revision": policy.revision} if is_start else {}
     given = [f"{name}={_quoted(value)}" for name, value in which.items() if value is not None]
-    given += [component(policy, name, dtype) for name in (policy.components if is_start else ())]
-    arguments = ", ".join([_quoted(source), *given, *nulls, f"torch_dtype={dtype}"])
-    return f"pipe = diffusers.DiffusionPipeline.from_pretrained({arguments})"
+    vae = policy.decode_dtype
+    for name in policy.components if is_start else ():
+        given.append(component(policy, name, vae if name == "vae" else dtype))
+    nulls.append(f"torch_dtype={dtype}" if vae == dtype else f'torch_dtype={{"default": {dtype}, "vae": {vae}}}')
+    if is_start and policy.quantisation in IN_DIFFUSERS:
+        nulls.append("quantization_config=quantised")
+    return f"pipe = diffusers.DiffusionPipeline.from_pretrained({', '.join([_quoted(source), *given, *nulls])})"
+
+
+def quantised_lines(policy: Policy, is_adapter: bool) -> list[str]:
+    """Return the line of Python that quantises the base as the run did, or a comment if that is not possible."""
+    kind, mapping = policy.quantisation, []
+    if not is_adapter or kind not in IN_DIFFUSERS:
+        why = "diffusers cannot quantise in this way" if is_adapter else "the LoRA is merged into unquantised weights"
+        return [f"# The run's base was in {kind}, and {why}: images differ slightly."]
+    for name, network in policy.networks().items():
+        quantised, linear = block_linears(network), [n for n, m in network.named_modules() if isinstance(m, nn.Linear)]
+        others = [n.removesuffix(".base_layer") for n in linear if n not in quantised and "lora_" not in n]
+        options = f'load_in_4bit=True, bnb_4bit_quant_type="{kind}", bnb_4bit_compute_dtype={policy.dtype}'
+        mapping.append(f'"{name}": diffusers.BitsAndBytesConfig({options}, llm_int8_skip_modules={others})')
+    return [f"quantised = diffusers.PipelineQuantizationConfig(quant_mapping={{{', '.join(mapping)}}})"]
+
+
+def vae_lines(policy: Policy) -> list[str]:
+    """Return the lines of Python with which the VAE computes in its own type, and the rest in the pipeline's."""
+    to = f"to({policy.decode_dtype})"
+    lines = [
+        "decode = pipe.vae.decode",
+        f"pipe.vae.decode = lambda z, *args, **named: decode(z.{to}, *args, **named)",
+    ]
+    if policy.edits:
+        encoded = f"encode(x.{to}).latent_dist.mode().to(x.dtype)"
+        lines += ["import types", "encode = pipe.vae.encode"]
+        lines.append(f"pipe.vae.encode = lambda x: types.SimpleNamespace(latents={encoded})")
+    return lines
 
 
 def component(policy: Policy, name: str, dtype: torch.dtype) -> str:

@@ -96,10 +96,14 @@ class ModelReward(Reward):
         if self._model is not None:
             return
         self._is_checked = True  # loading finds what a check finds in headers
-        for error in self.check():
-            raise LoadError(error)
-        with quiet_libraries(), bar(f"Loading {self.name}", total=1):
-            self._model = self._build().eval().requires_grad_(False)
+        try:
+            for error in self.check():
+                raise LoadError(error)
+            with quiet_libraries(), bar(f"Loading {self.name}", total=1):
+                self._model = self._build().eval().requires_grad_(False)
+        except BaseException:
+            self._is_checked = False
+            raise
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:

@@ -122,7 +122,7 @@ def test_a_gpu_that_this_machine_lacks(tiny_recipe, capsys):
     assert check([*words, "--memory", "1.0001"]) == 2
     assert "0.1 MiB is available (the given GPU)" in capsys.readouterr().err
     assert check([*words, "--memory", "1GiB"]) == 2
-    assert "--memory 1GiB leaves nothing: 1.00 GiB is reserved for CUDA. Give more." in capsys.readouterr().err
+    assert "1GiB leaves nothing: 1.00 GiB is reserved for CUDA. Give more." in capsys.readouterr().err
     assert run(words) == 2
     assert capsys.readouterr().err.startswith("trainer.accelerator=gpu: torch ")
 

@@ -99,10 +99,17 @@ def test_recipes_and_commands_are_completed():
     assert done.stdout.split() == ["tiny_shapes", "tiny_shapes_pretrain"]
 
 
-def test_module_and_argv():
-    done = subprocess.run([sys.executable, "-m", "lit_vgrpo", "train"], capture_output=True, text=True)
+def test_argv_and_a_warning_are_a_line():
+    code = """
+import sys, warnings
+from lit_vgrpo.cli.main import main
+status = main()
+warnings.warn("two\\n lines")
+sys.exit(status)
+"""
+    done = subprocess.run([sys.executable, "-c", code, "train"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "No such command 'train'.\n"
+    assert done.stderr == "No such command 'train'.\nWarning: two lines\n"
 
 
 @pytest.mark.slow

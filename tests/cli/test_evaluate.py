@@ -119,13 +119,14 @@ def test_the_numbers_are_those_of_the_run(inside, evaluated):
     rewards = {means(found, variant)["reward"] for found in (report, raw) for variant in found["variants"]}
     assert len(rewards) == 3
     found = {**means(report, "EMA"), **report["variants"]["EMA"]["distances"]}
+    assert end["heldout_metrics_end"].keys() == end["heldout_metrics_start"].keys()
     assert end["heldout_metrics_end"].pop("failed") == 3  # the last prompt names no colour
     for name in LOOKS:  # how the images changed in training
         end["heldout_metrics_end"].pop(name, None)
     for name, value in {**end["reward_parts_end"], **end["heldout_metrics_end"]}.items():
         assert found[name] == pytest.approx(value, abs=SAME), name
     assert list(end["reward_parts_end"]) == list(report["rewards"])
-    assert end["heldout_metrics_end"].keys() == {f"fid@{IMAGES}", f"kid@{IMAGES}"}
+    assert end["heldout_metrics_end"].keys() - report["rewards"].keys() == {"reward", f"fid@{IMAGES}", f"kid@{IMAGES}"}
     # The JSON says what was evaluated.
     assert report["checkpoint"] == {"file": "runs/tiny/checkpoints/last.ckpt", "iteration": 2, "optimizer_steps": 2}
     assert report["prompts"] == {

@@ -12,7 +12,7 @@ from commands import export, run
 from diffusers import DiffusionPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
-from saved_runs import assert_one_line, draw_exports, load_run
+from saved_runs import IN_16, assert_one_line, assert_same, draw_exports, load_run
 
 from lit_vgrpo.cli.saved_policy import build_policy
 from lit_vgrpo.core.snapshots import trainable_parameters
@@ -52,6 +52,9 @@ CASES = {  # name of the folder -> family, kind of the run, options of the comma
     "sdxl_dpm": ("sdxl", "full", [], {"solver": "dpm++"}),
     "flux_dpm": ("flux", "full", [], {"solver": "dpm++", "height": 48}),
     "flux_unipc": ("flux", "lora", [], {"solver": "unipc"}),
+    "sd3_16": ("sd3", "lora", [IN_16], {}),
+    "flux_16": ("flux", "lora", [IN_16], {}),
+    "sd3_nf4": ("sd3", "lora", ["model.policy.quantisation=nf4"], {}),
 }
 
 
@@ -119,7 +122,7 @@ def drawn(place, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_plain_diffusers_draws_what_our_sampler_draws(drawn, name):
     theirs, ours, start = drawn[name]
-    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=2e-4)
+    assert_same(theirs, ours, CASES[name][2])
     assert (ours - start).abs().max() > 0.02  # what was trained shows
 
 

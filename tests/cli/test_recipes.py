@@ -143,6 +143,14 @@ def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
     entries = [part for part in parts if part.strip() not in headings]
     assert sorted(entry.partition(":")[0] for entry in entries) == [path.stem for path in FILES]
     assert all("\n  needs     " in entry and "\n  evidence  " in entry for entry in entries)
+    assert main(["recipes", "--task=video", "--gpu=48GiB"]) == 0
+    *parts, last = capsys.readouterr().out.strip().split("\n\n")
+    cards = ("a CPU core", "a 24 GB GPU", "a 48 GB GPU")
+    assert [part.strip() for part in parts[::2]] == [f"--- Videos, on {card}" for card in cards]
+    assert [part.partition(":")[0] for part in parts[1::2]] == ["tiny_motion", "wan_pickscore", "ltx_pickscore"]
+    assert last.endswith("lightning check RECIPE --memory 48GiB")
+    assert main(["recipes", "--gpu=big"]) == 2
+    assert capsys.readouterr().err == "big is not a GPU size. Write it as 80GiB.\n"
     assert main(["recipes", "sd15_aesthetic"]) == 0
     assert capsys.readouterr().out == (
         "sd15_aesthetic: SD 1.5 + V-GRPO + LAION's aesthetic predictor on the variance-preserving path, LoRA r16\n"

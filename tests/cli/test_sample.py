@@ -116,6 +116,15 @@ def test_nothing_is_overwritten(inside, capsys):
     assert sample_images([*asked, "--out=runs/tiny/sample"]) == 2
     err = capsys.readouterr().err
     assert err == "runs/tiny/sample is not empty and will not be overwritten. Choose a new folder.\n"
+    assert sample_images([*asked, "--out=out/one.png"]) == 0
+    assert np.array_equal(pixels("out/one.png"), pixels("runs/tiny/sample/001_seed0.png"))
+    capsys.readouterr()
+    for words, line in (
+        (["--out=out/one.png"], "out/one.png is a file and will not be overwritten."),
+        (["--out=out/two.png", "--count=2"], "--out out/two.png is a file. Name a folder, or for one image"),
+        (["--out=out/one.jpg"], "--out out/one.jpg is a file. Name a folder, or for one image"),
+    ):
+        assert_one_line(sample_images, [*asked, *words], capsys, line)
 
 
 def test_a_picture_is_edited(here, capsys):

@@ -36,6 +36,12 @@ def test_txt_is_one_prompt_a_line(write):
     assert read_prompts(path) == [{"prompt": "a cat"}, {"prompt": "a dog"}, {"prompt": "ein Bär\u2028im Wald"}]
 
 
+def test_a_line_like_a_comment_is_a_prompt_that_is_warned_of(write):
+    path = write("p.txt", "# animals\na cat\n#1 fan\n# more\n")
+    with pytest.warns(UserWarning, match=r'line 1 starts with "# " and is a prompt.*\(lines like it: 2\)'):
+        assert prompts(read_prompts(path)) == ["# animals", "a cat", "#1 fan", "# more"]
+
+
 @pytest.mark.parametrize(
     "content", ["a cat\ra dog\r\rno fox\r", "\ufeffa cat\r\r\na dog\nno fox", "a cat\n\ra dog\rno fox\r\n"]
 )
@@ -98,6 +104,8 @@ def test_a_wrong_line_is_named(write, line, said):
         ("prompt\n", "has no prompts."),
         ("prompt\na cat\n".encode("utf-16-le"), 'line 1: no column "prompt".'),
         ("", 'line 1: no column "prompt".'),
+        ("prompt;tag\na;b\n", "line 1: cells are separated by ';'. Save the file with commas."),
+        ("prompt\ttag\na\tb\n", r"line 1: cells are separated by '\t'. Save"),
         ("prompt\na\ncaf\u00e9\n".encode("latin-1"), "line 3: not UTF-8. Save the file as UTF-8."),
     ],
 )

@@ -190,14 +190,12 @@ def test_a_folder_with_a_fault_is_one_line_from_check_and_load(families, tmp_pat
     family = families(name)
     folder = shutil.copytree(family.folder, tmp_path / "pipeline")
     change(folder)
-
-    def policy():
-        return family.policy_class(str(folder), **family.all_options({}))
-
+    policy = family.policy_class(str(folder), **family.all_options({}))
     with pytest.raises(LoadError, match=message) as caught:
-        policy().load()
+        policy.load()
     assert "\n" not in str(caught.value)
-    (error,) = policy().check()
+    assert not policy.loaded
+    (error,) = policy.check()
     assert str(folder) in error
     if fault != "half a file":  # the library reads it in two ways
         assert error == str(caught.value)

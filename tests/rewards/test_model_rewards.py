@@ -186,12 +186,11 @@ def test_tensors_without_a_counterpart_are_one_line_from_check_and_load(
     tiny_reward, tmp_path, kind, option, file, change, message
 ):
     folder = scorer_files.changed(getattr(tiny_reward(kind), option), tmp_path / "changed", file, **change)
-    broken = {option: str(folder)}
-    (error,) = tiny_reward(kind, **broken).check()
+    broken = tiny_reward(kind, **{option: str(folder)})
     said = rf"^Cannot load \S+: .*{message}.* Set {kind.__name__}\.{option} "
     with pytest.raises(RuntimeError, match=said) as caught:
-        tiny_reward(kind, **broken).load()
-    assert str(caught.value) == error
+        broken.load()
+    assert broken.check() == [str(caught.value)]
 
 
 @pytest.mark.parametrize(

@@ -193,9 +193,9 @@ def gpu_memory_of(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise UserError(f"{text} is not a GPU size. Write it as --memory 80GiB.")
+        raise UserError(f"{text} is not a GPU size. Write it as 80GiB.")
     if (size := round(float(match[1]) * 2**30)) <= SMALLEST_RESERVE:
-        raise UserError(f"--memory {text} leaves nothing: {shown(SMALLEST_RESERVE)} is reserved for CUDA. Give more.")
+        raise UserError(f"{text} leaves nothing: {shown(SMALLEST_RESERVE)} is reserved for CUDA. Give more.")
     return size
 
 

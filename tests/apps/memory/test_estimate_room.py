@@ -61,7 +61,7 @@ def test_a_gpu_can_be_given(tiny_recipe, capsys):
     assert "Available: 1.00 GiB, the given GPU." in out
     assert "text encoders" not in out
     assert check([*words, "--memory=1GB"]) == 2
-    assert "--memory 1GB leaves nothing: 1.00 GiB is reserved for CUDA. Give more." in capsys.readouterr().err
+    assert "1GB leaves nothing: 1.00 GiB is reserved for CUDA. Give more." in capsys.readouterr().err
     assert check(words) == 0
     out = capsys.readouterr().out
     assert "text encoders" in out
