@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from lit_vgrpo.policies.modular import MODULAR_INDEX, assembled, own_folder, part_folder, read_modular_index
 from lit_vgrpo.system.hub import (
     LoadError,
     cached_file,
@@ -89,11 +91,15 @@ def find_folder(policy: Loadable) -> Path | None:
         raise LoadError(f"{name} {error} In its {INDEX}, it is null or absent.")
     if path is None:
         return folder
-    files = {part: weight_files(folder / part) for part in parts}
-    for part, kind in parts.items():
-        file = f"{part}/tokenizer_config.json" if part.startswith("tokenizer") else part
-        if not (folder / file).exists():
-            raise LoadError(f"{name} lacks {file}, which its {INDEX} names. Save or download the pipeline again.")
+    own = {part: own_folder(folder, part) for part in parts}
+    own = {part: place for part, place in own.items() if place.is_dir() or (folder / INDEX).is_file()}
+    files = {part: weight_files(place) for part, place in own.items()}
+    for part, place in own.items():
+        file = place / "tokenizer_config.json" if part.startswith("tokenizer") else place
+        if not file.exists():
+            missing = file.relative_to(folder)
+            raise LoadError(f"{name} lacks {missing}, which its {INDEX} names. Save or download the pipeline again.")
+        kind = parts[part]
         if issubclass(kind, nn.Module) and not files[part].keys() & {variant, None}:
             advice = f"Set model.policy.variant={next(iter(files[part]))}." if files[part] else REMEDY
             raise LoadError(f"{name} has no weights in {part}/. {advice}")
@@ -116,7 +122,7 @@ def _parts(policy: Loadable, folder: Path) -> dict[str, Any]:
         LoadError: A class is not in diffusers or transformers; any other module named in a folder is not imported.
     """
     nulls, parts = policy.null_components(folder), dict[str, Any]()
-    for name, entry in json.loads((folder / INDEX).read_text()).items():
+    for name, entry in read_index(folder).items():
         match entry:
             case [str() as library, str() as kind] if name not in nulls:
                 parts[name] = getattr(import_module(library), kind, None) if library in LIBRARIES else None
@@ -174,15 +180,33 @@ def find_pipeline_class(checkpoint: str, revision: str | None = None, what_to_se
     Raises:
         LoadError: The checkpoint cannot be found, or the index is damaged.
     """
+    name = INDEX
     if (reason := explain_unloadable(checkpoint, INDEX, what_to_set, revision)) is not None:
-        raise LoadError(reason)
-    index = small_file(checkpoint, INDEX, revision)
+        name, is_absent = MODULAR_INDEX, "EntryNotFound" in reason  # else the hub cannot be asked
+        if file_at_hand(checkpoint, name, revision) is None and (
+            not is_absent or explain_unloadable(checkpoint, name, what_to_set, revision) is not None
+        ):
+            raise LoadError(reason)
+    index = small_file(checkpoint, name, revision)
     if index is None:
         return None
     try:
         return str(json.loads(index.read_text())["_class_name"])
     except (ValueError, KeyError, TypeError) as error:
         raise LoadError(f"{index} is damaged. Save or download the pipeline again.") from error
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return the index of a pipeline's folder: the library and class of each part, and options; empty if it has none.
+
+    Raises:
+        LoadError: It is a modular pipeline's whose blocks are not in diffusers.
+    """
+    if (folder / MODULAR_INDEX).is_file() and not (folder / INDEX).is_file():
+        return read_modular_index(folder)
+    path = folder / INDEX
+    index: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return index
 
 
 def small_file(checkpoint: str, name: str, revision: str | None = None) -> Path | None:
@@ -209,7 +233,10 @@ def read_pipeline(policy: Loadable) -> Any:
         # Keep the download's progress bars: it may be the slowest part of the start.
         with loading(policy.checkpoint, remedy), quiet_libraries(shows_bars=True):
             versions = {"revision": policy.revision, "variant": policy.variant}
-            folder = Path(_family(policy).download(policy.checkpoint, **versions, **left_out))
+            family = _family(policy)
+            if index is not None and not hasattr(family, "download"):
+                return _assembled(policy, index)  # which downloads the parts of a modular pipeline
+            folder = Path(family.download(policy.checkpoint, **versions, **left_out))
     return _assembled(policy, folder)
 
 
@@ -239,18 +266,25 @@ def _assembled(policy: Loadable, folder: Path) -> Any:
     network_dtype = torch.float32 if policy.lora_rank is None else policy.dtype
     dtypes = {**dict.fromkeys(policy.network_names, network_dtype), "vae": torch.float32}
     networks: dict[str, Any] = {}
-    kinds = {name: kind for name, kind in _parts(policy, folder).items() if issubclass(kind, nn.Module)}
+    parts = _parts(policy, folder)
+    kinds = {name: kind for name, kind in parts.items() if issubclass(kind, nn.Module)}
+    where = partial(part_folder, folder, checkpoint=policy.checkpoint, revision=policy.revision)
     with quiet_libraries(), bar("Loading", total=len(kinds)) as loaded:
         for name, kind in kinds.items():
             loaded.set_description_str(f"Loading {name}")
-            files = weight_files(folder / name)
+            with loading(policy.checkpoint, REMEDY):
+                place = where(name)
+            files = weight_files(place)
             variant = policy.variant if policy.variant in files else None
             is_safe = all(file.suffix == ".safetensors" for file in files.get(variant, ()))
             dtype = {"torch_dtype" if hasattr(kind, "load_config") else "dtype": dtypes.get(name, policy.dtype)}
             options = {"variant": variant, "use_safetensors": is_safe, **dtype}
-            networks[name] = load_network(kind, str(folder / name), REMEDY, **options)
+            networks[name] = load_network(kind, str(place), REMEDY, **options)
             loaded.update()
         with loading(policy.checkpoint, REMEDY):
+            if not (folder / INDEX).is_file():
+                small = {name: kind.from_pretrained(where(name)) for name, kind in parts.items() if name not in kinds}
+                return assembled(_family(policy), folder, networks | small)
             nulls = policy.null_components(folder)
             return _family(policy).from_pretrained(folder, local_files_only=True, **nulls, **networks)
 
@@ -273,8 +307,8 @@ def distillation_warning(policy: Loadable) -> str | None:
 
 def config_folder(checkpoint: str, revision: str | None = None) -> Path | None:
     """Return the local folder with a pipeline's index: the checkpoint itself or a folder of the hub's cache."""
-    index = file_at_hand(checkpoint, INDEX, revision)
-    return None if index is None else index.parent
+    found = (file_at_hand(checkpoint, name, revision) for name in (INDEX, MODULAR_INDEX))
+    return next((index.parent for index in found if index is not None), None)
 
 
 def bare_network(policy: Loadable) -> Any:
@@ -283,7 +317,7 @@ def bare_network(policy: Loadable) -> Any:
     with suppress(LoadError, OSError, ValueError, KeyError), headers_only():  # loading tells the reason
         if folder is not None:
             kind = _parts(policy, folder)[policy.network_name]
-            return load_network(kind, str(folder / policy.network_name), REMEDY)
+            return load_network(kind, str(part_folder(folder, policy.network_name)), REMEDY)
     return None
 
 
@@ -294,6 +328,8 @@ def config_value(policy: Loadable, file: str, key: str) -> Any:
         return None if part is None else part.config.get(key)
     folder = config_folder(policy.checkpoint, policy.revision)
     try:
-        return None if folder is None else json.loads((folder / file).read_text())[key]
+        if folder is None:
+            return None
+        return (read_index(folder) if file == INDEX else json.loads((folder / file).read_text()))[key]
     except (OSError, ValueError, KeyError, TypeError):
         return None

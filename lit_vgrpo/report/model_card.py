@@ -16,6 +16,7 @@ from lit_vgrpo.errors import one_line, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import loads_adapters, lora_options
 from lit_vgrpo.policies.loading import call_parameters, config_folder
+from lit_vgrpo.policies.modular import is_modular, lines_that_load
 from lit_vgrpo.report.page import environment
 from lit_vgrpo.report.run_data import RunData, read_run
 from lit_vgrpo.report.verdict import Verdict
@@ -62,13 +63,13 @@ def add_card(
     try:
         if is_adapter:
             what = f"LoRA of rank {policy.lora_rank}, {name}"
-            lines.append(from_pretrained(policy, base, policy.dtype))
+            lines += loading_lines(policy, base, policy.dtype)
             for options in lora_options(policy.network_names):
                 given = [_quoted(written), *(f"{key}={value!r}" for key, value in options.items())]
                 loads = "" if loads_adapters(policy.pipeline) else f"{policy.network_name}."
                 lines.append(f"pipe.{loads}load_lora_{'adapter' if loads else 'weights'}({', '.join(given)})")
         else:
-            lines.append(from_pretrained(policy, f"{written}", dtype, folder))
+            lines += loading_lines(policy, f"{written}", dtype, folder)
         data = read_run(run)
         lines += sample_lines(policy, spec or evaluation_of(data.recipe))
         is_evaluated, data = is_whole and variant == data.weights, _until(data, iterations)
@@ -148,16 +149,19 @@ def _until(run: RunData, iterations: int) -> RunData:
     return replace(run, summary={}, iterations=trained, evaluations=evaluated)
 
 
-def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path | None = None) -> str:
-    """Return the line of Python that loads a pipeline from a hub name or folder, whose index is in ``index`` so far."""
-    optional = type(policy.pipeline)._optional_components
+def loading_lines(policy: Policy, source: str, dtype: torch.dtype, index: Path | None = None) -> list[str]:
+    """Return the lines of Python that load a pipeline from a hub name or folder, whose index is in ``index`` so far."""
     is_start = source == _base(policy)
+    if is_modular(policy.pipeline):
+        versions = (policy.variant, policy.revision) if is_start else (None, None)
+        return lines_that_load(policy.pipeline, _quoted(source), f"{dtype}", *versions)
+    optional = type(policy.pipeline)._optional_components
     folder = config_folder(policy.checkpoint, policy.revision) if is_start else index
     nulls = [f"{name}=None" for name in policy.null_components(folder or Path(source)) if name not in optional]
     which = {"variant": policy.variant, "revision": policy.revision} if is_start else {}
     given = [f"{name}={_quoted(value)}" for name, value in which.items() if value is not None]
     arguments = ", ".join([_quoted(source), *given, *nulls, f"torch_dtype={dtype}"])
-    return f"pipe = diffusers.DiffusionPipeline.from_pretrained({arguments})"
+    return [f"pipe = diffusers.DiffusionPipeline.from_pretrained({arguments})"]
 
 
 def sample_lines(policy: Policy, spec: RolloutSpec) -> list[str]:
@@ -180,8 +184,11 @@ def sample_lines(policy: Policy, spec: RolloutSpec) -> list[str]:
         length = f"max_sequence_length={options['max_sequence_length']}"
         given.append(f"negative_prompt_embeds=pipe.encode_prompt({policy.negative_prompt!r}, {length})[0]")
     tiling = ["pipe.vae.enable_tiling()"] if policy.vae_tiling else []
-    result = "frames = {}.frames[0]" if "num_frames" in options else "image = {}.images[0]"
-    return [*scheduler, *tiling, result.format(f'pipe(prompt="a prompt", {", ".join([*picture, *given])})')]
+    name, kind = ("frames", "frames") if "num_frames" in options else ("image", "images")
+    call = ", ".join(['prompt="a prompt"', *picture, *given])
+    if is_modular(policy.pipeline):
+        return [*scheduler, *tiling, f"{name} = pipe({call}, output={policy.pipeline.result!r})[0]"]
+    return [*scheduler, *tiling, f"{name} = pipe({call}).{kind}[0]"]
 
 
 def _base(policy: Policy) -> str:

@@ -7,8 +7,9 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ def quiet_libraries(shows_bars: bool = False) -> Iterator[None]:
         for logger in map(logging.getLogger, ("diffusers", "transformers", "huggingface_hub", "bitsandbytes")):
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
+        modular = logging.getLogger("diffusers.modular_pipelines")  # logs every exception that it raises
+        stack.callback(modular.setLevel, modular.level)
+        modular.setLevel(logging.CRITICAL)
         # torch_dtype was renamed to dtype between two supported releases
         warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
         yield
@@ -122,6 +126,24 @@ def download_small_files(checkpoint: str, revision: str | None = None) -> None:
 
     HfApi().repo_info(checkpoint, revision=revision or "main", timeout=HUB_TIMEOUT_S)  # the next line has no limit
     snapshot_download(checkpoint, revision=revision, allow_patterns=SMALL_FILES)
+
+
+def fetched_folder(repository: str, folder: str, revision: str | None = None) -> Path:
+    """Return a folder of a hub repository in the hub's cache, downloaded if necessary; any error of the hub is raised.
+
+    Inside :func:`headers_only` that is only its small files.
+    """
+    from huggingface_hub import snapshot_download
+
+    if _headers_only.get():
+        cached = partial(snapshot_download, repository, revision=revision, local_files_only=True)
+        with suppress(Exception):  # it is not in the cache
+            if (found := Path(cached()) / folder).is_dir():
+                return found
+        download_small_files(repository, revision)
+        return Path(cached()) / folder
+    pattern = f"{folder}/*" if folder else "*"
+    return Path(snapshot_download(repository, revision=revision, allow_patterns=[pattern])) / folder
 
 
 def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revision: str | None = None) -> str | None:
