@@ -164,7 +164,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
         in_channels=4 * CHANNELS, out_channels=4 * CHANNELS, text_in_dim=WIDTH, rope_axes_dim=(4, 6, 6)),
     "Flux2Transformer2DModel": dict(PACKED, axes_dims_rope=(4, 4, 4, 4), joint_attention_dim=3 * WIDTH),
     "Flux3Transformer2DModel": dict(HEADS, in_channels=4 * CHANNELS, cond_in_channels=4 * CHANNELS, num_layers=1,
-        num_single_layers=2, joint_attention_dim=2 * WIDTH, timestep_channels=16, axes_dims_rope=(4, 4, 4, 4)),
+        num_single_layers=2, joint_attention_dim=8 * WIDTH, timestep_channels=16, axes_dims_rope=(4, 4, 4, 4)),
     "FluxTransformer2DModel": dict(PACKED, joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH,
         guidance_embeds=True),
     "GlmImageTransformer2DModel": dict(HEADS, **SAME, num_layers=2, text_embed_dim=WIDTH, time_embed_dim=16,
@@ -951,9 +951,9 @@ pipeline("Cosmos2VideoToWorldPipeline", **PICTURED)(cosmos2)
 GUIDED = dict(off={}, on={})  # by a component
 
 
-@pipeline("Flux3ModularPipeline", **GUIDED, text_encoder_out_layers=(1, 2))
+@pipeline("Flux3ModularPipeline", **GUIDED)
 def flux3():
-    texts = qwen3_vl(layers=3)
+    texts = qwen3_vl(layers=32)  # of which its blocks choose eight
     words = texts.pop("processor")
     words.chat_template = tiny_chat.TEMPLATE
     return parts(flux2_vae(), network("Flux3Transformer2DModel"), flow(shift=6.93), texts, tokenizer=words)

@@ -43,10 +43,8 @@ def runs(tmp_path_factory):
         zoo.save(name, folder / "draft")
         checkpoint = (folder / "draft").rename(folder / "pipeline")  # its index names the draft
         recipe = yaml.safe_load(RECIPE)
-        recipe["model"]["policy"] = {"checkpoint": str(checkpoint), "lora_rank": 2, "height": 32, "width": 32}
-        recipe["model"]["policy"]["call"] = {
-            key: list(v) if isinstance(v, tuple) else v for key, v in zoo.ZOO[name].options.items()
-        }
+        options = {"lora_rank": 2, "height": 32, "width": 32, "call": dict(zoo.ZOO[name].options)}
+        recipe["model"]["policy"] = {"checkpoint": str(checkpoint), **options}
         with chdir(folder):
             Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
             assert run(["recipe.yaml", "run_dir=whole", "trainer.max_epochs=2"]) == 0

@@ -23,6 +23,7 @@ RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have the
 
 PLAIN = "chroma_pickscore flux2_dev_pickscore flux2_klein_pickscore kontext_edit qwen_image21_pickscore "
 PLAIN += "qwen_image_pickscore sd15_aesthetic sd35m_stage1 sd35m_stage3 sdxl_preference z_image_pickscore"
+AS_SHIPPED = ("auraflow_pickscore", "ltx_pickscore", "flux3_pickscore", "wan_pickscore")
 # By recipe: network passes an image, with and without gradient; at the steps of SIZES.
 PASSES = {
     **{name: {"rollout": (0, 8), "update": (4, 0)} for name in PLAIN.split()},
@@ -50,7 +51,7 @@ PASSES = {
     "tiny_shapes_pretrain": {"update": (2, 0)},
     "tiny_unet": {"rollout": (0, 5), "anchor": (0, 1), "update": (1, 0)},
     "tiny_unet_pretrain": {"update": (1, 0)},
-    **{key: {"rollout": (0, 16), "update": (4, 0)} for key in ("auraflow_pickscore", "ltx_pickscore", "wan_pickscore")},
+    **{key: {"rollout": (0, 16), "update": (4, 0)} for key in AS_SHIPPED},
 }
 UPDATES = {"flux_multireward": 4, "sd35m_stage5": 2, "sd3_pickscore_flowgrpo": 2}
 LESS = ["trainer.accelerator=cpu", "data.prompts_per_iteration=2", "data.group_size=2"]
@@ -66,7 +67,7 @@ SIZES = {
     **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in NEWER},
     **{f"flux2_{kind}_pickscore": [FEW_STEPS, *SMALLEST, SHORT] for kind in ("klein", "dev")},
     "wan_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=5"],
-    "auraflow_pickscore": [FEW_STEPS, *SMALLEST],
+    **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in ("auraflow", "flux3")},
     "ltx_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=9"],
     "flux_hps_flowbp": [FEW_STEPS, *SMALL],
     "flux_multireward": [FEW_STEPS, *SMALL],
@@ -85,7 +86,7 @@ REPEATS = (
     *("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain", "tiny_unet_pretrain"),
     *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
     *(f"{model}_pickscore" for model in NEWER),
-    *("auraflow_pickscore", "ltx_pickscore"),
+    *("auraflow_pickscore", "ltx_pickscore", "flux3_pickscore"),
     *("sd3_pickscore_nft", "kontext_edit", "sd15_aesthetic", "flux_multireward", "sdxl_preference"),
     *("sd3_pickscore_fast", "sd3_pickscore_flowbp", "flux_hps_flowbp", "tiny_hacked"),
     *("tiny_ocr", "tiny_edit", "tiny_opd", "tiny_motion"),

@@ -49,7 +49,12 @@ STARTS = {
     "tiny_ocr_start": partial(build_sd3, task="words"),
 }
 """Models that the pre-training recipes make, without a trained VAE."""
-LEARNED = {"fal/AuraFlow-v0.3": "AuraFlowPipeline", "Lightricks/LTX-Video": "LTXPipeline"}
+FLUX3 = "black-forest-labs/flux-3-image-klein-base"
+LEARNED = {
+    "fal/AuraFlow-v0.3": "AuraFlowPipeline",
+    "Lightricks/LTX-Video": "LTXPipeline",
+    FLUX3: "Flux3ModularPipeline",
+}
 """Pipelines in the zoo, by the checkpoint of a recipe that names no policy class."""
 SHIFTED = ("SD3Policy", "FluxPolicy")
 
