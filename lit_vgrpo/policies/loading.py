@@ -317,7 +317,7 @@ def bare_network(policy: Loadable) -> Any:
     with suppress(LoadError, OSError, ValueError, KeyError), headers_only():  # loading tells the reason
         if folder is not None:
             kind = _parts(policy, folder)[policy.network_name]
-            return load_network(kind, str(part_folder(folder, policy.network_name)), REMEDY)
+            return load_network(kind, str(part_folder(folder, policy.network_name, policy.checkpoint)), REMEDY)
     return None
 
 

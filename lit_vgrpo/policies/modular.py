@@ -103,20 +103,22 @@ def read_modular_index(folder: Path) -> dict[str, Any]:
     return {name: _named(folder, value) if _is_part(value) else value for name, value in known.items()}
 
 
-def part_folder(folder: Path, name: str, checkpoint: str = "", revision: str | None = None) -> Path:
+def part_folder(folder: Path, name: str, checkpoint: str, revision: str | None = None) -> Path:
     """Return the folder of a part: in its pipeline's folder, or, of a modular pipeline, in that of another repository.
+
+    A part of a modular pipeline on the hub is downloaded.
 
     Args:
         folder: Of the pipeline.
         name: Of the part.
-        checkpoint: The hub name of the pipeline's repository, from which a missing part is downloaded.
-        revision: Its revision.
+        checkpoint: The pipeline's folder or hub name.
+        revision: Of its repository.
     """
     own = own_folder(folder, name)
-    if own.is_dir() or not (folder / MODULAR_INDEX).is_file():
+    if (own.is_dir() and local_folder(checkpoint) is not None) or not (folder / MODULAR_INDEX).is_file():
         return own
     source = json.loads((folder / MODULAR_INDEX).read_text())[name][2]
-    repository, inner = _repository(source), source.get("subfolder") or ""
+    repository, inner = _repository(source) or checkpoint, source.get("subfolder") or ""
     if (local := local_folder(repository)) is not None:
         return local / inner
     return fetched_folder(repository, inner, revision if repository == checkpoint else source.get("revision"))
