@@ -138,7 +138,7 @@ def assembled(kind: Any, folder: Path, components: Mapping[str, Any]) -> Any:
 
 
 def readdress(folder: Path, repository: str) -> None:
-    """Write into the index of a modular pipeline's folder the name of the repository that will hold its own parts."""
+    """Write a repository's name into the index of a modular pipeline's folder, for the parts that the folder has."""
     path = folder / MODULAR_INDEX
     if path.is_file():
         index = json.loads(path.read_text())
@@ -171,7 +171,9 @@ def _blocks(index: Mapping[str, Any]) -> Any:
     if blocks is not None and not blocks.block_classes:  # SequentialPipelineBlocks
         blocks = getattr(diffusers, getattr(kind, "default_blocks_name", None) or "", None)
     if blocks is None:
-        raise LoadError(f"{index['_class_name']} has blocks of its own, {name}. Pass AutoPolicy a loaded pipeline.")
+        raise LoadError(
+            f"{index['_class_name']} has blocks that diffusers lacks, {name}. Pass AutoPolicy a loaded pipeline."
+        )
     return blocks()
 
 

@@ -32,7 +32,7 @@ from lit_vgrpo.policies.unet import vp_scheduler
 from lit_vgrpo.system.hub import LoadError
 
 FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline", "Flux3ModularPipeline")
-"""One without a file of its own, one that takes lists of images, one on a variance-preserving path, and a modular
+"""One without a policy class, one that takes lists of images, one on a variance-preserving path, and a modular
 pipeline."""
 PROMPT = "three green dogs"
 WITHOUT_ADAPTERS = ("PRXPipeline", "PixArtSigmaPipeline", "PixArtAlphaPipeline", "LuminaPipeline")

@@ -96,7 +96,10 @@ def test_a_repository_whose_parts_are_in_two(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda index: index.update(_blocks_class_name="MyBlocks"), "has blocks of its own, MyBlocks. Pass AutoPolicy"),
+        (
+            lambda index: index.update(_blocks_class_name="MyBlocks"),
+            "has blocks that diffusers lacks, MyBlocks. Pass AutoPolicy",
+        ),
         (lambda index: index.update(_class_name="MyPipeline"), "is a MyPipeline, which diffusers does not have"),
         (
             lambda index: index["vae"][2].update(type_hint=["my_module", "Vae"]),
