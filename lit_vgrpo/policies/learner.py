@@ -293,10 +293,11 @@ class Learner:
             if leaf.kind in ("row", "time") or first is None or last is None or first == last:
                 continue
             factor = (last - first) / (times[-1] - times[0])
-            rounded = float(f"{factor:.3g}")  # as the pipeline has it, up to the rounding of its times
-            factor = rounded if abs(rounded - factor) < 2e-3 * abs(factor) else factor
+            near, digits = (1e-2, 2) if as_tensor(leaf.value).dtype in (torch.bfloat16, torch.float16) else (2e-3, 3)
+            rounded = float(f"{factor:.{digits}g}")  # as the pipeline has it, up to the rounding of its times
+            factor = rounded if abs(rounded - factor) < near * abs(factor) else factor
             offset = first - factor * times[0]
-            offset = float(round(offset)) if abs(offset - round(offset)) < 2e-3 * abs(factor) else offset
+            offset = float(round(offset)) if abs(offset - round(offset)) < near * abs(factor) else offset
             error = max(abs(offset + factor * t - (n or 0.0)) for n, t in zip(numbers, times, strict=True))
             if error <= max(0.01 * abs(factor), 0.0 if as_tensor(leaf.value).is_floating_point() else 1.0):
                 leaf.kind, leaf.factor, leaf.offset, leaf.shift = "time", factor, offset, shift

@@ -50,6 +50,10 @@ def test_a_folder_is_enough(saved):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+def test_times_in_16_bits_are_learned_exactly(saved):
+    assert AutoPolicy(str(saved), **SIZE, dtype="bfloat16", lora_rank=2).load().description()[0] == "time: timestep = t"
+
+
 def test_what_rewrites_the_prompt_is_left_out(saved):
     whole = zoo.build(NAME)
     called = as_pipeline(whole)
