@@ -97,7 +97,8 @@ def build(name: str, seed: int = 0) -> Any:
     """Return the pipeline of an entry, in memory."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(crc32(name.encode()) + seed)
-        built = getattr(diffusers, name.partition("/")[0])(**ZOO[name].parts())
+        kind, given = getattr(diffusers, name.partition("/")[0]), ZOO[name].parts()
+        built = assembled(kind, given) if issubclass(kind, diffusers.ModularPipeline) else kind(**given)
     built.set_progress_bar_config(disable=True)
     for part in built.components.values():
         if isinstance(part, nn.Module):
@@ -105,9 +106,18 @@ def build(name: str, seed: int = 0) -> Any:
     return built
 
 
+def assembled(kind: type, given: Mapping[str, Any]) -> Any:
+    """Return a modular pipeline of the given components."""
+    built = kind()
+    built.update_components(**{name: part for name, part in given.items() if name in built.components})
+    return built
+
+
 def save(name: str, folder: str | Path, seed: int = 0) -> Path:
     """Write the folder of an entry's pipeline."""
-    build(name, seed).save_pretrained(folder)
+    built = build(name, seed)
+    is_modular = isinstance(built, diffusers.ModularPipeline)
+    built.save_pretrained(str(folder), **{"overwrite_modular_index": True} if is_modular else {})
     return Path(folder)
 
 
@@ -153,6 +163,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "ErnieImageTransformer2DModel": dict(hidden_size=32, num_attention_heads=2, num_layers=2, ffn_hidden_size=64,
         in_channels=4 * CHANNELS, out_channels=4 * CHANNELS, text_in_dim=WIDTH, rope_axes_dim=(4, 6, 6)),
     "Flux2Transformer2DModel": dict(PACKED, axes_dims_rope=(4, 4, 4, 4), joint_attention_dim=3 * WIDTH),
+    "Flux3Transformer2DModel": dict(HEADS, in_channels=4 * CHANNELS, cond_in_channels=4 * CHANNELS, num_layers=1,
+        num_single_layers=2, joint_attention_dim=8 * WIDTH, timestep_channels=16, axes_dims_rope=(4, 4, 4, 4)),
     "FluxTransformer2DModel": dict(PACKED, joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH,
         guidance_embeds=True),
     "GlmImageTransformer2DModel": dict(HEADS, **SAME, num_layers=2, text_embed_dim=WIDTH, time_embed_dim=16,
@@ -932,3 +944,48 @@ def cosmos25():
 
 pipeline("Cosmos2TextToImagePipeline", max_sequence_length=16)(partial(cosmos2, in_channels=CHANNELS))
 pipeline("Cosmos2VideoToWorldPipeline", **PICTURED)(cosmos2)
+
+
+# --- modular pipelines ------------------------------------------------------------------------------------------------
+
+GUIDED = dict(off={}, on={})  # by a component
+
+
+@pipeline("Flux3ModularPipeline", **GUIDED)
+def flux3():
+    texts = qwen3_vl(layers=32)  # of which its blocks choose eight
+    words = texts.pop("processor")
+    words.chat_template = tiny_chat.TEMPLATE
+    return parts(flux2_vae(), network("Flux3Transformer2DModel"), flow(shift=6.93), texts, tokenizer=words)
+
+
+def modular(name: str, base: str, more: Callable[[], dict[str, Any]] = dict, **changes: Any) -> None:
+    """Register a modular pipeline of the parts of another entry's pipeline; changes as in :class:`Entry`."""
+    variant(name, base, more, **GUIDED | changes)
+
+
+for name in (
+    "Flux",
+    "Flux2Klein",
+    "HunyuanVideo15",
+    "LTX",
+    "QwenImage",
+    "StableDiffusion3",
+    "StableDiffusionXL",
+    "Wan",
+):
+    modular(f"{name}ModularPipeline", f"{name}Pipeline")
+modular("ZImageModularPipeline", "ZImagePipeline")
+modular("ErnieImageModularPipeline", "ErnieImagePipeline", options={})  # it rewrites prompts, where no option tells
+modular("Flux2KleinBaseModularPipeline", "Flux2KleinPipeline")
+modular("QwenImage21ModularPipeline", "QwenImage21Pipeline")
+variant("Flux3ModularPipeline/edit", "Flux3ModularPipeline", picture=(64, 64))
+distilled = partial(network, "Flux3Transformer2DModel", flow_map=True)
+modular("Flux3DistilledModularPipeline", "Flux3ModularPipeline", lambda: {"transformer": distilled()})
+
+
+@partial(modular, "Krea2ModularPipeline", "Krea2Pipeline")
+def krea2_layers():
+    """Return an encoder with the layers that the blocks choose, and its network."""
+    encoder = tiny_chat.qwen3_vl(chat_words(), WIDTH, layers=36, head=False)
+    return {"text_encoder": spread(encoder), "transformer": network("Krea2Transformer2DModel", num_text_layers=12)}

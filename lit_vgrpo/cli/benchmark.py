@@ -22,7 +22,7 @@ from lit_vgrpo.errors import UserError, counted, say, suggestion
 from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.options import Evaluate
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.loading import INDEX, config_folder, find_pipeline_class
+from lit_vgrpo.policies.loading import config_folder, find_pipeline_class
 from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
 from lit_vgrpo.report.run_data import BENCHMARKS
 from lit_vgrpo.system.hub import LoadError, base_name, local_folder
@@ -129,7 +129,7 @@ def _is_model(word: str) -> bool:
     except ValueError as error:
         raise UserError(str(error)) from error
     if folder is not None:
-        return (folder / INDEX).is_file()
+        return config_folder(word) is not None
     return "/" in word and not word.startswith("runs/")
 
 

@@ -12,6 +12,7 @@ from lit_vgrpo.errors import UserError, one_line, say
 from lit_vgrpo.options import Export
 from lit_vgrpo.policies.base import DTYPES, Policy
 from lit_vgrpo.policies.export import merge_adapter, save_comfyui, save_kohya, save_pipeline
+from lit_vgrpo.policies.modular import readdress
 from lit_vgrpo.report.model_card import add_card
 from lit_vgrpo.system.hub import base_name
 from lit_vgrpo.system.paths import typed_path, vacant_folder, write_new_folder
@@ -45,6 +46,7 @@ def export(options: Export) -> int:
             save_kohya(policy.network, draft / name, base_name(policy.checkpoint), dtype)
         else:
             policy.save(draft, dtype=dtype)
+        readdress(draft, repository or folder.name)  # a modular pipeline names it in its index
     if options.format == COMFYUI:  # diffusers cannot read ComfyUI's file
         with write_new_folder(folder, advice, replace=True) as draft:
             save_comfyui(policy.networks().values(), policy.comfyui_names, draft / name, dtype)

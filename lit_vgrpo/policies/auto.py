@@ -34,7 +34,16 @@ from lit_vgrpo.policies.learned import (
     values_at,
 )
 from lit_vgrpo.policies.learner import WORDS, Learner, number_of
-from lit_vgrpo.policies.loading import INDEX, KEY, call_parameters, find_pipeline_class, small_file
+from lit_vgrpo.policies.loading import (
+    INDEX,
+    KEY,
+    call_parameters,
+    config_folder,
+    find_pipeline_class,
+    read_index,
+    small_file,
+)
+from lit_vgrpo.policies.modular import as_pipeline
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.policies.unet import PREDICTIONS, SNR_SHIFT, VP_SOLVERS, vp_misfit, vp_scheduler
 from lit_vgrpo.policies.wan import joined_by_time, rows_sharing_time
@@ -42,6 +51,7 @@ from lit_vgrpo.policies.watching import (
     GUIDER,
     Call,
     Watcher,
+    guider_options,
     guiders_at,
     omitted_by_checkpointing,
     prediction_of,
@@ -104,6 +114,7 @@ class AutoPolicy(Policy):
         **options: Any,
     ) -> None:
         super().__init__(checkpoint, **options)
+        self.given = as_pipeline(self.given)
         self.call, self.references, self.num_frames = dict(call or {}), references, num_frames
         self._files: dict[str, dict[str, Any]] = {}
         self._learned: dict[tuple[Any, ...], Learned] = {}
@@ -127,7 +138,7 @@ class AutoPolicy(Policy):
 
     @property
     def pipeline_takes_one(self) -> bool:  # type: ignore[override]
-        return self.learned.takes_one
+        return self.learned.calls_one
 
     @property
     def pipeline_options(self) -> dict[str, Any]:  # type: ignore[override]
@@ -148,10 +159,18 @@ class AutoPolicy(Policy):
             part = pipeline if name == INDEX else pipeline.scheduler
             return {"_class_name": type(part).__name__, **dict(part.config)}
         if name not in self._files:  # asked once, also if it is unavailable
-            path, self._files[name] = small_file(self.checkpoint, name, self.revision), {}
-            with suppress(ValueError):  # a damaged file, which loading reports
-                self._files[name] = {} if path is None else json.loads(path.read_text())
+            self._files[name] = {}
+            with suppress(ValueError, LoadError):  # a damaged file, which loading reports
+                self._files[name] = self._read(name)
         return self._files[name]
+
+    def _read(self, name: str) -> dict[str, Any]:
+        if name == INDEX:
+            find_pipeline_class(self.checkpoint, self.revision)  # downloads it
+            folder = config_folder(self.checkpoint, self.revision)
+            return {} if folder is None else read_index(folder)
+        path = small_file(self.checkpoint, name, self.revision)
+        return {} if path is None else dict(json.loads(path.read_text()))
 
     @property
     def pipeline_class(self) -> str:  # type: ignore[override]
@@ -195,7 +214,7 @@ class AutoPolicy(Policy):
         return (own, *(solver for solver in FLOW_SOLVERS if solver != own))
 
     def null_components(self, folder: Path) -> dict[str, None]:
-        index = self._file(INDEX)
+        index = read_index(folder)
         spared = index.keys() & {"safety_checker", "feature_extractor"} if "safety_checker" in index else ()
         return {**super().null_components(folder), **dict.fromkeys(spared)}
 
@@ -438,9 +457,7 @@ class AutoPolicy(Policy):
             if is_guided:
                 with_prompt, without = made[1 - rule.negative_row], made[rule.negative_row]
                 prediction = self.guided(with_prompt, without, PROOF_SCALE)
-            refuse_difference(
-                "what its scheduler gets", self.pipeline_latents(prediction), step["model_output"], rounding
-            )
+            refuse_difference("what its scheduler gets", self._state_of(prediction), step["model_output"], rounding)
             after = solver.step(step["model_output"], solver.timesteps[number], step["sample"], return_dict=False)[0]
             refuse_difference("what its scheduler returns", after, seen.states[number], rounding)
             if number:
@@ -650,14 +667,18 @@ class AutoPolicy(Policy):
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         rule = self.learned.guidance
         if rule.rule == "none" or (guidance == 1.0 and rule.rule != "input"):
-            return dict(rule.off)
-        given = self._guided_arguments(guidance, 1 if self.learned.takes_one else prompts)
+            given = rule.off
+        else:
+            given = self._guided_arguments(guidance, 1 if self.learned.calls_one else prompts)
         return {name: value for name, value in given.items() if name != GUIDER}
 
     def pipeline_parts(self, guidance: float) -> dict[str, Any]:
+        return guiders_at(self.pipeline, self._guider(guidance))
+
+    def _guider(self, guidance: float) -> Any:
+        """Return the scale, or the options, of the pipeline's guiders at a guidance scale of the policy."""
         rule = self.learned.guidance
-        is_guided = guidance != 1.0 and rule.rule != "none"
-        return guiders_at(self.pipeline, rule.arguments(guidance).get(GUIDER) if is_guided else None)
+        return (rule.off if guidance == 1.0 or rule.rule == "none" else rule.arguments(guidance)).get(GUIDER, {})
 
     # --- times and latents ------------------------------------------------------------------------------------------
 
@@ -696,10 +717,10 @@ class AutoPolicy(Policy):
         return self._times(scheduler).float()
 
     def scheduler_lines(self, spec: RolloutSpec) -> list[str]:
-        lines = super().scheduler_lines(spec)
+        lines, options = super().scheduler_lines(spec), guider_options(self._guider(spec.guidance))
         guiders = [
-            f"pipe.{name} = pipe.{name}.new(enabled={part.config.enabled}, guidance_scale={part.guidance_scale:g})"
-            for name, part in self.pipeline_parts(spec.guidance).items()
+            f"pipe.{name} = pipe.{name}.new({', '.join(f'{option}={value!r}' for option, value in options.items())})"
+            for name in self.pipeline_parts(spec.guidance)
         ]
         passes_times = self.path_kind == "flow" and self._schedule(spec.steps).keys() & {"sigmas", "timesteps", "mu"}
         return [*lines, *(OWN_TIMESTEPS if lines and passes_times else ()), *guiders]
@@ -716,7 +737,13 @@ class AutoPolicy(Policy):
 
     def pipeline_latents(self, noise: Tensor) -> Tensor:
         learned = self.learned
-        return self._picked(noise.flatten(1), "from_latents").reshape(len(noise), *learned.state_shape)
+        if learned.packs is None:
+            learned.packs = self.learner.packs(learned)
+        return noise if learned.packs else self._state_of(noise)
+
+    def _state_of(self, latents: Tensor) -> Tensor:
+        """Return the scheduler's latents of the policy's."""
+        return self._picked(latents.flatten(1), "from_latents").reshape(len(latents), *self.learned.state_shape)
 
     def vae_latents(self, latents: Tensor) -> Tensor:
         learned = self.learned

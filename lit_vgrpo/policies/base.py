@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -27,12 +26,12 @@ from lit_vgrpo.core.types import Conditioning, RolloutSpec, is_of_prompt
 from lit_vgrpo.policies.acceleration import FoldedNetwork, compile_network, lora_layers, set_attention_backend
 from lit_vgrpo.policies.export import save_adapter, save_pipeline
 from lit_vgrpo.policies.loading import (
-    INDEX,
     KEY,
     call_parameters,
     find_folder,
     pipeline_misfit,
     pipeline_on_meta,
+    read_index,
     read_pipeline,
 )
 from lit_vgrpo.policies.placement import cast, in_own_precision, place, unmasked_on_meta, with_cpu_default
@@ -367,9 +366,7 @@ class Policy(nn.Module):
 
     def null_components(self, folder: Path) -> dict[str, None]:
         """Return components that are null in the folder's index or left out; diffusers needs each as an argument."""
-        path = folder / INDEX
-        index = json.loads(path.read_text()) if path.is_file() else {}
-        nulls = [name for name, value in index.items() if isinstance(value, list) and value[:1] == [None]]
+        nulls = [name for name, value in read_index(folder).items() if isinstance(value, list) and value[:1] == [None]]
         return dict.fromkeys([*nulls, *self.left_out])
 
     def misfit(self, pipeline: Any) -> str | None:

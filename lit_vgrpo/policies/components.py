@@ -16,11 +16,10 @@ from lit_vgrpo.system.hub import (
     LoadError,
     download_small_files,
     explain_unloadable,
+    fetched_folder,
     file_at_hand,
     loading,
     local_folder,
-    weight_files,
-    weight_names,
 )
 
 KEY = "model.policy.components"
@@ -83,21 +82,9 @@ def is_network(kind: Any) -> bool:
     return inspect.isclass(kind) and issubclass(kind, nn.Module)
 
 
-def downloaded_component(name: str, source: str, variant: str | None) -> Path:
-    """Return a component's folder, with its weights downloaded if necessary; raises as :func:`component_folder`."""
+def downloaded_component(name: str, source: str, variant: str | None) -> None:
+    """Download a component of a hub repository if necessary; raises as :func:`component_folder`."""
     folder = component_folder(name, source)
-    if local_folder(source) is None and (folder / "config.json").is_file():
-        from huggingface_hub import HfApi, snapshot_download
-
-        inside = f"{name}/" if folder.name == name else ""
+    if local_folder(source) is None:
         with loading(source, f"Run: hf download {source}, or set {KEY}.{name}=/a/local/folder."):
-            try:
-                files = HfApi().list_repo_files(source)
-            except Exception:
-                if not weight_files(folder):
-                    raise
-                return folder  # in the cache already
-            weights = weight_names(file.removeprefix(inside) for file in files if file.startswith(inside))
-            wanted = [*weights.get(variant, weights.get(None, [])), "*.json"]
-            snapshot_download(source, allow_patterns=[inside + file for file in wanted])
-    return folder
+            fetched_folder(source, name if folder.name == name else "", variant=variant)

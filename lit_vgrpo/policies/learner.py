@@ -30,7 +30,7 @@ from lit_vgrpo.policies.learned import (
     named_values,
     values_at,
 )
-from lit_vgrpo.policies.watching import GUIDER, Call, Pass, Stop, Watcher, rows_of
+from lit_vgrpo.policies.watching import GUIDER, UNGUIDED, Call, Pass, Stop, Watcher, rows_of
 
 BASE = 128
 """Of the digits: numbers below it are exact in 16 bits."""
@@ -158,8 +158,9 @@ class Learner:
             NotLearned: Something does not fit.
         """
         self._turn_guidance_off()
-        tree, takes_one = self._find_rows()
+        tree, takes_one, calls_one = self._find_rows()
         learned = self._find_sources(tree, takes_one)
+        learned.calls_one = calls_one
         learned.guidance = self._find_guidance(learned)
         return learned
 
@@ -167,9 +168,16 @@ class Learner:
         """Find the arguments without guidance: one pass of one row per step."""
         known = self.watcher.parameters
         names = [name for name in ("true_cfg_scale", "guidance_scale") if name in known]
-        for value in (1.0, 0.0):
+        guiders = UNGUIDED if GUIDER in known else ()
+        for value, guider in product((1.0, 0.0), guiders or (None,)):
             self.off = {name: value if name == "guidance_scale" else 1.0 for name in names}
-            self.first = seen = self.call(WORDS[0], 2)
+            self.off |= {GUIDER: guider} if guiders else {}
+            try:
+                self.first = seen = self.call(WORDS[0], 2)
+            except Exception:  # the pipeline's code may raise anything
+                if guider in guiders[:-1]:
+                    continue
+                raise
             if not (seen.steps and seen.passes):
                 raise NotLearned("takes no step of its scheduler, or no pass of its network")
             if len(seen.passes) == len(seen.steps) and len(rows_of(self.output(seen.passes[0], None))) == 1:
@@ -178,21 +186,21 @@ class Learner:
 
     # --- rows of prompts and pictures -------------------------------------------------------------------------------
 
-    def _find_rows(self) -> tuple[Any, bool]:
-        """Return the network's arguments as leaves, and whether images need separate passes."""
+    def _find_rows(self) -> tuple[Any, bool, bool]:
+        """Return the network's arguments as leaves, whether images need separate passes, and prompts separate calls."""
         first = self.first.passes[0].inputs
         others = [self.call(words, 2, last=1).passes[0].inputs for words in WORDS[1:]]
         for words in EDGES:
             with suppress(Exception):  # some pipelines refuse such prompts
                 others.append(self.call(words, 2, last=1).passes[0].inputs)
-        try:
-            two = self.call([WORDS[0]] * 2, 2, last=1, **self.pictures(2, 0.0)).passes[0]
-            takes_one = len(rows_of(self.output(two, None))) != 2
-            tree = arguments_of(first, first if takes_one else two.inputs)
-        except (NotLearned, ValueError, TypeError, RuntimeError, IndexError):
-            takes_one = True
-        if takes_one:
-            tree = arguments_of(first, twice(first))
+        tree, takes_one, calls_one = arguments_of(first, twice(first)), True, False
+        for given in self._two_images():
+            with suppress(NotLearned, ValueError, TypeError, RuntimeError, IndexError):
+                two = self.call(given.pop("prompt"), 2, last=1, **given).passes[0]
+                if len(rows_of(self.output(two, None))) == 2:
+                    tree, takes_one = arguments_of(first, two.inputs), False
+                    break
+            calls_one = True
         known = named_values(tree, first)
         if self.pictures(1, 0.0):
             others.append(self.call(WORDS[0], 2, last=1, **self.pictures(1, 1.0)).passes[0].inputs)
@@ -204,7 +212,13 @@ class Learner:
             leaf.kind == "row" and leaf.dim is None and not leaf.is_listed and not leaf.changes_size
             for leaf in leaves(tree)
         )
-        return tree, takes_one
+        return tree, takes_one, calls_one or takes_one
+
+    def _two_images(self) -> list[dict[str, Any]]:
+        """Return the arguments of calls that may pass the network two images at once."""
+        both, option = {"prompt": [WORDS[0]] * 2, **self.pictures(2, 0.0)}, "num_images_per_prompt"
+        several = len(both) == 1 and option in self.watcher.parameters
+        return [both, {"prompt": WORDS[0], option: 2}] if several else [both]
 
     # --- latents, times and predictions -----------------------------------------------------------------------------
 
@@ -214,8 +228,8 @@ class Learner:
         of_state, of_output = codes(size), codes(output.numel())
         again = max(len(of_state), len(of_output))  # the step after which ones come once more
 
-        def predict(seen: Call, now: Pass) -> Any:
-            return self.output(now, of_output[min(now.step, len(of_output) - 1)])
+        def predict(seen: Call, now: Pass) -> Any:  # without zeros, by whose length some pipelines divide
+            return self.output(now, 1 + of_output[min(now.step, len(of_output) - 1)])
 
         def step(index: int, before: Tensor) -> Tensor:
             return shaped_like(before, of_state[1 if index == again else min(index, len(of_state) - 1)])
@@ -228,6 +242,7 @@ class Learner:
         self._find_times(tree, at, self.times(seen.scheduler).tolist(), shifts_of(seen))
         leaf, latents = self._find_latents(tree, at[1:], len(of_state), again, size)
         predictions = decoded([taken["model_output"] for taken in seen.steps[: len(of_output)]], output.numel())
+        predictions.offset -= predictions.scale
         sign = predictions.scale[0].item()
         predictions.refuse_unless(sign, "the network's predictions")
         vae, vae_shape, vae_options = self._find_vae(state)
@@ -324,6 +339,19 @@ class Learner:
             raise NotLearned(f"decodes {shape[0]} images for one")
         return decoded(inputs, state.numel()), shape[1:], options
 
+    def packs(self, learned: Learned) -> bool:
+        """Return whether the pipeline's call takes noise as the policy's latents, and packs it for its scheduler."""
+        noise = torch.randn(1, *learned.latent_shape, generator=torch.Generator().manual_seed(0))
+        order = learned.from_latents
+        flat = noise.flatten(1)
+        state = (flat if order is None else flat[:, order]).reshape(1, *learned.state_shape)
+        for given in (state, noise):
+            with suppress(Exception):  # the pipeline refuses another shape
+                seen = self.call(WORDS[0], 2, latents=given.to(self.watcher.device))
+                if torch.allclose(seen.steps[0]["sample"].float().cpu(), state, atol=1e-2):
+                    return given is noise
+        return False
+
     # --- guidance ---------------------------------------------------------------------------------------------------
 
     def _find_guidance(self, learned: Learned) -> Guidance:
@@ -341,7 +369,8 @@ class Learner:
                 given: dict[str, Any] = {option: SCALES[0]}
                 with suppress(Exception):  # some pipelines fail without a negative prompt
                     plain = self.call(WORDS[0], 2, self.guided_output, **given)
-                    rule.needs_negative = len(self._rows_of_step(learned, plain, 0)) != 2
+                    alone = [values for values, _ in self._rows_of_step(learned, plain, 0)]
+                    rule.needs_negative = len(alone) != 2 or starts_like(*alone)  # it may have the prompt twice
                 return rule
             if len(rows) != 1:
                 return Guidance(off=off, reason=f"has {len(rows)} rows in its first guided step")

@@ -16,6 +16,7 @@ from torch import nn
 
 from lit_vgrpo.policies.components import KEY as COMPONENTS
 from lit_vgrpo.policies.components import component_class, component_folder, downloaded_component
+from lit_vgrpo.policies.modular import MODULAR_INDEX, assembled, own_folder, part_folder, read_modular_index
 from lit_vgrpo.system.hub import (
     LoadError,
     cached_file,
@@ -94,12 +95,15 @@ def find_folder(policy: Loadable) -> Path | None:
         )
     if path is None:
         return folder
-    parts = {part: kind for part, kind in parts.items() if part not in policy.components}
-    files = {part: weight_files(folder / part) for part in parts}
-    for part, kind in parts.items():
-        file = f"{part}/tokenizer_config.json" if part.startswith("tokenizer") else part
-        if not (folder / file).exists():
-            raise LoadError(f"{name} lacks {file}, which its {INDEX} names. Save or download the pipeline again.")
+    own = {part: own_folder(folder, part) for part in parts if part not in policy.components}
+    own = {part: place for part, place in own.items() if place.is_dir() or (folder / INDEX).is_file()}
+    files = {part: weight_files(place) for part, place in own.items()}
+    for part, place in own.items():
+        file = place / "tokenizer_config.json" if part.startswith("tokenizer") else place
+        if not file.exists():
+            missing = file.relative_to(folder)
+            raise LoadError(f"{name} lacks {missing}, which its {INDEX} names. Save or download the pipeline again.")
+        kind = parts[part]
         if issubclass(kind, nn.Module) and not files[part].keys() & {variant, None}:
             advice = f"Set model.policy.variant={next(iter(files[part]))}." if files[part] else REMEDY
             raise LoadError(f"{name} has no weights in {part}/. {advice}")
@@ -122,7 +126,7 @@ def _parts(policy: Loadable, folder: Path) -> dict[str, Any]:
         LoadError: A class is not in diffusers or transformers; any other module named in a folder is not imported.
     """
     nulls, parts = policy.null_components(folder), dict[str, Any]()
-    for name, entry in json.loads((folder / INDEX).read_text()).items():
+    for name, entry in read_index(folder).items():
         match entry:
             case [str() as library, str() as kind] if name not in nulls:
                 parts[name] = getattr(import_module(library), kind, None) if library in LIBRARIES else None
@@ -137,7 +141,9 @@ def _parts(policy: Loadable, folder: Path) -> dict[str, Any]:
 
 def _part_folder(policy: Loadable, folder: Path, name: str) -> Path:
     """Return the folder of a part of the pipeline in ``folder``."""
-    return component_folder(name, policy.components[name]) if name in policy.components else folder / name
+    if name in policy.components:
+        return component_folder(name, policy.components[name])
+    return part_folder(folder, name, policy.checkpoint, policy.revision)
 
 
 def _lacking(policy: Loadable, present: dict[str, Any]) -> str | None:
@@ -188,15 +194,33 @@ def find_pipeline_class(checkpoint: str, revision: str | None = None, what_to_se
     Raises:
         LoadError: The checkpoint cannot be found, or the index is damaged.
     """
+    name = INDEX
     if (reason := explain_unloadable(checkpoint, INDEX, what_to_set, revision)) is not None:
-        raise LoadError(reason)
-    index = small_file(checkpoint, INDEX, revision)
+        name, is_absent = MODULAR_INDEX, "EntryNotFound" in reason  # else the hub cannot be asked
+        if file_at_hand(checkpoint, name, revision) is None and (
+            not is_absent or explain_unloadable(checkpoint, name, what_to_set, revision) is not None
+        ):
+            raise LoadError(reason)
+    index = small_file(checkpoint, name, revision)
     if index is None:
         return None
     try:
         return str(json.loads(index.read_text())["_class_name"])
     except (ValueError, KeyError, TypeError) as error:
         raise LoadError(f"{index} is damaged. Save or download the pipeline again.") from error
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return the index of a pipeline's folder: the library and class of each part, and options; empty if it has none.
+
+    Raises:
+        LoadError: It is a modular pipeline's whose blocks are not in diffusers.
+    """
+    if (folder / MODULAR_INDEX).is_file() and not (folder / INDEX).is_file():
+        return read_modular_index(folder)
+    path = folder / INDEX
+    index: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return index
 
 
 def small_file(checkpoint: str, name: str, revision: str | None = None) -> Path | None:
@@ -223,10 +247,16 @@ def read_pipeline(policy: Loadable) -> Any:
         # Keep the download's progress bars: it may be the slowest part of the start.
         with loading(policy.checkpoint, remedy), quiet_libraries(shows_bars=True):
             versions = {"revision": policy.revision, "variant": policy.variant}
-            folder = Path(_family(policy).download(policy.checkpoint, **versions, **left_out))
-    with quiet_libraries(shows_bars=True):
-        for name, source in policy.components.items():
-            downloaded_component(name, source, policy.variant)
+            family = _family(policy)
+            for name, source in policy.components.items():
+                downloaded_component(name, source, policy.variant)
+            if index is not None and not hasattr(family, "download"):
+                return _assembled(policy, index)  # which downloads the parts of a modular pipeline
+            folder = Path(family.download(policy.checkpoint, **versions, **left_out))
+    else:
+        with quiet_libraries(shows_bars=True):
+            for name, source in policy.components.items():
+                downloaded_component(name, source, policy.variant)
     return _assembled(policy, folder)
 
 
@@ -260,17 +290,21 @@ def _assembled(policy: Loadable, folder: Path) -> Any:
     with quiet_libraries(), bar("Loading", total=len(kinds)) as loaded:
         for name, kind in kinds.items():
             loaded.set_description_str(f"Loading {name}")
-            source = _part_folder(policy, folder, name)
-            files = weight_files(source)
+            with loading(policy.checkpoint, REMEDY):
+                place = _part_folder(policy, folder, name)
+            files = weight_files(place)
             variant = policy.variant if policy.variant in files else None
             is_safe = all(file.suffix == ".safetensors" for file in files.get(variant, ()))
             dtype = {"torch_dtype" if hasattr(kind, "load_config") else "dtype": dtypes.get(name, policy.dtype)}
             options = {"variant": variant, "use_safetensors": is_safe, **dtype}
-            networks[name] = load_network(kind, str(source), REMEDY, **options)
+            networks[name] = load_network(kind, str(place), REMEDY, **options)
             loaded.update()
         with loading(policy.checkpoint, REMEDY):
-            for name in policy.components.keys() - kinds.keys():
+            is_modular = not (folder / INDEX).is_file()
+            for name in (parts if is_modular else policy.components).keys() - kinds.keys():
                 networks[name] = parts[name].from_pretrained(_part_folder(policy, folder, name))
+            if is_modular:
+                return assembled(_family(policy), folder, networks)
             given = {**policy.null_components(folder), **networks}
             return _family(policy).from_pretrained(folder, local_files_only=True, **given)
 
@@ -293,8 +327,8 @@ def distillation_warning(policy: Loadable) -> str | None:
 
 def config_folder(checkpoint: str, revision: str | None = None) -> Path | None:
     """Return the local folder with a pipeline's index: the checkpoint itself or a folder of the hub's cache."""
-    index = file_at_hand(checkpoint, INDEX, revision)
-    return None if index is None else index.parent
+    found = (file_at_hand(checkpoint, name, revision) for name in (INDEX, MODULAR_INDEX))
+    return next((index.parent for index in found if index is not None), None)
 
 
 def bare_network(policy: Loadable) -> Any:
@@ -315,6 +349,9 @@ def config_value(policy: Loadable, file: str, key: str) -> Any:
     folder = config_folder(policy.checkpoint, policy.revision)
     part, _, name = file.rpartition("/")
     try:
-        return None if folder is None else json.loads((_part_folder(policy, folder, part) / name).read_text())[key]
+        if folder is None:
+            return None
+        place = _part_folder(policy, folder, part) if part in policy.components else folder / part
+        return (read_index(folder) if file == INDEX else json.loads((place / name).read_text()))[key]
     except (LoadError, OSError, ValueError, KeyError, TypeError):
         return None

@@ -25,11 +25,15 @@ from lit_vgrpo.policies.placement import placed
 from lit_vgrpo.system.hub import quiet_libraries
 
 GUIDER = "guider"
-"""Name of the guidance scale of a pipeline that keeps it in a component, among the arguments of a watched call."""
+"""Name of the guidance scale of a pipeline that keeps it in a component, among the arguments of a watched call; without
+guidance it is one of :data:`UNGUIDED`."""
+UNGUIDED: tuple[dict[str, Any], ...] = ({"enabled": False}, {"enabled": True, "stop": 0.0})
+"""Options of a guider without guidance. Some modular pipelines fail without embeddings of a negative prompt, which they
+compute only for an enabled guider."""
 
 
-class Stop(Exception):
-    """Ends a watched call."""
+class Stop(BaseException):
+    """Ends a watched call, also where the pipeline catches exceptions to log them."""
 
 
 class Decoded(NamedTuple):
@@ -122,7 +126,7 @@ class Watcher:
         self._shapes: dict[str, Any] = {}
 
         self.parameters = dict(call_parameters(pipeline))
-        if guiders_at(pipeline, None):
+        if guiders_at(pipeline, UNGUIDED[0]):
             self.parameters[GUIDER] = inspect.Parameter(GUIDER, inspect.Parameter.KEYWORD_ONLY)
 
     @torch.no_grad()
@@ -188,14 +192,16 @@ class Watcher:
         twin, parts = self._twin(), dict[str, Any](scheduler=scheduler)
         parts |= {name: StandIn(network, passed(name), dtype=torch.float32) for name, network in self.networks.items()}
         arguments = dict(arguments)
-        parts |= guiders_at(self.pipeline, arguments.pop(GUIDER, None))
+        parts |= guiders_at(self.pipeline, arguments.pop(GUIDER, UNGUIDED[0]))
         vae = self.pipeline.vae
         encode = wraps(vae.encode)(partial(encoded_latents if self.has_weights else random_latents, vae))
-        kept = self._once(encode) if keeps else encode
+        kept = self._once("encode", encode) if keeps else encode
         buffers = {} if self.has_weights else with_values(vae)
         parts["vae"] = StandIn(vae, **{**buffers, "decode": decoded, "encode": kept, "device": self.device})
         if keeps and hasattr(twin, "encode_prompt"):
-            parts["encode_prompt"] = self._once(twin.encode_prompt)
+            parts["encode_prompt"] = self._once("encode_prompt", twin.encode_prompt)
+        elif keeps:
+            parts |= {name: StandIn(part, self._once(name, part)) for name, part in self._encoders(twin)}
         vars(twin).update(parts)
         try:
             frozen = [part for name, part in self.pipeline.components.items() if name not in self.networks]
@@ -220,14 +226,18 @@ class Watcher:
                 vars(twin)[name] = StandIn(part, partial(call, part), **shown)
         return twin
 
-    def _once(self, encode: Callable[..., Any]) -> Callable[..., Any]:
+    def _encoders(self, twin: Any) -> list[tuple[str, Any]]:
+        """Return the networks that encode prompts and pictures, by name."""
+        named = [(name, getattr(twin, name)) for name in self.pipeline.components.keys() - {*self.networks, "vae"}]
+        return [(name, part) for name, part in named if isinstance(part, nn.Module)]
+
+    def _once(self, name: str, encode: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose results for equal arguments are kept."""
 
-        @wraps(encode)
+        @wraps(getattr(encode, "forward", encode))
         def call(*given: Any, **named: Any) -> Any:
             leaves, form = tree_flatten((given, named))
-            sums = [(x.shape, x.double().sum().item()) if isinstance(x, Tensor) else x for x in leaves]
-            key = f"{encode.__name__} {form} {sums}"
+            key = f"{name} {form} {[summary(leaf) for leaf in leaves]}"
             if key not in self._kept:
                 self._kept[key] = encode(*given, **named)
             return self._kept[key]
@@ -278,12 +288,16 @@ class Watcher:
         return tuple(sorted(found))
 
 
-def guiders_at(pipeline: Any, scale: float | None) -> dict[str, Any]:
-    """Return the guiders among a pipeline's components at a guidance scale, by name; ``None`` turns them off."""
+def guider_options(scale: float | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of a guider at a guidance scale, or those that are given."""
+    return scale if isinstance(scale, Mapping) else {"enabled": True, "guidance_scale": scale}
+
+
+def guiders_at(pipeline: Any, scale: float | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the guiders among a pipeline's components, by name, see :func:`guider_options`."""
     guiders = {name: part for name, part in pipeline.components.items() if name.endswith(GUIDER) and part is not None}
-    given = {"enabled": False} if scale is None else {"guidance_scale": scale}
     with quiet_libraries():
-        return {name: part.new(**given) for name, part in guiders.items()}
+        return {name: part.new(**guider_options(scale)) for name, part in guiders.items()}
 
 
 def in_own_type(module: Any, *given: Any, **named: Any) -> Any:
@@ -308,8 +322,9 @@ def random_output(module: nn.Module, *given: Any, **named: Any) -> Any:
 
 
 def with_values(module: nn.Module) -> dict[str, Any]:
-    """Return ones in the place of a module's buffers on the meta device, such as a VAE's statistics, by attribute."""
-    buffers = {name: torch.ones(one.shape, dtype=one.dtype) for name, one in module.named_buffers(recurse=False)}
+    """Return values from 1 to 2 for a module's buffers on the meta device, as of a VAE's statistics, by attribute."""
+    named = dict(module.named_buffers(recurse=False))
+    buffers = {key: torch.linspace(1, 2, one.numel(), dtype=one.dtype).reshape(one.shape) for key, one in named.items()}
     children = {name: (child, with_values(child)) for name, child in module.named_children()}
     return buffers | {name: StandIn(child, **values) for name, (child, values) in children.items() if values}
 
@@ -338,6 +353,13 @@ def random_latents(vae: Any, images: Tensor, **named: Any) -> Any:
 def without_values(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor on the meta device, the same in each call, so that an estimate of memory counts none."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def summary(leaf: Any) -> Any:
+    """Return what tells an argument from others: tokens, or the sum of other tensors."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.shape, leaf.double().sum().item() if leaf.is_floating_point() else leaf.tolist()
 
 
 def copied(leaf: Any) -> Any:

@@ -18,6 +18,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.components import component_folder
 from lit_vgrpo.policies.export import loads_adapters, lora_options
 from lit_vgrpo.policies.loading import call_parameters, config_folder
+from lit_vgrpo.policies.modular import is_modular, lines_that_load
 from lit_vgrpo.policies.trained import block_linears
 from lit_vgrpo.report.page import environment
 from lit_vgrpo.report.run_data import RunData, read_run
@@ -70,13 +71,13 @@ def add_card(
             lines += quantised_lines(policy, is_adapter)
         if is_adapter:
             what = f"LoRA of rank {policy.lora_rank}, {name}"
-            lines.append(from_pretrained(policy, base, loaded_in))
+            lines += loading_lines(policy, base, loaded_in)
             for options in lora_options(policy.network_names):
                 given = [_quoted(written), *(f"{key}={value!r}" for key, value in options.items())]
                 loads = "" if loads_adapters(policy.pipeline) else f"{policy.network_name}."
                 lines.append(f"pipe.{loads}load_lora_{'adapter' if loads else 'weights'}({', '.join(given)})")
         else:
-            lines.append(from_pretrained(policy, f"{written}", loaded_in, folder))
+            lines += loading_lines(policy, f"{written}", loaded_in, folder)
         if loaded_in != policy.decode_dtype:
             lines += vae_lines(policy)
         data = read_run(run)
@@ -158,21 +159,26 @@ def _until(run: RunData, iterations: int) -> RunData:
     return replace(run, summary={}, iterations=trained, evaluations=evaluated)
 
 
-def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path | None = None) -> str:
-    """Return the line of Python that loads a pipeline from a hub name or folder, whose index is in ``index`` so far."""
-    optional = type(policy.pipeline)._optional_components
-    is_start = source == _base(policy)
-    folder = config_folder(policy.checkpoint, policy.revision) if is_start else index
-    nulls = [f"{name}=None" for name in policy.null_components(folder or Path(source)) if name not in optional]
-    which = {"variant": policy.variant, "revision": policy.revision} if is_start else {}
+def loading_lines(policy: Policy, source: str, dtype: torch.dtype, index: Path | None = None) -> list[str]:
+    """Return the lines of Python that load a pipeline from a hub name or folder, whose index is in ``index`` so far."""
+    is_start, vae = source == _base(policy), policy.decode_dtype
+    types = f"{dtype}" if vae == dtype else f'{{"default": {dtype}, "vae": {vae}}}'
+    which = (
+        {"variant": policy.variant, "revision": policy.revision} if is_start else {"variant": None, "revision": None}
+    )
+    if is_modular(policy.pipeline):
+        return lines_that_load(policy.pipeline, _quoted(source), types, **which)
     given = [f"{name}={_quoted(value)}" for name, value in which.items() if value is not None]
-    vae = policy.decode_dtype
     for name in policy.components if is_start else ():
         given.append(component(policy, name, vae if name == "vae" else dtype))
-    nulls.append(f"torch_dtype={dtype}" if vae == dtype else f'torch_dtype={{"default": {dtype}, "vae": {vae}}}')
+    optional = type(policy.pipeline)._optional_components
+    folder = config_folder(policy.checkpoint, policy.revision) if is_start else index
+    nulls = policy.null_components(folder or Path(source)).keys() - policy.components.keys()
+    given += [f"{name}=None" for name in sorted(nulls) if name not in optional]
+    given.append(f"torch_dtype={types}")
     if is_start and policy.quantisation in IN_DIFFUSERS:
-        nulls.append("quantization_config=quantised")
-    return f"pipe = diffusers.DiffusionPipeline.from_pretrained({', '.join([_quoted(source), *given, *nulls])})"
+        given.append("quantization_config=quantised")
+    return [f"pipe = diffusers.DiffusionPipeline.from_pretrained({', '.join([_quoted(source), *given])})"]
 
 
 def quantised_lines(policy: Policy, is_adapter: bool) -> list[str]:
@@ -234,8 +240,11 @@ def sample_lines(policy: Policy, spec: RolloutSpec) -> list[str]:
         length = f"max_sequence_length={options['max_sequence_length']}"
         given.append(f"negative_prompt_embeds=pipe.encode_prompt({policy.negative_prompt!r}, {length})[0]")
     tiling = ["pipe.vae.enable_tiling()"] if policy.vae_tiling else []
-    result = "frames = {}.frames[0]" if "num_frames" in options else "image = {}.images[0]"
-    return [*scheduler, *tiling, result.format(f'pipe(prompt="a prompt", {", ".join([*picture, *given])})')]
+    name, kind = ("frames", "frames") if "num_frames" in options else ("image", "images")
+    call = ", ".join(['prompt="a prompt"', *picture, *given])
+    if is_modular(policy.pipeline):
+        return [*scheduler, *tiling, f"{name} = pipe({call}, output={policy.pipeline.result!r})[0]"]
+    return [*scheduler, *tiling, f"{name} = pipe({call}).{kind}[0]"]
 
 
 def _base(policy: Policy) -> str:

@@ -20,6 +20,7 @@ from lit_vgrpo.system.paths import SHIPPED_PREFIX, resolve_path
 
 HUB_TIMEOUT_S = 4.0
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # all but weights
+CONFIGS = ("config.json", "tokenizer_config.json", "scheduler_config.json", "preprocessor_config.json")
 BATCHES_SEEN = "num_batches_tracked"  # of a batch norm; no output depends on it
 PACKED = "quantization_config"  # in the configuration of a network whose weights are quantised
 LONGEST_REASON = 300  # characters of a library's message
@@ -58,6 +59,9 @@ def quiet_libraries(shows_bars: bool = False) -> Iterator[None]:
         for logger in map(logging.getLogger, ("diffusers", "transformers", "huggingface_hub", "bitsandbytes")):
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
+        modular = logging.getLogger("diffusers.modular_pipelines")  # logs every exception that it raises
+        stack.callback(modular.setLevel, modular.level)
+        modular.setLevel(logging.CRITICAL)
         # torch_dtype was renamed to dtype between two supported releases
         warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
         yield
@@ -116,12 +120,35 @@ def file_at_hand(checkpoint: str, filename: str, revision: str | None = None) ->
     return path if path is not None and path.is_file() else None
 
 
-def download_small_files(checkpoint: str, revision: str | None = None) -> None:
+def download_small_files(checkpoint: str, revision: str | None = None) -> Path:
     """Download a hub repository's configurations, tokenizers and indices of weights; any error of the hub is raised."""
     from huggingface_hub import HfApi, snapshot_download
 
     HfApi().repo_info(checkpoint, revision=revision or "main", timeout=HUB_TIMEOUT_S)  # the next line has no limit
-    snapshot_download(checkpoint, revision=revision, allow_patterns=SMALL_FILES)
+    return Path(snapshot_download(checkpoint, revision=revision, allow_patterns=SMALL_FILES))
+
+
+def fetched_folder(repository: str, folder: str, revision: str | None = None, variant: str | None = None) -> Path:
+    """Return a folder of a hub repository in the hub's cache, downloaded if necessary; any error of the hub is raised.
+
+    Inside :func:`headers_only` that is only its small files, otherwise also its weights, of the variant if it has that.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    inside = f"{folder}/" if folder else ""
+    configs = (cached_file(repository, inside + name, revision) for name in CONFIGS)
+    cached = next((config.parent for config in configs if config is not None), None)
+    if _headers_only.get():
+        return cached or download_small_files(repository, revision) / folder
+    try:
+        files = HfApi().list_repo_files(repository, revision=revision)
+    except Exception:
+        if cached is None:
+            raise
+        return cached
+    weights = weight_names(file.removeprefix(inside) for file in files if file.startswith(inside))
+    patterns = [inside + name for name in (*weights.get(variant, weights.get(None, [])), *SMALL_FILES)]
+    return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns)) / folder
 
 
 def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revision: str | None = None) -> str | None:

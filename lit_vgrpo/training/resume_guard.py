@@ -31,6 +31,7 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.components import component_folder
 from lit_vgrpo.policies.loading import INDEX, config_folder
+from lit_vgrpo.policies.modular import MODULAR_INDEX
 from lit_vgrpo.rewards import Reward, Weighted
 from lit_vgrpo.rewards.combine import Part
 from lit_vgrpo.rewards.function import PythonReward
@@ -51,6 +52,7 @@ MEMORY_ONLY = (
 """Names of settings that only affect batch sizes, placement and speed."""
 NO_OPTIONS = (*MEMORY_ONLY, "key", "failure")  # attributes of a reward that do not change its scores
 OF_TRAINER = ("precision",)
+CONFIGS = (INDEX, MODULAR_INDEX, "*/config.json", "*/scheduler_config.json")
 ABSENT = "not set"
 
 Inputs = dict[str, dict[str, str]]
@@ -213,11 +215,10 @@ def _configs_of(policy: Policy) -> dict[str, str]:
     folder = config_folder(policy.checkpoint, policy.revision)
     if folder is None:
         return {}
-    files = [path for name in (INDEX, "*/config.json", "*/scheduler_config.json") for path in folder.glob(name)]
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(files)}
+    found = {path.relative_to(folder).as_posix(): path for name in CONFIGS for path in sorted(folder.glob(name))}
     for name, source in policy.components.items():
         found[f"{name}/config.json"] = component_folder(name, source) / "config.json"
-    return {name: sha256(path.read_bytes()).hexdigest() for name, path in found.items() if path.is_file()}
+    return {name: sha256(path.read_bytes()).hexdigest() for name, path in sorted(found.items()) if path.is_file()}
 
 
 def _source_of(reward: Reward) -> Path | None:

@@ -23,7 +23,7 @@ RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have the
 
 PLAIN = "chroma_pickscore flux2_dev_pickscore flux2_klein_pickscore kontext_edit qwen_image21_pickscore "
 PLAIN += "qwen_image_pickscore sd15_aesthetic sd35m_stage1 sd35m_stage3 sdxl_preference z_image_pickscore"
-TWO_PASSES = ("auraflow", "ltx", "wan", "hidream", "wan_i2v")  # one of them for the negative prompt
+TWO_PASSES = ("auraflow", "ltx", "flux3", "wan", "hidream", "wan_i2v")  # one of them for the negative prompt
 # By recipe: network passes an image, with and without gradient; at the steps of SIZES.
 PASSES = {
     **{name: {"rollout": (0, 8), "update": (4, 0)} for name in PLAIN.split()},
@@ -68,7 +68,7 @@ SIZES = {
     **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in NEWER},
     **{f"flux2_{kind}_pickscore": [FEW_STEPS, *SMALLEST, SHORT] for kind in ("klein", "dev")},
     "wan_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=5"],
-    "auraflow_pickscore": [FEW_STEPS, *SMALLEST],
+    **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in ("auraflow", "flux3")},
     "ltx_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=9"],
     "hidream_pickscore": [FEW_STEPS, *SMALL_UNET, FEW_EVALUATION_STEPS],
     "hunyuan_image_pickscore": [FEW_STEPS, *SMALLEST],
@@ -90,7 +90,7 @@ REPEATS = (
     *("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain", "tiny_unet_pretrain"),
     *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
     *(f"{model}_pickscore" for model in NEWER),
-    *("auraflow_pickscore", "ltx_pickscore", "hidream_pickscore", "hunyuan_image_pickscore", "wan_i2v_pickscore"),
+    *(f"{model}_pickscore" for model in ("auraflow", "ltx", "flux3", "hidream", "hunyuan_image", "wan_i2v")),
     *("sd3_pickscore_nft", "kontext_edit", "sd15_aesthetic", "flux_multireward", "sdxl_preference"),
     *("sd3_pickscore_fast", "sd3_pickscore_flowbp", "flux_hps_flowbp", "tiny_hacked"),
     *("tiny_ocr", "tiny_edit", "tiny_opd", "tiny_motion"),

@@ -31,8 +31,9 @@ from lit_vgrpo.policies.loading import KEY
 from lit_vgrpo.policies.unet import vp_scheduler
 from lit_vgrpo.system.hub import LoadError
 
-FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline")
-"""A pipeline without a file of its own, one that takes lists of images, and one on a variance-preserving path."""
+FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline", "Flux3ModularPipeline")
+"""One without a policy class, one that takes lists of images, one on a variance-preserving path, and a modular
+pipeline."""
 PROMPT = "three green dogs"
 WITHOUT_ADAPTERS = ("PRXPipeline", "PixArtSigmaPipeline", "PixArtAlphaPipeline", "LuminaPipeline")
 WITHOUT_ADAPTERS += ("EasyAnimatePipeline", "OmniGenPipeline", "AllegroPipeline")
@@ -44,7 +45,8 @@ REFUSED = {
     "mixes values": ("Kandinsky5I2VPipeline",),
     "tokenizer that has": ("BriaFiboPipeline",),
     "2 images for one": ("QwenImageLayeredPipeline",),
-    "kv_cache": ("QwenImage21Pipeline",),
+    "kv_cache": ("QwenImage21Pipeline", "QwenImage21ModularPipeline"),
+    "target_timestep": ("Flux3DistilledModularPipeline",),
     "no vae": ("PRXPixelPipeline",),
     "noise schedule": ("SanaSprintPipeline", "AnyFlowPipeline", "CosmosTextToWorldPipeline"),
     "second network": ("Ideogram4Pipeline",),

@@ -11,7 +11,7 @@ import zoo
 from fake_hub import FakeHub
 
 from lit_vgrpo.policies import AutoPolicy, SD3Policy, UNetPolicy
-from lit_vgrpo.report.model_card import from_pretrained
+from lit_vgrpo.report.model_card import loading_lines
 from lit_vgrpo.system.hub import LoadError
 
 
@@ -40,7 +40,7 @@ def test_parts_from_a_folder_and_from_a_whole_pipeline(families, others):
     assert same(policy.network, others / "transformer")
     assert same(policy.pipeline.text_encoder, families("sd3").folder / "text_encoder")
     variables = {"diffusers": diffusers, "transformers": transformers, "torch": torch}
-    exec(from_pretrained(policy, str(families("sd3").folder), torch.float32), variables)
+    exec(loading_lines(policy, str(families("sd3").folder), torch.float32)[0], variables)
     assert same(variables["pipe"].vae, others / "vae")
     assert same(variables["pipe"].transformer, others / "transformer")
 

@@ -18,7 +18,7 @@ from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
-from lit_vgrpo.report.model_card import from_pretrained
+from lit_vgrpo.report.model_card import loading_lines
 from lit_vgrpo.system.hub import WEIGHTS, LoadError
 from lit_vgrpo.training.strategies import strategy_errors
 
@@ -113,7 +113,7 @@ def test_a_cached_pipeline_without_t5_loads_silently(families, cached, capfd):
     capfd.readouterr()
     assert same_weights(policy.load(), plain.shared)
     assert capfd.readouterr().err == ""
-    line = from_pretrained(policy, "some/sd3", policy.dtype)
+    line = loading_lines(policy, "some/sd3", policy.dtype)[0]
     assert 'from_pretrained("some/sd3", text_encoder_3=None, tokenizer_3=None, torch_dtype=torch.float32)' in line
 
 
@@ -123,7 +123,7 @@ def test_a_variant_in_the_cache_is_loaded(families, cached, tmp_path):
     policy = SDXLPolicy(name, variant="fp16")
     assert policy.check() == []
     assert same_weights(policy.load(), plain.shared)
-    assert f'("{name}", variant="fp16", torch_dtype' in from_pretrained(policy, name, policy.dtype)
+    assert f'("{name}", variant="fp16", torch_dtype' in loading_lines(policy, name, policy.dtype)[0]
 
 
 def test_a_revision_is_looked_for_by_its_name(families, cached):
@@ -137,7 +137,7 @@ def test_a_revision_is_looked_for_by_its_name(families, cached):
     policy = SDXLPolicy(name, revision="v2")
     assert policy_on_meta(policy).device.type == "meta"
     assert same_weights(policy.load(), plain.shared)
-    assert f'("{name}", revision="v2", torch_dtype' in from_pretrained(policy, name, policy.dtype)
+    assert f'("{name}", revision="v2", torch_dtype' in loading_lines(policy, name, policy.dtype)[0]
 
 
 # --- float16 ----------------------------------------------------------------------------------------------------------

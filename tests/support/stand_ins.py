@@ -49,12 +49,14 @@ STARTS = {
     "tiny_ocr_start": partial(build_sd3, task="words"),
 }
 """Models that the pre-training recipes make, without a trained VAE."""
+FLUX3 = "black-forest-labs/flux-3-image-klein-base"
 LEARNED = {
     "fal/AuraFlow-v0.3": "AuraFlowPipeline",
     "Lightricks/LTX-Video": "LTXPipeline",
     "HiDream-ai/HiDream-I1-Full": "HiDreamImagePipeline",
     "hunyuanvideo-community/HunyuanImage-2.1-Diffusers": "HunyuanImagePipeline",
     "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": "WanImageToVideoPipeline",
+    FLUX3: "Flux3ModularPipeline",
 }
 """Pipelines in the zoo, by the checkpoint of a recipe that names no policy class."""
 SHIFTED = ("SD3Policy", "FluxPolicy")
