@@ -15,6 +15,8 @@ from torch import nn
 
 from lit_vgrpo import DDPO, VGRPO, DiffusionNFT, FlowGRPO, OptimizerConfig, RolloutSpec, SD3Policy, VGRPOModule
 from lit_vgrpo.callbacks import EMA, FID, Export, SampleGrid
+from lit_vgrpo.cli.check import reward_errors
+from lit_vgrpo.launch.build import build
 
 CUDA = torch.device("cuda", 0)
 FULL = {"offload_encoders": True, "gradient_checkpointing": True}
@@ -124,6 +126,16 @@ def test_rewards_see_nothing_of_the_trainers_precision(tiny_sd3, tmp_path):
     exact = rewards("32-true")
     assert rewards("bf16-mixed") == exact
     assert rewards("16-mixed")[:8] == exact[:8]
+
+
+def test_a_check_calls_rewards_on_the_runs_device(here):
+    (here / "mine.py").write_text("def mine(images, prompts):\n    return images.mean((1, 2, 3)).numpy()\n")
+    with pretended_gpu():
+        cli = build(
+            ["tiny_shapes", "trainer.accelerator=gpu", "model.reward={python: 'mine.py:mine'}"], make_folder=False
+        )
+        (error,) = reward_errors(cli)
+    assert 'Reward "mine" failed on random images: ' in error
 
 
 def test_the_pretended_gpu_is_as_strict_as_cuda():
