@@ -128,14 +128,14 @@ def test_rewards_see_nothing_of_the_trainers_precision(tiny_sd3, tmp_path):
     assert rewards("16-mixed")[:8] == exact[:8]
 
 
-def test_a_check_calls_rewards_on_the_runs_device(here):
-    (here / "mine.py").write_text("def mine(images, prompts):\n    return images.mean((1, 2, 3)).numpy()\n")
+def test_a_check_calls_rewards_on_the_runs_device(here, monkeypatch):
+    monkeypatch.syspath_prepend(here)
+    text = "def mine(images, prompts):\n    return torch.from_numpy(images.mean((1, 2, 3)).numpy())\n"
+    (here / "mine.py").write_text(f"import torch\n{text}")
     with pretended_gpu():
-        cli = build(
-            ["tiny_shapes", "trainer.accelerator=gpu", "model.reward={python: 'mine.py:mine'}"], make_folder=False
-        )
+        cli = build(["tiny_shapes", "trainer.accelerator=gpu", "model.reward={python: 'mine:mine'}"], make_folder=False)
         (error,) = reward_errors(cli)
-    assert 'Reward "mine" failed on random images: ' in error
+    assert "can't convert cuda:0 device type tensor to numpy" in error
 
 
 def test_the_pretended_gpu_is_as_strict_as_cuda():
