@@ -16,6 +16,8 @@ from torch import nn
 
 from lit_vgrpo import DDPO, VGRPO, DiffusionNFT, FlowGRPO, OptimizerConfig, RolloutSpec, SD3Policy, VGRPOModule
 from lit_vgrpo.callbacks import EMA, FID, Export, SampleGrid
+from lit_vgrpo.cli.check import reward_errors
+from lit_vgrpo.launch.build import build
 from lit_vgrpo.policies import AutoPolicy, UNetPolicy
 
 CUDA = torch.device("cuda", 0)
@@ -140,6 +142,16 @@ def test_rewards_see_nothing_of_the_trainers_precision(tiny_sd3, tmp_path):
     exact = rewards("32-true")
     assert rewards("bf16-mixed") == exact
     assert rewards("16-mixed")[:8] == exact[:8]
+
+
+def test_a_check_calls_rewards_on_the_runs_device(here, monkeypatch):
+    monkeypatch.syspath_prepend(here)
+    text = "def mine(images, prompts):\n    return torch.from_numpy(images.mean((1, 2, 3)).numpy())\n"
+    (here / "mine.py").write_text(f"import torch\n{text}")
+    with pretended_gpu():
+        cli = build(["tiny_shapes", "trainer.accelerator=gpu", "model.reward={python: 'mine:mine'}"], make_folder=False)
+        (error,) = reward_errors(cli)
+    assert "can't convert cuda:0 device type tensor to numpy" in error
 
 
 def test_the_pretended_gpu_is_as_strict_as_cuda():

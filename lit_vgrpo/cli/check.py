@@ -122,6 +122,7 @@ def reward_errors(cli: RecipeCLI) -> list[str]:
     """Score random images or videos with the rewards that load nothing, and return their errors."""
     frames = [] if cli.model.policy.num_frames is None else [cli.model.policy.num_frames]
     images = torch.rand(2, *frames, 3, *(cli.model.policy.image_size or (64, 64)))
+    images = images.to(cli.trainer.strategy.root_device)  # where a run decodes them
     return cli.model.evaluator.observed.errors_on(images, list(islice(cli.datamodule.training_rows(), 64)))
 
 

@@ -114,13 +114,13 @@ class RecipeCLI(LightningCLI):
     @override
     def instantiate_classes(self) -> None:
         trains = self.make_folder  # before it is narrowed to the first rank
-        super().instantiate_classes()
-        self.datamodule.read_for(self.model.policy)
         try:
+            super().instantiate_classes()
+            self.datamodule.read_for(self.model.policy)
             if trains or self.ckpt_path is not None:
                 self.guard.carry(self.plain_recipe(), self.recipe.texts)
             self._check_checkpoint()
-        except UserError:
+        except BaseException:  # also Ctrl-C
             self.give_back()
             raise
 

@@ -166,13 +166,6 @@ class RewardGradient(Objective):
             errors += [f"{where}.num_steps has no effect with variant=draft_lv. Leave it out, or set num_noises."]
         return errors
 
-    def policy_errors(self, policy: Policy) -> list[str]:
-        if not policy.decodes_with_gradient:
-            return [
-                f"model.objective=RewardGradient does not work on {type(policy).__name__}: its decode has no gradient."
-            ]
-        return super().policy_errors(policy)
-
     def asked_per_image(self, sizes: Sizes) -> float:
         return self.copies_of_image if self.predicts else self.steps
 

@@ -119,8 +119,6 @@ class Policy(nn.Module):
     may_lack: ClassVar[tuple[str, ...]] = ()
     """Text encoders that a pipeline may lack, with their tokenizers."""
     uses_latent_shift: ClassVar[bool] = True
-    decodes_with_gradient: ClassVar[bool] = True
-    """False if :meth:`vae_decode` keeps no graph."""
     network: Any  # a diffusers model, the only submodule
     path: ProbabilityPath
     prompt_encoder: PromptEncoder

@@ -196,7 +196,7 @@ def quantised_lines(policy: Policy, is_adapter: bool) -> list[str]:
 
 
 def vae_lines(policy: Policy) -> list[str]:
-    """Return the lines of Python with which the VAE computes in its own type, and the rest in the pipeline's."""
+    """Return the lines of Python with which the VAE computes in ``decode_dtype``, and the rest in the pipeline's."""
     to = f"to({policy.decode_dtype})"
     lines = [
         "decode = pipe.vae.decode",

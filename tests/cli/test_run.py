@@ -125,3 +125,14 @@ def test_a_value_that_is_refused_in_training_is_one_line(tiny_recipe, capfd):
     err = capfd.readouterr().err
     assert "model.objective.time_range=[0.4, 0.41] contains none of the sampler's times" in err
     assert "Traceback" not in err
+
+
+def test_ctrl_c_while_a_recipe_is_read_leaves_no_folder(here, monkeypatch, capsys):
+    def stopped(self, policy):
+        assert (here / "runs/tiny_shapes").is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lit_vgrpo.data.PromptDataModule.read_for", stopped)
+    assert run(["tiny_shapes", "trainer.accelerator=cpu"]) == 130
+    assert capsys.readouterr().err == "Stopped.\n"
+    assert not list((here / "runs").iterdir())

@@ -245,10 +245,6 @@ def test_what_cannot_work_is_one_line():
         assert error.startswith(f"model.objective.{line}")
     assert make().check(SIZES) == make().policy_errors(SD3Policy("x")) == []
     assert "it is not defined on a variance-preserving path" in make().policy_errors(UNetPolicy("x"))[0]
-    blind = type("BlindPolicy", (SD3Policy,), {"decodes_with_gradient": False})
-    assert make().policy_errors(blind("x")) == [
-        "model.objective=RewardGradient does not work on BlindPolicy: its decode has no gradient."
-    ]
 
 
 def test_a_loop_without_a_reward_is_told_what_to_give(policy):
