@@ -119,7 +119,7 @@ def _optimizer_errors(strategy: Strategy, optimizer: OptimizerConfig | CustomOpt
 
 
 def launcher_error(ranks: int) -> str | None:
-    """Return why the processes that a launcher starts would not form one run of so many ranks, or ``None``."""
+    """Return why the processes that a launcher starts would not form one run of ``ranks`` ranks, or ``None``."""
     launchers = (kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect())
     if (launcher := next(launchers, None)) is None:
         return None

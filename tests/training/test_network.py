@@ -48,7 +48,7 @@ def disturbed(folder, event):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tiny_sd3):
-    """The folder and the future of each run; they run at the same time, on networks of their own."""
+    """The folder and the future of each run; they run at the same time, on separate networks."""
     with ThreadPoolExecutor() as pool:
         folders = {event: prepared(tmp_path_factory.mktemp("machines"), tiny_sd3) for event in EVENTS}
         yield {event: (folder / "run", pool.submit(disturbed, folder, event)) for event, folder in folders.items()}
@@ -60,5 +60,5 @@ def runs(tmp_path_factory, tiny_sd3):
 def test_two_machines_continue_by_themselves_or_end_and_are_resumed(runs, undisturbed, event):
     run, future = runs[event]
     print(future.result())
-    assert len(iterations(run)) == len(iterations(undisturbed))
+    assert iterations(run) == iterations(undisturbed)
     assert largest_difference(run, undisturbed) < 1e-5

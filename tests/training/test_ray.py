@@ -30,7 +30,7 @@ def address(tmp_path_factory):
     folder, ports = tmp_path_factory.mktemp("ray"), [free_port() for _ in range(2)]
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=8"]
     command += [f"--port={ports[0]}", f"--ray-client-server-port={ports[1]}", "--node-ip-address=127.0.0.1"]
-    command += ["--include-dashboard=false", "--disable-usage-stats"]
+    command += ["--disable-usage-stats"]
     with (folder / "log").open("wb") as log:
         environment = os.environ | {"HOME": f"{folder}"}
         head = subprocess.Popen(command, stdout=log, stderr=log, env=environment, preexec_fn=end_with_parent)
@@ -86,6 +86,6 @@ def test_a_run_on_ray_is_the_commands_and_survives(runs, undisturbed, strategy):
     status, line = future.result()
     print(line)
     assert status == 0, (folder / "ray.log").read_text()[-4000:]
-    assert len(iterations(run)) == len(iterations(undisturbed))
+    assert iterations(run) == iterations(undisturbed)
     assert (run / "report.html").exists()
     assert largest_difference(run, undisturbed) < 1e-5

@@ -90,7 +90,7 @@ def test_an_array_has_a_folder_for_each_task_and_no_second_writer(jobs, undistur
     seeds = [yaml.safe_load((run / "config.yaml").read_text())["seed_everything"] for run in runs]
     assert seeds == [7, 8]
     assert largest_difference(runs[0], undisturbed) == 0
-    assert all(len(iterations(run)) == len(iterations(undisturbed)) for run in runs)
+    assert all(iterations(run) == iterations(undisturbed) for run in runs)
 
 
 def test_two_nodes_are_one_process(jobs, undisturbed):
@@ -104,4 +104,5 @@ def test_a_job_that_ends_early_continues_with_the_same_bits(jobs, undisturbed, e
     log, state, line = jobs[event].result()
     print(line)
     assert state == "COMPLETED", log.read_text()
+    assert iterations(log.parent / "runs" / "job") == iterations(undisturbed)
     assert largest_difference(log.parent / "runs" / "job", undisturbed) == 0
