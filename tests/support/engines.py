@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import json
 import os
 import re
 import shutil
@@ -64,6 +65,11 @@ def iterations(run):
     file = Path(run) / "metrics.csv"
     rows = list(csv.DictReader(file.read_text().splitlines())) if file.exists() else []
     return [row["epoch"] for row in rows if row.get("epoch") and row.get("policy/updates")]
+
+
+def world_size(run):
+    """The number of processes of a finished run."""
+    return json.loads((Path(run) / "summary.json").read_text())["world_size"]
 
 
 def largest_difference(one, other):

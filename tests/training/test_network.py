@@ -6,7 +6,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engines import WORDS, Network, iterations, largest_difference, prepared, ranks, wait_for, wait_for_iterations
+from engines import (
+    WORDS,
+    Network,
+    iterations,
+    largest_difference,
+    prepared,
+    ranks,
+    wait_for,
+    wait_for_iterations,
+    world_size,
+)
 
 EVENTS = {"60 s without network": 60, "10 s without network, then loss": 10, "a killed rank": 0}
 
@@ -60,5 +70,6 @@ def runs(tmp_path_factory, tiny_sd3):
 def test_two_machines_continue_by_themselves_or_end_and_are_resumed(runs, undisturbed, event):
     run, future = runs[event]
     print(future.result())
+    assert world_size(run) == 2
     assert iterations(run) == iterations(undisturbed)
     assert largest_difference(run, undisturbed) < 1e-5

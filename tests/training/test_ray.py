@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from engines import WORDS, iterations, largest_difference, prepared, ranks, wait_for, wait_for_iterations
+from engines import WORDS, iterations, largest_difference, prepared, ranks, wait_for, wait_for_iterations, world_size
 from helpers import free_port
 from processes import end_with_parent
 
@@ -86,6 +86,7 @@ def test_a_run_on_ray_is_the_commands_and_survives(runs, undisturbed, strategy):
     status, line = future.result()
     print(line)
     assert status == 0, (folder / "ray.log").read_text()[-4000:]
+    assert world_size(run) == 2
     assert iterations(run) == iterations(undisturbed)
     assert (run / "report.html").exists()
     assert largest_difference(run, undisturbed) < 1e-5

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from engines import WORDS, Slurm, iterations, largest_difference, prepared, wait_for, wait_for_iterations
+from engines import WORDS, Slurm, iterations, largest_difference, prepared, wait_for, wait_for_iterations, world_size
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]  # the first test waits while all jobs start
 
@@ -96,6 +96,7 @@ def test_an_array_has_a_folder_for_each_task_and_no_second_writer(jobs, undistur
 def test_two_nodes_are_one_process(jobs, undisturbed):
     job, folder = jobs["two_nodes"]
     assert jobs["slurm"].finish(job) == "COMPLETED", (folder / f"slurm-{job}.out").read_text()
+    assert world_size(folder / "runs" / "job") == 2
     assert largest_difference(folder / "runs" / "job", undisturbed) < 1e-5
 
 
