@@ -253,7 +253,7 @@ class Network:
         """Start torchrun with the command on one machine, in a folder, with its output in ``log``."""
         name, address = self.names[number], self.addresses[number]
         torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--local-addr={address}"]
-        torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:29500", "--max-restarts=3"]
+        torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:29500", "--max-restarts=10"]
         torchrun += [f"--rdzv-conf=join_timeout=90,is_host={int(number == 0)}"]
         command = ["ip", "netns", "exec", name, sys.executable, *torchrun, "-m", "lit_vgrpo", "run", *words]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}

@@ -34,7 +34,7 @@ def disturbed(folder, event):
                 network.cut(seconds)
             else:
                 os.kill(ranks(folder)[-1], signal.SIGKILL)
-            wait_for(lambda: len(iterations(run)) > before + 1 or any(n.poll() is not None for n in nodes), what="news")
+            wait_for(lambda: len(iterations(run)) > before + 1 or any(n.poll() is not None for n in nodes), 400, "news")
             said = f"{event} after {before} iterations; {time.monotonic() - start:.0f} s later: {len(iterations(run))}"
             if "loss" in event:
                 said += f", with {network.delay()}"
