@@ -12,6 +12,12 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 cd "$SLURM_SUBMIT_DIR"
+PATH=$PWD/.venv/bin:$PATH
+if ! command -v lit-vgrpo >/dev/null; then
+    echo "No lit-vgrpo in $PWD/.venv or on the PATH. Run sbatch in the repository, or activate its environment first." >&2
+    exit 2
+fi
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # which srun no longer takes from the job
 RECIPE=${1:-${RECIPE:-sd3_pickscore}}
 sweep=($SWEEP)
 
@@ -21,7 +27,7 @@ end_for_requeue() {
     scancel --signal=TERM "$SLURM_JOB_ID"  # only the ranks
 }
 trap end_for_requeue USR1
-srun .venv/bin/lit-vgrpo run "$RECIPE" run_dir="runs/job${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}" --resume \
+srun lit-vgrpo run "$RECIPE" run_dir="runs/job${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}" --resume \
     trainer.devices="$SLURM_NTASKS_PER_NODE" trainer.num_nodes="$SLURM_NNODES" \
     "${@:2}" ${sweep[$SLURM_ARRAY_TASK_ID]} &
 while status=0; wait $! || status=$?; kill -0 $! 2>/dev/null; do :; done

@@ -19,6 +19,7 @@ from lit_vgrpo.system.paths import typed_path, write_atomically
 from lit_vgrpo.training.trainer_internals import move_root_dir, run_folder
 
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
 BEST = "best.ckpt"
 WRITTEN = ("report.html", "summary.json", "metrics.csv", "samples", CHECKPOINTS, "export")
 """Results in a run folder."""
@@ -55,26 +56,37 @@ def reserve(base: Path, is_resumed: bool = False) -> Path:
 def release(folder: Path) -> None:
     """Remove a folder to which nothing was written."""
     with suppress(OSError):
+        if os.listdir(folder) == [LOCK]:
+            (folder / LOCK).unlink()
         folder.rmdir()
 
 
 class FolderLock:
-    """Locks a folder against other runs until this process ends, however it ends."""
+    """Locks a folder against other runs until this process ends, however it ends.
+
+    The lock is on a file in it, open for writing: NFS locks no folders, and other network disks only within a machine.
+    """
 
     def __init__(self) -> None:
         self._handle: int | None = None
+        self._lock: int | None = None
 
     def take(self, folder: Path) -> None:
-        """Lock a folder; raise UserError if another process has it."""
-        handle = os.open(folder, os.O_RDONLY)
+        """Lock a folder; raise UserError if another process has it, or if it cannot be written to."""
+        file = folder / LOCK
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UserError(f"Cannot write to {folder}: {error.strerror}. Set run_dir=/another/folder.") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(handle)
-            raise UserError(f"Another process is still writing to {folder}. Wait for it, or stop it.") from error
-        except OSError:  # a file system without locks
-            pass
-        self._handle = handle
+            os.close(lock)
+            advice = f"Wait for it, or stop it. If its machine is gone, run: rm {file}"
+            raise UserError(f"Another process is still writing to {folder}. {advice}") from error
+        except OSError as error:
+            report([f"WARNING: {folder} cannot be locked ({error.strerror}). Start no second run in it."])
+        self._lock, self._handle = lock, os.open(folder, os.O_RDONLY)
 
     def has_moved(self, folder: Path) -> bool:
         """Return True if the folder's path now names another folder, or none."""
@@ -86,9 +98,10 @@ class FolderLock:
             return True
 
     def release(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        for handle in (self._lock, self._handle):
+            if handle is not None:
+                os.close(handle)
+        self._lock = self._handle = None
 
 
 class RunFolder(Callback):

@@ -63,7 +63,7 @@ def set_up(module: TrainingModule) -> None:
 def errors_under(module: TrainingModule, trainer: Trainer, sizes: Sizes, has_heldout: bool) -> list[str]:
     """Return the module's errors and those that depend on the trainer or on held-out prompts."""
     ranks, optimization = image_ranks(trainer)[1], module.optimization
-    launcher, algorithm = launcher_error(trainer.world_size), module.gradient_clip_algorithm
+    launcher, algorithm = launcher_error(trainer.num_devices * trainer.num_nodes), module.gradient_clip_algorithm
     errors = [
         *([] if launcher is None else [launcher]),
         *strategy_errors(trainer.strategy, module.policy, optimization.optimizer, sizes, algorithm),

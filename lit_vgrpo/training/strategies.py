@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -118,14 +119,24 @@ def _optimizer_errors(strategy: Strategy, optimizer: OptimizerConfig | CustomOpt
 
 
 def launcher_error(ranks: int) -> str | None:
-    """Return why a launcher's processes would not form one run, or ``None``; on one device Lightning ignores them."""
+    """Return why the processes that a launcher starts would not form one run of ``ranks`` ranks, or ``None``."""
     launchers = (kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect())
-    started = next((launcher.world_size() for launcher in launchers), ranks)
+    if (launcher := next(launchers, None)) is None:
+        return None
+    started = launcher.world_size()
+    if isinstance(launcher, SLURMEnvironment) and started > 1 and "SLURM_STEP_ID" not in os.environ:
+        return (
+            f"SLURM's job has {started} tasks, but this process was not started by srun, so it would wait for the "
+            f"others forever. Put srun before the command, or SLURM_JOB_NAME=bash to start {ranks} from here."
+        )
     if started == ranks:
         return None
+    advice = "Set trainer.devices to the number of processes on a node."
+    if isinstance(launcher, SLURMEnvironment) and started == 1:
+        advice = f"Set trainer.devices=1, start {ranks} with srun, or put SLURM_JOB_NAME=bash before the command."
     return (
         f"The launcher starts {started} processes, but trainer.devices times trainer.num_nodes is {ranks}: each would "
-        "train a run by itself. Set trainer.devices to the number of processes on a node."
+        f"train a run by itself. {advice}"
     )
 
 

@@ -14,7 +14,7 @@ from lit_vgrpo.apps.curriculum.curriculum import Curriculum, new_run, resumed_ru
 from lit_vgrpo.config.recipe import Command
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import write_atomically
-from lit_vgrpo.training.folder import CONFIG_NAME
+from lit_vgrpo.training.folder import CONFIG_NAME, LOCK
 
 
 @pytest.fixture
@@ -213,5 +213,5 @@ def test_two_stages_of_which_the_second_is_interrupted(tiny_recipe, here, capfd)
     assert [end["iterations"] for end in ends] == [1, 2]
     assert ends[0]["heldout_reward_start"] != ends[0]["heldout_reward_end"]
     assert ends[1]["heldout_reward_start"] == pytest.approx(ends[0]["heldout_reward_end"], abs=1e-7)
-    assert sorted(path.name for path in folder.iterdir()) == ["1_first", "2_second", CONFIG_NAME]
+    assert sorted(path.name for path in folder.iterdir()) == [LOCK, "1_first", "2_second", CONFIG_NAME]
     assert "scores" not in sys.modules

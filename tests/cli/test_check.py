@@ -127,20 +127,29 @@ def test_a_gpu_that_this_machine_lacks(tiny_recipe, capsys):
     assert capsys.readouterr().err.startswith("trainer.accelerator=gpu: torch ")
 
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"}
-SLURM = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
+PROCESSES = (
+    "The launcher starts {} processes, but trainer.devices times trainer.num_nodes is {}: each would train a run"
+)
+TASK = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train"}
+SLURM = {**TASK, "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+LAUNCHED = [
+    ({"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"}, 1, PROCESSES.format(2, 1)),
+    ({**SLURM, "SLURM_STEP_ID": "0"}, 1, PROCESSES.format(2, 1)),
+    (SLURM, 2, "SLURM's job has 2 tasks, but this process was not started by srun"),
+    ({**TASK, "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, 2, PROCESSES.format(1, 2)),
+]
 
 
-@pytest.mark.parametrize("launcher", repeating([TORCHRUN, SLURM], slow=[SLURM]))
-def test_a_launcher_of_several_processes_on_one_device(tiny_recipe, capsys, monkeypatch, launcher):
+@pytest.mark.parametrize(("launcher", "devices", "line"), repeating(LAUNCHED, slow=LAUNCHED[1:]))
+def test_a_launcher_whose_processes_would_not_be_one_run(tiny_recipe, capsys, monkeypatch, launcher, devices, line):
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
-    assert check([str(tiny_recipe)]) == 2
-    line = "The launcher starts 2 processes, but trainer.devices times trainer.num_nodes is 1"
+    words = [str(tiny_recipe), f"trainer.devices={devices}"]
+    assert check(words) == 2
     assert line in "".join(lines(capsys))
-    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # a shell in an allocation starts one process
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # a shell in an allocation starts its processes itself
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert check([str(tiny_recipe)]) == 0
+    assert check(words) == 0
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def test_the_end_names_what_was_written(recipe, capsys):
     said = "Everything is in runs/tiny: report.html, summary.json, checkpoints.\nThe result: runs/tiny/report.html\n"
     draw, export = "sample runs/tiny --prompt 'a red circle on the left'", "export runs/tiny --to tiny_export"
     assert capsys.readouterr().out.endswith(f"{said}Next:\n  lightning {draw}\n  lightning {export}\n")
-    written = {"config.yaml", "report", "report.html", "summary.json", "checkpoints"}
+    written = {".lock", "config.yaml", "report", "report.html", "summary.json", "checkpoints"}
     assert {path.name for path in Path("runs/tiny").iterdir()} == written
 
 

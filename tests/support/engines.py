@@ -2,7 +2,9 @@
 
 import contextlib
 import csv
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import tiny_recipe_of
 from helpers import free_port
 from processes import end_with_parent
 
@@ -20,34 +23,53 @@ import time
 from pathlib import Path
 
 def score(images, prompts):
-    time.sleep(3.0 if (Path(__file__).parent / "hold").exists() else 0.0)
+    end, hold = time.monotonic() + 5.0, Path(__file__).parent / "hold"
+    while hold.exists() and time.monotonic() < end:
+        time.sleep(0.1)
     return -images.mean((1, 2, 3)) - images[:, 0].std((1, 2))
 """
-ITERATIONS = 30
+ITERATIONS = 20
 WORDS = [
     f"trainer.max_epochs={ITERATIONS}",
     "trainer.callbacks=[{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]",
     "model.reward={python: 'slow:score'}",
     "data.micro_batch_size=2",
 ]
-"""A run of 30 iterations, each of which takes three seconds longer while the file ``hold`` exists in its folder."""
+"""A run of 20 iterations, each of which takes up to five seconds longer while the file ``hold`` is in its folder."""
 
 
-def wait_for(condition, seconds=120, what="it"):
+def prepared(folder, checkpoint):
+    """Write the recipe and the reward of a run into a folder, with the file that holds it; return the folder."""
+    (folder / "tiny.yaml").write_text(tiny_recipe_of(checkpoint))
+    (folder / "slow.py").write_text(SLOW_REWARD)
+    (folder / "hold").touch()
+    return folder
+
+
+def wait_for(condition, seconds=240, what="it"):
     """Return the first true value of a function; fail after so many seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if value := condition():
             return value
-        time.sleep(0.2)
+        time.sleep(0.5)
     pytest.fail(f"{what} did not happen within {seconds} s")
 
 
+def wait_for_iterations(run, count=3):
+    return wait_for(lambda: (done := len(iterations(run))) >= count and done, 300, f"iteration {count}")
+
+
 def iterations(run):
-    """The iterations in a run's metrics.csv."""
+    """The iterations in a run's metrics.csv, twice where two processes wrote it."""
     file = Path(run) / "metrics.csv"
     rows = list(csv.DictReader(file.read_text().splitlines())) if file.exists() else []
-    return {row["epoch"] for row in rows if row.get("epoch") and row.get("policy/updates")}
+    return [row["epoch"] for row in rows if row.get("epoch") and row.get("policy/updates")]
+
+
+def world_size(run):
+    """The number of processes of a finished run."""
+    return json.loads((Path(run) / "summary.json").read_text())["world_size"]
 
 
 def largest_difference(one, other):
@@ -145,15 +167,16 @@ class Slurm:
         return self.ask("squeue", "-h", "-o", "%T", "-t", "all", "-j", job).strip()
 
     def hasten(self, job):
-        """Start a requeued job, for which SLURM waits two minutes, as soon as it has left its nodes."""
-        wait_for(lambda: self.state(job) == "PENDING", 100, "the requeue")
+        """Start a requeued job, for which SLURM waits two minutes, as soon as it has left its nodes; lift its limit."""
+        wait_for(lambda: self.state(job) == "PENDING", what="the requeue")
         time.sleep(3)  # SLURM refuses a start in the second of the requeue
-        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=60")
         wait_for(lambda: self.state(job) == "RUNNING", 60, "the second start")
 
-    def finish(self, job, seconds=120):
-        """Wait for a job's end; return its last state."""
-        return wait_for(lambda: (s := self.state(job)) not in ("RUNNING", "PENDING", "COMPLETING") and s, seconds, job)
+    def finish(self, job):
+        """Wait for the end of a job and its tasks; return their last states."""
+        living = {"RUNNING", "PENDING", "COMPLETING"}
+        return wait_for(lambda: living.isdisjoint((s := self.state(job)).split()) and s, what=f"the end of {job}")
 
 
 CONF = """ClusterName=tests
@@ -181,14 +204,15 @@ PartitionName=all Nodes=ALL Default=YES
 class Network:
     """Two network namespaces joined by a cable: machines with their own addresses."""
 
-    def __init__(self):
-        self.names = [f"lv{os.getpid()}{end}" for end in "ab"]
+    def __init__(self, number):
+        self.names = [f"lv{os.getpid()}{end}{number}" for end in "ab"]
         self.addresses = ["10.213.0.1", "10.213.0.2"]
 
     @classmethod
     @contextlib.contextmanager
-    def joined(cls):
-        network = cls()
+    def joined(cls, number):
+        """Yield one of several networks, which know nothing of each other."""
+        network = cls(number)
         if not shutil.which("ip") or not network._ip("netns", "add", network.names[0]):
             pytest.skip("network namespaces cannot be made: they need ip (iproute2) and root")
         try:
@@ -210,30 +234,46 @@ class Network:
         time.sleep(seconds)
         assert self._ip("-n", self.names[0], "link", "set", self.names[0], "up")
 
-    def start(self, number, log, *words):
-        """Start torchrun with the command on one machine."""
+    def delay(self):
+        """Delay the packets and lose some, by a slow line with a short queue where the kernel has no netem."""
+        for rule in ("netem delay 50ms 20ms loss 1%", "tbf rate 4mbit burst 16kb limit 16kb"):
+            added = [
+                self._ip("netns", "exec", n, "tc", "qdisc", "add", "dev", n, "root", *rule.split()) for n in self.names
+            ]
+            if all(added):
+                return rule
+        raise AssertionError("the kernel has neither netem nor tbf")
+
+    def lost(self):
+        """The packets that delay() has lost."""
+        show = ["ip", "netns", "exec", self.names[0], "tc", "-s", "qdisc", "show", "dev", self.names[0]]
+        return int(re.search(r"dropped (\d+)", subprocess.run(show, capture_output=True, text=True).stdout)[1])
+
+    def start(self, number, folder, *words):
+        """Start torchrun with the command on one machine, in a folder, with its output in ``log``."""
         name, address = self.names[number], self.addresses[number]
         torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--local-addr={address}"]
-        torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:29500", "--max-restarts=3"]
+        torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:29500", "--max-restarts=10"]
         torchrun += [f"--rdzv-conf=join_timeout=90,is_host={int(number == 0)}"]
         command = ["ip", "netns", "exec", name, sys.executable, *torchrun, "-m", "lit_vgrpo", "run", *words]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}
-        with log.open("ab") as file:
-            return subprocess.Popen(command, stdout=file, stderr=file, env=environment, preexec_fn=end_with_parent)
+        with (folder / "log").open("ab") as log:
+            streams = {"stdout": log, "stderr": log}
+            return subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=end_with_parent, **streams)
 
     @staticmethod
     def _ip(*words):
         return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
 
 
-def ranks():
-    """The processes of the command, without their launchers, in the current folder."""
+def ranks(folder):
+    """The processes of the command in a folder, without their launchers."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             words = (place / "cmdline").read_bytes().split(b"\0")
             is_rank = b"lit_vgrpo" in words and b"torch.distributed.run" not in words
-            if is_rank and (place / "cwd").readlink() == Path.cwd():
+            if is_rank and (place / "cwd").readlink() == folder:
                 found.append(int(place.name))
         except OSError:
             continue

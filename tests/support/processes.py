@@ -15,6 +15,7 @@ from pathlib import Path
 LIBRARIES = ["lightning.pytorch", "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3"]
 LIBRARIES += ["peft", "deepspeed"]
 """Imported once for all test ranks, since importing takes longer than most of their work."""
+LIBC = ctypes.CDLL(None)
 
 
 def run_command(*words, timeout_s=300, **options):
@@ -44,9 +45,9 @@ def draw_with_diffusers(jobs, folder):
 
 
 def end_with_parent():
-    """For ``preexec_fn``: kill this process once the tests that started it are gone, such as after their time limit."""
+    """For ``preexec_fn``: kill this process once the thread that started it has ended, such as after a time limit."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def small_strategy(name):

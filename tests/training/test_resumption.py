@@ -1,7 +1,10 @@
 """``--resume``: the run goes on in its own folder, from the last checkpoint that is whole."""
 
 import csv
+import errno
+import fcntl
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -12,9 +15,10 @@ import yaml
 from commands import run
 from helpers import same
 
+from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.system.paths import DRAFT_PREFIX, draft_of
-from lit_vgrpo.training.folder import FolderLock
+from lit_vgrpo.training.folder import FolderLock, release
 from lit_vgrpo.training.resume import last_good_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -138,7 +142,33 @@ def test_a_folder_that_is_in_use(tiny_recipe, capsys):
     assert run(["run/config.yaml", "--resume", "trainer.max_epochs=2"]) == 2
     assert "Another process is still writing to run." in capsys.readouterr().err
     lock.release()
+    Path("run/.lock").unlink()
+    Path("run/.lock").mkdir()  # a disk that cannot be written to refuses the file in the same way
+    assert run(["run/config.yaml", "--resume", "trainer.max_epochs=2"]) == 2
+    assert "Cannot write to run: Is a directory." in capsys.readouterr().err
+    Path("run/.lock").rmdir()
     assert run(["run/config.yaml", "--resume", "trainer.max_epochs=2"]) == 0
+
+
+def test_a_network_disk_that_locks_only_files_open_for_writing(tmp_path, monkeypatch, capsys):
+    lock, locks = fcntl.flock, True
+
+    def flock(handle, operation):
+        if not locks or fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        lock(handle, operation)
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    first = FolderLock()
+    first.take(tmp_path)
+    with pytest.raises(UserError, match=r"If its machine is gone, run: rm .*/\.lock$"):
+        FolderLock().take(tmp_path)
+    first.release()
+    locks = False
+    FolderLock().take(tmp_path)
+    assert "cannot be locked (Bad file descriptor). Start no second run in it." in capsys.readouterr().err
+    release(tmp_path)
+    assert not tmp_path.exists()
 
 
 def test_a_checkpoint_of_another_recipe_is_refused_with_what_differs(tiny_recipe, capfd):
