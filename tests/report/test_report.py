@@ -128,7 +128,7 @@ def test_the_numbers_are_those_of_the_summary(inside):
     assert f"{brackets[0]} to {brackets[1]}, change {verdict.score(change.change, '+')} " in text
     assert f"[{verdict.score(change.difference.low, '+')}, " in text
     assert found["date"][:10] in text
-    assert f"{found['cpu_seconds'] / 3600:.3g}" in text
+    assert f"CPU time {verdict.duration(found['cpu_seconds'])}" in text
     assert f"Did it cheat? {found['did_it_cheat']['words']}" in text
     for value in found["reward_parts_end"].values():
         assert verdict.score(value) in text
