@@ -23,7 +23,7 @@ from lit_vgrpo.system.memory import PeakMemory, device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import commit, versions
 from lit_vgrpo.system.signals import is_stop_requested
-from lit_vgrpo.training.checkpoint import TRAINED
+from lit_vgrpo.training.checkpoint import TRAINED, RunCheckpoint
 from lit_vgrpo.training.resume import SUMMARY_NAME
 from lit_vgrpo.training.saved_weights import evaluated_weights
 from lit_vgrpo.training.trainer_internals import callbacks_of, run_folder
@@ -55,7 +55,8 @@ class RunSummary(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         steps_done = 0 <= trainer.max_steps <= trainer.global_step
         if trainer.max_epochs and 0 < trainer.current_epoch < trainer.max_epochs and not steps_done:
-            self._outcome = "stopped early"
+            is_asked = any(checkpoint.has_stopped for checkpoint in callbacks_of(trainer, RunCheckpoint))
+            self._outcome = "interrupted" if is_asked else "stopped early"
         if pl_module.evaluator.step != trainer.global_step:
             # The last evaluation may be several iterations old.
             with averaged_weights(trainer, pl_module):

@@ -59,11 +59,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def score_text(value: float, sign: str = "", decimals: int = 3) -> str:
-    """Return a reward with some decimals, or with digits that count if it is large or small.
+    """Return a reward with some decimals, or with digits that count if it is large or small; rounding errors are 0.
 
-    >>> [score_text(value) for value in (0.97049, 0.0, 12345.6, 0.000321, 1e28)]
+    >>> [score_text(value) for value in (0.97049, -1.86e-09, 12345.6, 0.000321, 1e28)]
     ['0.970', '0.000', '12346', '0.000321', '1e+28']
     """
+    value = 0.0 if abs(value) < 1e-7 else value
     size = abs(value)
     return format(value, f"{sign}.{decimals}f" if 0.01 <= size < 100 or not size else f"{sign}.{5 if size > 1 else 3}g")
 

@@ -19,6 +19,10 @@ def test_both_commands_are_ours():
     assert {one.name for one in scripts if one.value == "lit_vgrpo.cli.main:main"} == {"lightning", "lit-vgrpo"}
 
 
+def test_completion_shows_the_public_names():
+    assert dir(import_module("lit_vgrpo")) == sorted(import_module("lit_vgrpo").__all__)
+
+
 def test_callbacks_are_not_a_global_package():
     module = import_module("lit_vgrpo.callbacks")
     assert Path(str(module.__file__)).parent.name == "callbacks"

@@ -32,6 +32,8 @@ CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, 
 IS_FUNCTION = re.compile(r"^[\w./]+(:\w+|\.py)$")
 KEY = re.compile(r"""Parser key ["']([\w.+]+)["']""")
 OF_CONSTRUCTOR = re.compile(r"- (\w+=.*)")
+OF_ITEM = re.compile(r"^  - (?!Not a valid |Expected |Does not )(?:Problem with given class_path .*\s+)?(.*)", re.M)
+"""Of a union, the error of the constructor of a list's item."""
 EXPECTED = re.compile(r"Expected (?:an? )?(<class '.+?'>|typing\.Literal\[.+?\])")
 GIVEN = re.compile(r"(?:Given value|Got value): (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 REQUIRED = re.compile(r"the following arguments are required: (.+)")
@@ -228,8 +230,11 @@ def _parser_error(error: BaseException, tree: Mapping[str, Any]) -> str:
     if value is not None and expected and key:
         return f"{key}={value[1]}: expected {' or '.join(dict.fromkeys(expected))}."
     classes = {place: value.rpartition(".")[2] for place, value in leaves(tree) if isinstance(value, str)}
-    named = (typed_key(place) for place, name in classes.items() if f".{name}'" in text)
-    return f"{key or next(named, '')}: {one_line(reason)}".removeprefix(": ")
+    named = [typed_key(place) for place, name in classes.items() if f".{name}'" in text]
+    place, what = key or next(iter(named), ""), one_line(reason)
+    if of_item := OF_ITEM.search(text):
+        place, what = re.sub(r"\[\d+\]$", "", place), of_item[1]  # the text does not tell which item
+    return f"{place}: {what}".removeprefix(": ")
 
 
 def _type_name(kind: str) -> str:

@@ -69,7 +69,7 @@ class Benchmark(_Strict):
     reward: Any  # the scorers, as in a recipe
     scale: dict[str, float] = {}  # factor on the reported scores by the scorer's name, such as 100
     mean_of: Literal["tasks", "images"] = "images"  # the overall score is the mean of the tasks' means, or of images
-    papers: list[Paper]
+    papers: list[Paper] = []
     otherwise: list[str] = []  # how this preset differs from the benchmark's code
     changed: list[str] = []  # overrides that change the scorer
 
@@ -100,8 +100,10 @@ def read_benchmark(name: str, overrides: Sequence[str] = ()) -> Benchmark:
         return Benchmark.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise UserError(f"The benchmark {file.stem} lacks {key}. Add {key}: VALUE to {file}.") from error
         if first["type"] == "extra_forbidden":
-            key = ".".join(map(str, first["loc"]))
             raise UserError(unknown_option(key, f"the benchmark {file.stem}", Benchmark.model_fields)) from error
         raise UserError(f"{file.stem}: {validation_message(error)}, not {first['input']!r}.") from error
 

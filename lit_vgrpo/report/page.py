@@ -38,6 +38,8 @@ SIDE, MOVING_SIDE, EDITED_SIDE = 384, 256, 128
 """Maximum longer sides of an image, of a moving video, and of a picture that a prompt edits, in pixels."""
 PIXEL_ART = 128
 """Images up to this size are stored without loss, and enlarged without smoothing."""
+SUMS = ("reward", verdict.UNTRAINED)
+"""Scores that a gallery leaves out if they are those of a single reward."""
 REASONS = {"best": "Best", "worst": "Worst", "disagreement": "Rewards disagree most"}
 UNDONE = ("failed", "interrupted", run_data.UNFINISHED)
 """Outcomes after which a run may continue."""
@@ -151,8 +153,11 @@ def read_kept(run: Path, known: set[str], say: Say = lambda line: None) -> dict[
     pictures = (run / run_data.KEPT).glob("*.png")
     files = {file.name: file for file in pictures if file.is_file() and not file.is_symlink()}
     with reading(table, say) if table.exists() else suppress(FileNotFoundError):
-        for entry in json.loads(read_regular(table))["images"]:
-            scores = {name: verdict.score(score) for name, score in entry["scores"].items()}
+        entries = json.loads(read_regular(table))["images"]
+        columns = {name: [one["scores"][name] for one in entries] for first in entries[:1] for name in first["scores"]}
+        parts = [column for name, column in columns.items() if name not in SUMS]
+        names = [name for name, column in columns.items() if name not in SUMS or column not in parts]
+        for entry in entries:
             image, edited = _read_picture(files[entry["file"]]), files.get(entry["edited"])
             shown = {
                 "image": int(entry["image"]),
@@ -160,7 +165,7 @@ def read_kept(run: Path, known: set[str], say: Say = lambda line: None) -> dict[
                 "pair": [*map(str, entry["pair"] or ())],
                 "picture": image,
                 "edited": None if edited is None else _read_picture(edited, EDITED_SIDE),
-                "scores": scores if len(scores) > 2 else {"reward": scores["reward"]},  # a single reward is the sum
+                "scores": {name: verdict.score(entry["scores"][name]) for name in names},
             }
             if image.source not in known:
                 known.add(image.source)
@@ -235,12 +240,12 @@ class RunPage:
         run, summary = self.run, self.run.summary
         is_gpu = "cpu" not in str(summary.get("device", "cpu")).lower()
         seconds = run.total("seconds")
-        hours = seconds if is_gpu else summary.get("cpu_seconds")
+        spent = seconds if is_gpu else summary.get("cpu_seconds")
         shown = {
             "Iterations": verdict.amount(run.num_iterations),
             "Images": verdict.amount(run.total("images")),
             "Training time": verdict.duration(seconds),
-            "GPU hours" if is_gpu else "CPU hours": hours and f"{hours * summary.get('world_size', 1) / 3600:.3g}",
+            "GPU time" if is_gpu else "CPU time": spent and verdict.duration(spent * summary.get("world_size", 1)),
             "Network passes": verdict.amount(run.total("passes")),
             "Date": str(summary.get("date") or "")[:10],
             "Commit": summary.get("commit"),

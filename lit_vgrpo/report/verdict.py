@@ -111,8 +111,9 @@ class Verdict:
             if name not in end.metrics or name in ("failed", "reward_std", FINGERPRINT):
                 continue
             before, after = (self.run.scores.get(point.iteration, {}).get(name) for point in (start, end))
-            first, paired = (None, None) if start is end else (start.metrics.get(name), difference(before, after))
-            change = Change(name, first, end.metrics[name], (interval(before), interval(after)), paired)
+            first, before = (None, None) if start is end else (start.metrics.get(name), before)
+            both = interval(before), interval(after)
+            change = Change(name, first, end.metrics[name], both, difference(before, after))
             is_sum = [score(one.start) + score(one.end) == score(first) + score(change.end) for one in changes[:2]]
             if name not in rewards or not any(is_sum):  # a sum of one reward is that reward
                 changes.append(change)
@@ -179,6 +180,12 @@ class Verdict:
         return f", and {self.cheating.signs[0]}" if self.cheating.is_likely else ""
 
     @property
+    def evaluated(self) -> str:
+        """When the newest evaluation was made."""
+        at = self.run.comparable[-1].iteration
+        return f"after {counted(at, 'iteration')}" if at else "before training"
+
+    @property
     def sentence(self) -> str:
         """The result in one sentence."""
         reward, run = self.reward, self.run
@@ -189,15 +196,17 @@ class Verdict:
         cost += "" if passes is None else f", {amount(passes)} network passes"
         if reward is None:
             return f"No held-out evaluation yet after {cost}."
+        is_newest = run.comparable[-1].iteration == run.num_iterations
+        when = f"after {cost}" if is_newest else f"{self.evaluated}, not evaluated since; the run has {cost}"
         end = f"{score(reward.end)} {brackets(reward.intervals[1])}".rstrip()
         if reward.start is None:
-            return f"The held-out reward is {end} after {cost}."
+            return f"Held-out reward {end} {when}."
         at = f" at iteration {first}" if (first := run.comparable[0].iteration) else ""
         start = f"{score(reward.start)} {brackets(reward.intervals[0])}".rstrip() + at
         verb = {1: "rose from", -1: "fell from", 0: "did not change measurably:"}[reward.direction]
         change = f"{score(reward.change, '+')} {brackets(reward.difference, '+')}".rstrip()
         so_far = " so far" if run.outcome == RUNNING else ""
-        return f"Held-out reward {verb} {start} to {end}{so_far}{self._and_signs}: {change} after {cost}."
+        return f"Held-out reward {verb} {start} to {end}{so_far}{self._and_signs}: {change} {when}."
 
     @property
     def help(self) -> list[str]:

@@ -164,7 +164,7 @@ class PythonReward(Reward):
                 return function, takes_references, count
             except TypeError as error:
                 reason = str(error)
-        raise RewardError(f"{self._shown} cannot be called with (images, prompts, rows): {reason}")
+        raise RewardError(f"{self._shown} cannot be called with (images, prompts): {reason}")
 
     def _advice(self) -> str:
         """Return a suggestion from the functions that the module defines, or an empty text."""

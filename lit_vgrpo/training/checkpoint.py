@@ -215,6 +215,11 @@ class RunCheckpoint(Checkpoint):
         if self._is_through:
             self.terminated = self.interrupted = False  # the signal came while the run was ending by itself
 
+    @property
+    def has_stopped(self) -> bool:
+        """True if the run ends because it was asked to."""
+        return (self.terminated or self.interrupted) and not self._is_through
+
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._requests is not None:

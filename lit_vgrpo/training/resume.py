@@ -213,7 +213,11 @@ def last_words(folder: Path) -> str:
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         return f"Nothing was saved yet. {how_to_resume(folder).replace('Continue', 'Start again')}"
-    return f"The last checkpoint is {checkpoint}. {how_to_resume(folder)}"
+    try:
+        at = f" ({Progress.of(read(checkpoint))})"
+    except CheckpointDamage as damage:
+        at = f", but it {damage.reason}"
+    return f"The last checkpoint is {checkpoint}{at}. {how_to_resume(folder)}"
 
 
 def _files(folder: Path) -> list[Path]:

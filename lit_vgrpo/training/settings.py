@@ -181,7 +181,7 @@ def sizes_of(trainer: Trainer) -> Sizes:
     if sizes is None:
         raise RuntimeError(
             "VGRPOModule takes its sizes from the data module. "
-            "Call trainer.fit(module, datamodule=PromptDataModule(...))."
+            "Call trainer.fit(module, datamodule=PromptDataModule(...)), or a subclass of it."
         )
     return sizes
 

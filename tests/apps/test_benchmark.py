@@ -55,6 +55,16 @@ def cache(here, monkeypatch):
     return here
 
 
+def test_a_preset_of_your_own_needs_no_paper(cache):
+    preset()
+    file, text = Path("mine.yaml"), Path("mine.yaml").read_text()
+    file.write_text(re.sub("papers: .*", "", text))
+    assert read_benchmark("mine.yaml").papers == []
+    file.write_text(text.replace("steps: 1\n", ""))
+    with pytest.raises(UserError, match="^The benchmark mine lacks steps. Add steps: VALUE to mine.yaml"):
+        read_benchmark("mine.yaml")
+
+
 def test_every_preset_is_small_and_names_its_source():
     assert sorted(shipped("benchmarks")) == NAMES.split()
     for name, file in shipped("benchmarks").items():

@@ -72,6 +72,7 @@ LINES = [
     ("model.reward=a:score", "model.reward=a:score names no class. For a function, write model.reward.python=a:score."),
     ("model.optimizer={class_path: torch.optim.SGD, init_args: {lr: a}}", "model.optimizer.lr=a: expected a number."),
     ("trainer.callbacks=[[EMA]]", "trainer.callbacks[0]=['EMA'] names no class. Write {class_path: "),
+    ("trainer.logger=[helpers.Unreachable, csv]", "trainer.logger: no server at localhost:1"),
     ("trainer.callbacks=[EMA, EarlyStopping]", "The recipe lacks monitor of one of trainer.callbacks. Write it as {"),
     (
         "model.policy=FluxPolicy",

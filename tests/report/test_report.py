@@ -128,7 +128,7 @@ def test_the_numbers_are_those_of_the_summary(inside):
     assert f"{brackets[0]} to {brackets[1]}, change {verdict.score(change.change, '+')} " in text
     assert f"[{verdict.score(change.difference.low, '+')}, " in text
     assert found["date"][:10] in text
-    assert f"{found['cpu_seconds'] / 3600:.3g}" in text
+    assert f"CPU time {verdict.duration(found['cpu_seconds'])}" in text
     assert f"Did it cheat? {found['did_it_cheat']['words']}" in text
     for value in found["reward_parts_end"].values():
         assert verdict.score(value) in text
@@ -404,3 +404,39 @@ def test_refusals(inside, capsys):
     assert not Path("report.html").exists()
     Path("runs/tiny/metrics.csv").write_text("a,b\n1,2\n")
     assert_one_line(report, ["runs/tiny"], capsys, "Cannot read runs/tiny/metrics.csv")
+
+
+def test_a_result_says_when_it_was_measured():
+    rows = [Point({"iterations": number}, {"time/iteration_s": 1.0}) for number in range(1, 7)]
+    start, end = (Point({"iterations": number}, {"reward": 0.1 + number, **HONEST}) for number in (0, 4))
+    scores = {0: {"reward": [(0.1, 1), (0.2, 1)]}}
+    once = RunData(Path("run"), {}, {"outcome": "failed"}, rows, [start], scores)
+    assert Verdict(once).sentence.startswith("Held-out reward 0.100 [0.100, 0.200] before training, not evaluated si")
+    page = render([once])
+    assert "Held-out reward before training: [0.100, 0.200]. In" in page
+    assert '<th scope="col" class="n">Before training</th></tr>' in page
+    twice = RunData(Path("run"), {}, {}, rows, [start, end])
+    assert " after 4 iterations, not evaluated since; the run has 6 iterations." in Verdict(twice).sentence
+    assert "Held-out reward before and after 4 iterations" in render([twice])
+    done = RunData(Path("run"), {}, {}, rows[:4], [start, end])
+    assert Verdict(done).sentence.endswith(": +4.000 after 4 iterations.")
+
+
+def test_runs_with_the_same_answer_share_a_line():
+    points = [Point({"iterations": number}, {"reward": 0.1 * number, **HONEST}) for number in (0, 9)]
+    other = [points[0], Point({"iterations": 9}, {"reward": 0.9, **HONEST, **ALIKE})]
+    page = render([RunData(Path(name), {}, {}, [], use) for name, use in (("a", points), ("b", other), ("c", points))])
+    assert re.findall(r"<strong>(.*?)\.</strong> Did it cheat\? (\w+)", page) == [("a, c", "No"), ("b", "Probably")]
+
+
+def test_a_sum_of_one_reward_is_not_shown_twice(tmp_path):
+    (tmp_path / "report").mkdir()
+    entry = {"file": "1.png", "image": 1, "prompt": "a", "edited": None, "reason": "best", "pair": None}
+    Image.new("RGB", (8, 8)).save(tmp_path / "report" / "1.png")
+    for scores, shown in (
+        ({"reward": 0.5, "untrained_reward": 1.0, "redness": 0.5, "shape": 1.0}, ["redness", "shape"]),
+        ({"reward": 0.5, "red": 0.3, "blue": 0.2}, ["reward", "red", "blue"]),
+    ):
+        (tmp_path / "report" / "images.json").write_text(json.dumps({"images": [{**entry, "scores": scores}]}))
+        ((image,),) = read_kept(tmp_path, set()).values()
+        assert list(image["scores"]) == shown

@@ -9,6 +9,7 @@ import socket
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 
 from lit_vgrpo import VGRPO, OptimizerConfig, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
@@ -25,6 +26,13 @@ class Brightness(Reward):
 
     def __call__(self, images, prompts, rows):
         return images.mean(dim=(1, 2, 3))
+
+
+class Unreachable(CSVLogger):
+    """A tracker whose server is down."""
+
+    def __init__(self, save_dir: str = ".") -> None:
+        raise RuntimeError("no server at localhost:1")
 
 
 class SaveAt(L.Callback):

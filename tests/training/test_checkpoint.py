@@ -86,6 +86,7 @@ def test_an_interrupted_run_saves_and_ends(tiny_recipe, when):
     folder = cli.folder / "checkpoints"
     assert checkpoint.saved == folder / "interrupted.ckpt"
     assert [path.name for path in folder.iterdir()] == ["interrupted.ckpt"]
+    assert json.loads((cli.folder / "summary.json").read_text())["outcome"] == "interrupted"
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "## How this preset differs": [f"- {line}" for line in report["otherwise"] or ["No known differences."]],
         "## Protocol": [aligned(protocol)],
     }
-    return "\n\n".join("\n".join([title, "", *lines]) for title, lines in parts.items()) + "\n"
+    return "\n\n".join("\n".join([title, "", *lines]) for title, lines in parts.items() if lines) + "\n"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

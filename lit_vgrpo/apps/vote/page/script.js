@@ -104,8 +104,12 @@ function enlarge(place) {
   const picture = element("zoom").querySelector("img");
   const { src, alt, className } = element("images").children[zoomed].querySelector("img");
   Object.assign(picture, { src, alt, className });
-  element("zoomed").textContent = `Image ${zoomed + 1} of ${number}. A click or the arrow keys show the others. ${zoomed + 1} chooses it; E, or a click beside it, goes back.`;
-  if (!element("zoom").open) element("zoom").showModal();
+  element("zoomed").textContent = `${alt}. A click or the arrow keys show the others; E, or a click beside it, goes back.`;
+  element("choose").textContent = `Choose image ${zoomed + 1}`;
+  if (!element("zoom").open) {
+    element("zoom").showModal();
+    element("zoom").focus(); // not the button: the key that opened this may be held
+  }
 }
 const toggle = () => {
   if (element("zoom").open) element("zoom").close();
@@ -138,6 +142,7 @@ for (let place = 0; place < 4; place += 1) {
 }
 element("enlarge").addEventListener("click", toggle);
 element("zoom").addEventListener("click", (event) => (event.target.matches("img") ? enlarge(zoomed + 1) : element("zoom").close()));
+element("choose").addEventListener("click", () => vote(zoomed));
 element("skip").addEventListener("click", skip);
 element("undo").addEventListener("click", undo);
 element("undo-last").addEventListener("click", undo);
