@@ -146,10 +146,10 @@ def test_rewards_see_nothing_of_the_trainers_precision(tiny_sd3, tmp_path):
 
 def test_a_check_calls_rewards_on_the_runs_device(here, monkeypatch):
     monkeypatch.syspath_prepend(here)
-    text = "def mine(images, prompts):\n    return torch.from_numpy(images.mean((1, 2, 3)).numpy())\n"
+    text = "def mean(images, prompts):\n    return torch.from_numpy(images.mean((1, 2, 3)).numpy())\n"
     (here / "on_cpu.py").write_text(f"import torch\n{text}")
     with pretended_gpu():
-        cli = build(["tiny_shapes", "trainer.accelerator=gpu", "model.reward={python: 'on_cpu:mine'}"], make_folder=False)
+        cli = build(["tiny_shapes", "trainer.accelerator=gpu", "model.reward={python: on_cpu:mean}"], make_folder=False)
         (error,) = reward_errors(cli)
     assert "can't convert cuda:0 device type tensor to numpy" in error
 
