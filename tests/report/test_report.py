@@ -427,10 +427,8 @@ def test_runs_with_the_same_answer_share_a_line():
     other = [points[0], Point({"iterations": 9}, {"reward": 0.9, **HONEST, **ALIKE})]
     page = render([RunData(Path(name), {}, {}, [], use) for name, use in (("a", points), ("b", other), ("c", points))])
     assert re.findall(r"<strong>(.*?)\.</strong> Did it cheat\? (\w+)", page) == [("a, c", "No"), ("b", "Probably")]
-    assert ['class="suspect"' in render([RunData(Path("a"), {}, {}, [], use)]) for use in (points, other)] == [
-        False,
-        True,
-    ]
+    alone = [render([RunData(Path("run"), {}, {}, [], use)]) for use in (points, other)]
+    assert ['class="suspect"' in page for page in alone] == [False, True]
 
 
 def test_a_sum_of_one_reward_is_not_shown_twice(tmp_path):
