@@ -12,6 +12,7 @@ from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import one_line
+from lit_vgrpo.policies.modular import readdress
 from lit_vgrpo.system.paths import write_new_folder
 from lit_vgrpo.training.saved_weights import evaluated_weights
 from lit_vgrpo.training.trainer_internals import run_folder
@@ -53,6 +54,7 @@ class Export(L.Callback):
                 try:
                     with write_new_folder(folder, advice, replace=True) as draft:
                         policy.save(draft, weights)
+                        readdress(draft, folder.name)
                 except Exception as error:  # the checkpoint must still be saved
                     rank_zero_warn(f"No export. {one_line(error)}")
         trainer.strategy.barrier("export")

@@ -54,9 +54,12 @@ class RunSummary(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         steps_done = 0 <= trainer.max_steps <= trainer.global_step
-        if trainer.max_epochs and 0 < trainer.current_epoch < trainer.max_epochs and not steps_done:
-            is_asked = any(checkpoint.has_stopped for checkpoint in callbacks_of(trainer, RunCheckpoint))
-            self._outcome = "interrupted" if is_asked else "stopped early"
+        epochs_done = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch
+        if not steps_done and not epochs_done:
+            if any(checkpoint.has_stopped for checkpoint in callbacks_of(trainer, RunCheckpoint)):
+                self._outcome = "interrupted"
+            elif trainer.current_epoch and trainer.max_epochs and trainer.max_epochs > 0:
+                self._outcome = "stopped early"
         if pl_module.evaluator.step != trainer.global_step:
             # The last evaluation may be several iterations old.
             with averaged_weights(trainer, pl_module):

@@ -294,10 +294,10 @@ class RecipeCLI(LightningCLI):
         return str(self.parser.dump(config, skip_none=False, skip_check=True))
 
     def give_back(self) -> None:
-        """Remove the run folder if nothing was written to it."""
+        """Remove the run folder if this process has it and nothing was written to it."""
+        if self.lock.is_held:
+            release(self.folder)  # before another run can take it
         self.lock.release()
-        if self.make_folder:
-            release(self.folder)
 
 
 def read_checkpoint(path: Path, what: str) -> dict[str, Any]:

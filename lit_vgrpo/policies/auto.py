@@ -43,7 +43,7 @@ from lit_vgrpo.policies.loading import (
     read_index,
     small_file,
 )
-from lit_vgrpo.policies.modular import as_pipeline
+from lit_vgrpo.policies.modular import as_pipeline, has_modular_index, part_folder
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.policies.unet import PREDICTIONS, SNR_SHIFT, VP_SOLVERS, vp_misfit, vp_scheduler
 from lit_vgrpo.policies.wan import joined_by_time, rows_sharing_time
@@ -58,7 +58,7 @@ from lit_vgrpo.policies.watching import (
     stacked,
     to_meta,
 )
-from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.hub import LoadError, headers_only
 
 NETWORKS = ("transformer", "unet")
 PROOF, PROOF_SCALE, PROOF_STEPS = 'three blue cubes and a small yellow cat that holds "a sign"', 4.0, 8
@@ -169,8 +169,14 @@ class AutoPolicy(Policy):
             find_pipeline_class(self.checkpoint, self.revision)  # downloads it
             folder = config_folder(self.checkpoint, self.revision)
             return {} if folder is None else read_index(folder)
-        path = small_file(self.checkpoint, name, self.revision)
-        return {} if path is None else dict(json.loads(path.read_text()))
+        folder, path = config_folder(self.checkpoint, self.revision), None
+        if folder is not None and has_modular_index(folder):
+            part, _, file = name.rpartition("/")
+            with suppress(Exception), headers_only():  # the hub cannot be asked
+                path = part_folder(folder, part, self.checkpoint, self.revision) / file
+        else:
+            path = small_file(self.checkpoint, name, self.revision)
+        return dict(json.loads(path.read_text())) if path is not None and path.is_file() else {}
 
     @property
     def pipeline_class(self) -> str:  # type: ignore[override]

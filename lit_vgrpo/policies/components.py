@@ -38,11 +38,11 @@ def component_folder(name: str, source: str) -> Path:
         if is_downloaded and local_folder(source) is None:
             with suppress(Exception):  # the line below tells
                 download_small_files(source)
-        for place in (file, f"{name}/{file}"):
+        for place in (f"{name}/{file}", file):
             if (path := file_at_hand(source, place)) is not None:
                 return path.parent
     reason = explain_unloadable(source, file, f"{KEY}.{name}")
-    raise LoadError(reason or f"{KEY}.{name}={source} has no {file} and no {name}/{file}.")
+    raise LoadError(reason or f"{KEY}.{name}={source}: neither {file} nor {name}/{file} can be downloaded.")
 
 
 def component_class(family: Any, name: str, source: str, known: Any) -> Any:
@@ -56,6 +56,8 @@ def component_class(family: Any, name: str, source: str, known: Any) -> Any:
         LoadError: The pipeline has no such network or tokenizer, or its class is not known.
     """
     parts = inspect.signature(family).parameters
+    if hasattr(family, "default_call_parameters"):
+        raise LoadError(f"{KEY} is not for modular pipelines. Name the other repository in modular_model_index.json.")
     if name not in parts or name == "scheduler":
         places = [part for part in parts if part not in ("self", "scheduler")]
         raise LoadError(unknown_option(f"{KEY}.{name}", family.__name__, places))
@@ -64,12 +66,16 @@ def component_class(family: Any, name: str, source: str, known: Any) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer
-    config, hint = json.loads((folder / "config.json").read_text()), parts[name].annotation
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise LoadError(f"{folder / 'config.json'} is damaged. Save or download it again.") from error
+    hint = parts[name].annotation
     own = [kind for kind in (known, *(get_args(hint) or [hint])) if is_network(kind)]
     written = config.get("_class_name")  # diffusers' models have one, such as AutoencoderTiny for a vae
     if written is None and own:
         return own[0]  # several classes of transformers read the same files
-    library, kind = ("diffusers", written) if written else ("transformers", *config.get("architectures", [""])[:1])
+    library, kind = ("diffusers", written) if written else ("transformers", (config.get("architectures") or [""])[0])
     found = getattr(import_module(library), str(kind), None)
     if not is_network(found) or (own and name != "vae" and found not in own):
         needed = f" The {name} of {family.__name__} is a {own[0].__name__}." if own else ""
@@ -85,6 +91,6 @@ def is_network(kind: Any) -> bool:
 def downloaded_component(name: str, source: str, variant: str | None) -> None:
     """Download a component of a hub repository if necessary; raises as :func:`component_folder`."""
     folder = component_folder(name, source)
-    if local_folder(source) is None:
+    if local_folder(source) is None and not name.startswith("tokenizer"):  # whose files are small
         with loading(source, f"Run: hf download {source}, or set {KEY}.{name}=/a/local/folder."):
             fetched_folder(source, name if folder.name == name else "", variant=variant)

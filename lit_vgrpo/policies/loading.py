@@ -16,7 +16,14 @@ from torch import nn
 
 from lit_vgrpo.policies.components import KEY as COMPONENTS
 from lit_vgrpo.policies.components import component_class, component_folder, downloaded_component
-from lit_vgrpo.policies.modular import MODULAR_INDEX, assembled, own_folder, part_folder, read_modular_index
+from lit_vgrpo.policies.modular import (
+    MODULAR_INDEX,
+    assembled,
+    has_modular_index,
+    own_folder,
+    part_folder,
+    read_modular_index,
+)
 from lit_vgrpo.system.hub import (
     LoadError,
     cached_file,
@@ -93,6 +100,10 @@ def find_folder(policy: Loadable) -> Path | None:
         raise LoadError(
             f"{name} {error} In its {INDEX}, it is null or absent. To take another checkpoint's, set {COMPONENTS}."
         )
+    for part, source in policy.components.items():
+        is_here = issubclass(parts[part], nn.Module) and local_folder(source) is not None
+        if is_here and not weight_files(component_folder(part, source)).keys() & {variant, None}:
+            raise LoadError(f"{COMPONENTS}.{part}={source} has no weights. Download or save it again.")
     if path is None:
         return folder
     own = {part: own_folder(folder, part) for part in parts if part not in policy.components}
@@ -143,7 +154,7 @@ def _part_folder(policy: Loadable, folder: Path, name: str) -> Path:
     """Return the folder of a part of the pipeline in ``folder``."""
     if name in policy.components:
         return component_folder(name, policy.components[name])
-    return part_folder(folder, name, policy.checkpoint, policy.revision)
+    return part_folder(folder, name, policy.checkpoint, policy.revision, policy.variant)
 
 
 def _lacking(policy: Loadable, present: dict[str, Any]) -> str | None:
@@ -216,7 +227,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     Raises:
         LoadError: It is a modular pipeline's whose blocks are not in diffusers.
     """
-    if (folder / MODULAR_INDEX).is_file() and not (folder / INDEX).is_file():
+    if has_modular_index(folder):
         return read_modular_index(folder)
     path = folder / INDEX
     index: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
@@ -272,7 +283,7 @@ def pipeline_on_meta(policy: Loadable, folder: Path) -> Any:
         try:
             return _assembled(policy, folder)
         except LoadError:
-            if local_folder(policy.checkpoint) is not None:
+            if all(local_folder(source) is not None for source in (policy.checkpoint, *policy.components.values())):
                 raise
         with suppress(Exception):  # a hub that cannot be asked, or another error in the files, which loading reports
             download_small_files(policy.checkpoint, policy.revision)
@@ -297,10 +308,11 @@ def _assembled(policy: Loadable, folder: Path) -> Any:
             is_safe = all(file.suffix == ".safetensors" for file in files.get(variant, ()))
             dtype = {"torch_dtype" if hasattr(kind, "load_config") else "dtype": dtypes.get(name, policy.dtype)}
             options = {"variant": variant, "use_safetensors": is_safe, **dtype}
-            networks[name] = load_network(kind, str(place), REMEDY, **options)
+            remedy = f"Name another one in {COMPONENTS}.{name}." if name in policy.components else REMEDY
+            networks[name] = load_network(kind, str(place), remedy, **options)
             loaded.update()
         with loading(policy.checkpoint, REMEDY):
-            is_modular = not (folder / INDEX).is_file()
+            is_modular = has_modular_index(folder)
             for name in (parts if is_modular else policy.components).keys() - kinds.keys():
                 networks[name] = parts[name].from_pretrained(_part_folder(policy, folder, name))
             if is_modular:

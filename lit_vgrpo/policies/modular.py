@@ -91,6 +91,11 @@ def _inner(block: Any) -> Iterator[Any]:
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
+def has_modular_index(folder: Path) -> bool:
+    """Return whether a folder is a modular pipeline's; another index takes precedence."""
+    return (folder / MODULAR_INDEX).is_file() and not (folder / "model_index.json").is_file()
+
+
 def read_modular_index(folder: Path) -> dict[str, Any]:
     """Return a modular pipeline's index in the form of the others: the library and class of each part to be loaded.
 
@@ -103,7 +108,9 @@ def read_modular_index(folder: Path) -> dict[str, Any]:
     return {name: _named(folder, value) if _is_part(value) else value for name, value in known.items()}
 
 
-def part_folder(folder: Path, name: str, checkpoint: str, revision: str | None = None) -> Path:
+def part_folder(
+    folder: Path, name: str, checkpoint: str, revision: str | None = None, variant: str | None = None
+) -> Path:
     """Return the folder of a part: in its pipeline's folder, or, of a modular pipeline, in that of another repository.
 
     A part of a modular pipeline on the hub is downloaded.
@@ -113,21 +120,21 @@ def part_folder(folder: Path, name: str, checkpoint: str, revision: str | None =
         name: Of the part.
         checkpoint: The pipeline's folder or hub name.
         revision: Of its repository.
+        variant: Of the weights.
     """
     own = own_folder(folder, name)
-    if (own.is_dir() and local_folder(checkpoint) is not None) or not (folder / MODULAR_INDEX).is_file():
+    if (own.is_dir() and local_folder(checkpoint) is not None) or not has_modular_index(folder):
         return own
     source = json.loads((folder / MODULAR_INDEX).read_text())[name][2]
     repository, inner = _repository(source) or checkpoint, source.get("subfolder") or ""
     if (local := local_folder(repository)) is not None:
         return local / inner
-    return fetched_folder(repository, inner, revision if repository == checkpoint else source.get("revision"))
+    return fetched_folder(repository, inner, revision if repository == checkpoint else source.get("revision"), variant)
 
 
 def own_folder(folder: Path, name: str) -> Path:
     """Return the folder of a part in its pipeline's folder; of a modular pipeline it may not exist."""
-    path = folder / MODULAR_INDEX
-    entry: Any = json.loads(path.read_text()).get(name) if path.is_file() else None
+    entry: Any = json.loads((folder / MODULAR_INDEX).read_text()).get(name) if has_modular_index(folder) else None
     return folder / ((entry[2].get("subfolder") or "-") if _is_part(entry) else name)
 
 
@@ -158,8 +165,11 @@ def lines_that_load(pipeline: Any, source: str, dtype: str, variant: str | None,
     if found := rewriters(getattr(diffusers, name)()):
         pops = [f'blocks.sub_blocks.pop("{block}")' for block in found]
         lines = [f"blocks = diffusers.{name}()", *pops, f"pipe = diffusers.{kind}(blocks, {of_index})"]
-    versions = "".join(f", {key}={value!r}" for key, value in (("variant", variant), ("revision", revision)) if value)
-    return [*lines, f"pipe.load_components(torch_dtype={dtype}{versions})"]
+    parts = {part: entry[2] for part, entry in pipeline.config.items() if _is_part(entry)}
+    own = [part for part in parts if json.dumps(_repository(parts[part]), ensure_ascii=False) == source]
+    versions = {"variant": dict.fromkeys(parts, variant), "revision": dict.fromkeys(own, revision)}
+    given = [f", {key}={value}" for key, value in versions.items() if any(value.values())]
+    return [*lines, f"pipe.load_components(torch_dtype={dtype}{''.join(given)})"]
 
 
 def _blocks(index: Mapping[str, Any]) -> Any:

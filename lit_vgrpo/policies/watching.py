@@ -302,7 +302,8 @@ def guiders_at(pipeline: Any, scale: float | Mapping[str, Any]) -> dict[str, Any
 
 def in_own_type(module: Any, *given: Any, **named: Any) -> Any:
     """Return a module's output for floating-point inputs of any type, in float32."""
-    given, named = tree_map(partial(floats_as, module.dtype), (given, named))
+    own = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), torch.float32)
+    given, named = tree_map(partial(floats_as, getattr(module, "dtype", own)), (given, named))
     return tree_map(partial(floats_as, torch.float32), module(*given, **named))
 
 
@@ -324,7 +325,8 @@ def random_output(module: nn.Module, *given: Any, **named: Any) -> Any:
 def with_values(module: nn.Module) -> dict[str, Any]:
     """Return values from 1 to 2 for a module's buffers on the meta device, as of a VAE's statistics, by attribute."""
     named = dict(module.named_buffers(recurse=False))
-    buffers = {key: torch.linspace(1, 2, one.numel(), dtype=one.dtype).reshape(one.shape) for key, one in named.items()}
+    values = {key: torch.linspace(1, 2, one.numel()).reshape(one.shape) for key, one in named.items()}
+    buffers = {key: values[key].to(one.dtype) for key, one in named.items()}
     children = {name: (child, with_values(child)) for name, child in module.named_children()}
     return buffers | {name: StandIn(child, **values) for name, (child, values) in children.items() if values}
 

@@ -184,8 +184,9 @@ def loading_lines(policy: Policy, source: str, dtype: torch.dtype, index: Path |
 def quantised_lines(policy: Policy, is_adapter: bool) -> list[str]:
     """Return the line of Python that quantises the base as the run did, or a comment if that is not possible."""
     kind, mapping = policy.quantisation, []
-    if not is_adapter or kind not in IN_DIFFUSERS:
-        why = "diffusers cannot quantise in this way" if is_adapter else "the LoRA is merged into unquantised weights"
+    elsewhere = is_modular(policy.pipeline) or not policy.components.keys().isdisjoint(policy.network_names)
+    if not is_adapter or kind not in IN_DIFFUSERS or elsewhere:
+        why = "these lines do not quantise it" if is_adapter else "the LoRA is merged into unquantised weights"
         return [f"# The run's base was in {kind}, and {why}: images differ slightly."]
     for name, network in policy.networks().items():
         quantised, linear = block_linears(network), [n for n, m in network.named_modules() if isinstance(m, nn.Linear)]
@@ -213,7 +214,8 @@ def component(policy: Policy, name: str, dtype: torch.dtype) -> str:
     """Return the argument of ``from_pretrained`` for a part of the pipeline that comes from another checkpoint."""
     source, kind = policy.components[name], type(getattr(policy.pipeline, name))
     given = [_quoted(local_folder(source) or source)]
-    if component_folder(name, source).name == name and Path(source).name != name:
+    inside, local = component_folder(name, source), local_folder(source)
+    if inside != local if local is not None else inside.name == name:
         given.append(f'subfolder="{name}"')
     if issubclass(kind, torch.nn.Module):
         given.append(f"torch_dtype={dtype}")

@@ -74,19 +74,29 @@ class FolderLock:
     def take(self, folder: Path) -> None:
         """Lock a folder; raise UserError if another process has it, or if it cannot be written to."""
         file = folder / LOCK
-        try:
-            lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise UserError(f"Cannot write to {folder}: {error.strerror}. Set run_dir=/another/folder.") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            advice = f"Wait for it, or stop it. If its machine is gone, run: rm {file}"
-            raise UserError(f"Another process is still writing to {folder}. {advice}") from error
-        except OSError as error:
-            report([f"WARNING: {folder} cannot be locked ({error.strerror}). Start no second run in it."])
-        self._lock, self._handle = lock, os.open(folder, os.O_RDONLY)
+        while self._lock is None:
+            try:
+                lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            except OSError as error:
+                raise UserError(f"Cannot write to {folder}: {error.strerror}. Set run_dir=/another/folder.") from error
+            with suppress(OSError):  # of another user, who may do what the folder allows
+                os.fchmod(lock, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(lock)
+                advice = f"Wait for it, or stop it. If its machine is gone, run: rm {file}"
+                raise UserError(f"Another process is still writing to {folder}. {advice}") from error
+            except OSError as error:
+                report([f"WARNING: {folder} cannot be locked ({error.strerror}). Start no second run in it."])
+            if file.exists() and os.path.samestat(os.fstat(lock), file.stat()):  # else its holder just removed it
+                self._lock, self._handle = lock, os.open(folder, os.O_RDONLY)
+            else:
+                os.close(lock)
+
+    @property
+    def is_held(self) -> bool:
+        return self._lock is not None
 
     def has_moved(self, folder: Path) -> bool:
         """Return True if the folder's path now names another folder, or none."""

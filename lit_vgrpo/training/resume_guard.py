@@ -148,6 +148,8 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Pla
     lines = []
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
+        if (old, new) == (ABSENT, None):
+            continue  # an option that did not exist then
         if not is_same_value(old, new) and not _is_found_elsewhere(old, new):
             shown = key.replace(".init_args", "").removesuffix(".class_path")
             lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(shown_now.get(key, new))} now")

@@ -105,6 +105,12 @@ def test_components_that_do_not_fit_are_one_line(families, tmp_path):
         "vae": (str(tmp_path), "has no config.json. Set model.policy.components.vae to a folder"),
         "transformer": (f"{folder}/vae", "is a AutoencoderKL. The transformer of StableDiffusion3Pipeline is a SD3T"),
     }
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    wrong["text_encoder"] = str(tmp_path / "damaged"), "damaged/config.json is damaged. Save or download it again."
+    shutil.copytree(f"{folder}/vae", tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    for source, message in [wrong.pop("vae"), (str(tmp_path / "bare"), "components.vae=")]:
+        assert message in SD3Policy(folder, components={"vae": source}).check()[0]
     for name, (source, message) in wrong.items():
         (error,) = SD3Policy(folder, components={name: source}).check()
         assert message in error, error

@@ -10,7 +10,7 @@ from fake_hub import FakeHub
 
 from lit_vgrpo.policies import AutoPolicy
 from lit_vgrpo.policies.meta import policy_on_meta
-from lit_vgrpo.policies.modular import MODULAR_INDEX, as_pipeline
+from lit_vgrpo.policies.modular import MODULAR_INDEX, as_pipeline, own_folder, part_folder
 from lit_vgrpo.report.model_card import loading_lines
 
 SIZE = {"height": 32, "width": 48}
@@ -70,6 +70,28 @@ def test_parts_may_be_elsewhere(folder, tmp_path):
     edit_index(folder, lambda index: index["transformer"][2].update(source))
     assert AutoPolicy(str(folder), **SIZE).check() == []
     assert AutoPolicy(str(folder), **SIZE).load().latent_shape == (16, 4, 6)
+
+
+def test_a_scheduler_elsewhere_is_read_before_loading(tmp_path):
+    folder = zoo.save("StableDiffusionXLModularPipeline", tmp_path / "sdxl")
+    (folder / "scheduler").rename(tmp_path / "elsewhere")
+    source = {"pretrained_model_name_or_path": str(tmp_path), "subfolder": "elsewhere"}
+    edit_index(folder, lambda index: index["scheduler"][2].update(source))
+    assert AutoPolicy(str(folder)).path_kind == "vp"
+
+
+def test_another_index_takes_precedence(folder):
+    assert own_folder(folder, "transformer") == folder / "transformer"
+    edit_index(folder, lambda index: index["transformer"][2].update(subfolder="other"))
+    assert own_folder(folder, "transformer") == folder / "other"
+    (folder / "model_index.json").write_text("{}")
+    assert own_folder(folder, "transformer") == folder / "transformer"
+    assert part_folder(folder, "transformer", "owner/name") == folder / "transformer"
+
+
+def test_components_are_refused_in_one_line(folder):
+    (error,) = AutoPolicy(str(folder), **SIZE, components={"vae": str(folder)}).check()
+    assert error.startswith("model.policy.components is not for modular pipelines.")
 
 
 def test_a_repository_whose_parts_are_in_two(folder, tmp_path, monkeypatch):

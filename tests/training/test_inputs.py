@@ -146,3 +146,7 @@ def test_a_file_known_by_another_path_is_no_change(here):
 def test_servers_may_be_added_to_a_reward():
     one, two = ({"model": {"reward": {"url": url, "name": "http"}}} for url in ("http://a", ["http://a", "http://b"]))
     assert changes(one, two) == changes(two, one) == []
+    assert changes({"model": {}}, {"model": {"new": None}}) == []
+    assert changes({"model": {}}, {"model": {"added_since": 1}}) == [
+        "model.added_since: not set in the checkpoint, 1 now"
+    ]

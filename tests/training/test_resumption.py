@@ -150,6 +150,27 @@ def test_a_folder_that_is_in_use(tiny_recipe, capsys):
     assert run(["run/config.yaml", "--resume", "trainer.max_epochs=2"]) == 0
 
 
+def test_a_run_that_is_refused_leaves_the_folder_to_its_owner(tiny_recipe, capsys):
+    first = FolderLock()
+    Path("run").mkdir()
+    first.take(Path("run"))
+    assert run([str(tiny_recipe), "run_dir=run", "--resume"]) == 2
+    assert "Another process is still writing to run." in capsys.readouterr().err
+    assert os.listdir("run") == [".lock"]
+    assert not first.has_moved(Path("run"))
+    first.release()
+
+
+def test_an_error_before_there_is_a_folder_deletes_nothing(tiny_recipe):
+    place = tiny_recipe.parent / "only_a_lock"
+    place.mkdir()
+    os.chdir(place)
+    Path(".lock").touch()
+    assert run([str(tiny_recipe), "model.policy.lora_rank=2", "model.policy.train_only=['*']"]) == 2
+    assert os.listdir() == [".lock"]
+    os.chdir(tiny_recipe.parent)
+
+
 def test_a_network_disk_that_locks_only_files_open_for_writing(tmp_path, monkeypatch, capsys):
     lock, locks = fcntl.flock, True
 

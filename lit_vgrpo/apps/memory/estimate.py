@@ -151,7 +151,8 @@ def advice(cli: RecipeCLI, needed: Estimate, free: int, device: torch.device, pe
     values, command = {typed_key(place): value for place, value in leaves(cli.plain_recipe())}, cli.recipe.command
 
     def peak_with(settings: Iterable[str]) -> float:
-        overrides = [*command.overrides, *((key, value) for key, _, value in (one.partition("=") for one in settings))]
+        given = [(key, value) for key, _, value in (one.partition("=") for one in settings)]
+        overrides = [*command.overrides, *given, ("ckpt_path", "null")]  # which would be read each time
         changed = replace(command, overrides=overrides)
         with suppress(UserError, NotEstimated), warnings.catch_warnings(action="ignore"):  # the recipe itself warned
             other = build_recipe(read_recipe(changed), make_folder=False, elsewhere=True)
@@ -164,9 +165,9 @@ def advice(cli: RecipeCLI, needed: Estimate, free: int, device: torch.device, pe
 
     over = [phase for phase, size in needed.phases.items() if sum(needed.parts.values()) + size > free]
     left = filter(is_left, dict.fromkeys([*(one for phase in over for one in ADVICE[phase]), *ANYWHERE]))
-    chosen, peak = list[str](), math.inf
+    chosen, peak = list[str](), float(needed.peak)
     for setting in bar("Trying settings", left):
-        if (found := peak_with([*chosen, setting])) < math.inf:
+        if (found := peak_with([*chosen, setting])) < peak:
             chosen, peak = [*chosen, setting], found
         if peak <= free:
             break
