@@ -105,7 +105,7 @@ class RunSummary(L.Callback):
             "heldout_reward_start": _plain(_start(module).get("reward")),
             "heldout_reward_end": _plain(end.get("reward")),
             "reward_parts_end": {name: _plain(end[name]) for name in module.reward.part_names if name in end},
-            "heldout_metrics_start": {name: _plain(value) for name, value in _start(module).items()},
+            "heldout_metrics_start": {name: _plain(value) for name, value in _start(module).items() if name in end},
             "heldout_metrics_end": {name: _plain(value) for name, value in end.items()},
             "weights": evaluated_weights(trainer),
             "iterations": trainer.current_epoch,

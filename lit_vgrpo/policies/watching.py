@@ -221,9 +221,8 @@ class Watcher:
         twin.__class__ = type(kind.__name__, (kind,), {"_execution_device": property(lambda self: device)})
         for name, part in self.pipeline.components.items():
             if isinstance(part, nn.Module) and name not in (*self.networks, "vae"):
-                shown = {"dtype": torch.float32} if self.has_weights else {"device": device}
-                call = in_own_type if self.has_weights else random_output
-                vars(twin)[name] = StandIn(part, partial(call, part), **shown)
+                call, shown = (in_own_type, {}) if self.has_weights else (random_output, {"device": device})
+                vars(twin)[name] = StandIn(part, partial(call, part), dtype=torch.float32, **shown)
         return twin
 
     def _encoders(self, twin: Any) -> list[tuple[str, Any]]:

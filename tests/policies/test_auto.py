@@ -337,7 +337,7 @@ def test_a_solver_with_other_times_is_refused():
 @pytest.mark.slow
 def test_a_guider_is_set_in_lines_of_python():
     lines = built("HunyuanVideo15Pipeline").load().scheduler_lines(RolloutSpec("euler", 3, 2.0))
-    assert lines == ["pipe.guider = pipe.guider.new(enabled=True, guidance_scale=2)"]
+    assert lines == ["pipe.guider = pipe.guider.new(enabled=True, guidance_scale=2.0)"]
 
 
 def test_a_network_without_adapters_is_trained_whole():
