@@ -250,24 +250,21 @@ def read_pipeline(policy: Loadable) -> Any:
     Raises:
         LoadError: The pipeline cannot be downloaded, lacks something or is damaged.
     """
+    # Keep the downloads' progress bars: they may be the slowest part of the start.
+    with quiet_libraries(shows_bars=True):
+        for name, source in policy.components.items():
+            downloaded_component(name, source, policy.variant)
     folder = local_folder(policy.checkpoint)
     if folder is None:
         index = config_folder(policy.checkpoint, policy.revision)
         left_out = dict.fromkeys(policy.components) | ({} if index is None else policy.null_components(index))
         remedy = f"Run: hf download {policy.checkpoint}, or set {KEY}=/a/local/folder."
-        # Keep the download's progress bars: it may be the slowest part of the start.
         with loading(policy.checkpoint, remedy), quiet_libraries(shows_bars=True):
             versions = {"revision": policy.revision, "variant": policy.variant}
             family = _family(policy)
-            for name, source in policy.components.items():
-                downloaded_component(name, source, policy.variant)
             if index is not None and not hasattr(family, "download"):
                 return _assembled(policy, index)  # which downloads the parts of a modular pipeline
             folder = Path(family.download(policy.checkpoint, **versions, **left_out))
-    else:
-        with quiet_libraries(shows_bars=True):
-            for name, source in policy.components.items():
-                downloaded_component(name, source, policy.variant)
     return _assembled(policy, folder)
 
 

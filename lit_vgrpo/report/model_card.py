@@ -163,9 +163,7 @@ def loading_lines(policy: Policy, source: str, dtype: torch.dtype, index: Path |
     """Return the lines of Python that load a pipeline from a hub name or folder, whose index is in ``index`` so far."""
     is_start, vae = source == _base(policy), policy.decode_dtype
     types = f"{dtype}" if vae == dtype else f'{{"default": {dtype}, "vae": {vae}}}'
-    which = (
-        {"variant": policy.variant, "revision": policy.revision} if is_start else {"variant": None, "revision": None}
-    )
+    which = {name: getattr(policy, name) if is_start else None for name in ("variant", "revision")}
     if is_modular(policy.pipeline):
         return lines_that_load(policy.pipeline, _quoted(source), types, **which)
     given = [f"{name}={_quoted(value)}" for name, value in which.items() if value is not None]
