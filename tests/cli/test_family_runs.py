@@ -5,16 +5,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from commands import run
 from helpers import picture_prompts
-from saved_runs import IN_16, assert_same, draw_exports
+from saved_runs import IN_16, assert_resumed_alike, assert_same, draw_exports
 
 from lit_vgrpo import policies
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.policies.checks import difference
-from lit_vgrpo.training.checkpoint_file import read
 
 FAMILIES = {
     "kontext": ("KontextPolicy", 16),
@@ -82,10 +80,8 @@ def runs(tmp_path_factory, large_folder, flux_folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", RESUMED)
 def test_a_resumed_run_ends_like_one_undisturbed(runs, family):
-    whole, half = (read(runs(family) / name / "checkpoints" / "last.ckpt") for name in ("whole", "half"))
+    whole, half = assert_resumed_alike(runs(family))
     assert whole["global_step"] == half["global_step"] == 4
-    for state in ("state_dict", "callbacks", "optimizer_states"):
-        torch.testing.assert_close(half[state], whole[state], rtol=0, atol=0)
     trained = [value for name, value in whole["state_dict"].items() if "lora_B" in name]  # from 0
     assert sum((value.abs().max() > 0.01).item() for value in trained) > 0.8 * len(trained)
 

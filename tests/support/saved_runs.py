@@ -14,6 +14,7 @@ from lit_vgrpo.cli.sample import image_of
 from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.pixels import to_pil
+from lit_vgrpo.training.checkpoint_file import read
 from lit_vgrpo.training.evaluation import evaluation_of
 from lit_vgrpo.training.saved_weights import SavedWeights
 
@@ -85,3 +86,11 @@ def draw_exports(cases, folder):
         jobs.append({"lines": [*SMALL_PICTURES, *out.getvalue().splitlines()[1:]], "seed": SEED, **files})
     draw_with_diffusers(jobs, folder)
     return [(torch.load(job["image"]), *ours) for job, ours in zip(jobs, images, strict=True)]
+
+
+def assert_resumed_alike(folder):
+    """Check that the run ``half``, which was resumed, ended like the run ``whole``; return their checkpoints."""
+    whole, half = (read(folder / name / "checkpoints" / "last.ckpt") for name in ("whole", "half"))
+    for state in ("state_dict", "callbacks", "optimizer_states"):
+        torch.testing.assert_close(half[state], whole[state], rtol=0, atol=0)
+    return whole, half
