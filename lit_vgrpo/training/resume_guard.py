@@ -157,7 +157,10 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Pla
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the weights depend on, by dotted key; among callbacks only EMA's."""
+    """Return the settings that the weights depend on, by dotted key; among callbacks only EMA's.
+
+    An empty mapping or list sets nothing, so it equals an option that did not exist.
+    """
     trainer = recipe.get("trainer") or {}
     callbacks = trainer.get("callbacks") or []
     trained = {name: recipe[name] for name in ("seed_everything", "model", "data") if name in recipe}
@@ -165,7 +168,7 @@ def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
         if class_name(callback) == "EMA":
             trained["trainer"]["EMA"] = dict(callback)
-    settings = {dotted(place): value for place, value in leaves(trained)}
+    settings = {dotted(place): value for place, value in leaves(trained) if value not in ({}, [])}
     return {key: value for key, value in settings.items() if not _is_free(key)}
 
 

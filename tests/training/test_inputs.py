@@ -146,7 +146,13 @@ def test_a_file_known_by_another_path_is_no_change(here):
 def test_servers_may_be_added_to_a_reward():
     one, two = ({"model": {"reward": {"url": url, "name": "http"}}} for url in ("http://a", ["http://a", "http://b"]))
     assert changes(one, two) == changes(two, one) == []
-    assert changes({"model": {}}, {"model": {"new": None}}) == []
-    assert changes({"model": {}}, {"model": {"added_since": 1}}) == [
-        "model.added_since: not set in the checkpoint, 1 now"
+
+
+def test_an_option_added_since_changes_nothing_until_it_is_set():
+    for empty in (None, {}, []):
+        assert changes({"model": {}}, {"model": {"new": empty}}) == [], empty
+        assert changes({"model": {"old": 1}}, {"model": {"old": 1, "new": empty}}) == [], empty
+    assert changes({"model": {}}, {"model": {"new": 1}}) == ["model.new: not set in the checkpoint, 1 now"]
+    assert changes({"model": {"old": ["a"]}}, {"model": {"old": []}}) == [
+        "model.old[0]: a in the checkpoint, not set now"
     ]
