@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ from lit_vgrpo.errors import UserError, counted, report, say, score_text
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.options import CheckReward
-from lit_vgrpo.rewards import Scores, Weighted
+from lit_vgrpo.rewards import PythonReward, Scores, Weighted
+from lit_vgrpo.rewards.base import ImageBatch
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import measured_memory
 from lit_vgrpo.system.paths import typed_path
@@ -36,6 +38,7 @@ from lit_vgrpo.training.saved_weights import load_policy
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
 PICTURE = Path("check_reward")
 NOISE, ROUNDING = 0.1, 1e-3  # shares of the scores' std and size by which a score may change from call to call
+BLACK = 0.02  # share of the scores' size by which some score of an image must differ from that of a black one
 HEADER = ("weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
 
 
@@ -127,6 +130,7 @@ class PartTrial:
         seconds: Wall time for all images, after a warm-up.
         error: The last failure, if any.
         change: Largest difference between two calls with the same images, the first batch.
+        from_black: Largest difference of a score of the first batch from that of a black image.
     """
 
     name: str
@@ -137,6 +141,7 @@ class PartTrial:
     seconds: float
     error: str | None = None
     change: float = 0.0
+    from_black: float = math.inf
 
     def __post_init__(self) -> None:
         is_finite = self.scores.isfinite()
@@ -175,6 +180,7 @@ def trials(
     batches = list(batches_of(images, rows, len(rows) if reward.compares else batch_size))
     first = reward.score(*batches[0])  # the first call of a model takes longer
     joined = Scores.joined([reward.score(*batch) for batch in batches])
+    black = ImageBatch.rounded(torch.zeros_like(batches[0][0]), *batches[0][1:])
     parts, places = [], torch.arange(len(rows))
     for name, scores in joined.parts.items():
         applies = joined.applies_to(name)
@@ -182,6 +188,11 @@ def trials(
         changes = (scores[: len(first)] - first.parts[name].cpu()).abs().nan_to_num()
         of_images = scores[applies], groups[applies], places[applies]
         parts.append(PartTrial(name, weight, *of_images, seconds, error, float(changes.max())))
+    for trial, part in zip(parts, reward.parts, strict=True):
+        is_own = isinstance(part.reward, PythonReward) or not type(part.reward).__module__.startswith("lit_vgrpo.")
+        if is_own and batches[0][0].any():
+            gaps = first.parts[part.name].cpu() - reward.score_part(part, black).total
+            trial.from_black = max(gaps[gaps.isfinite()].abs().tolist(), default=math.inf)
     return [*parts, PartTrial("total", None, joined.total, groups, places, sum(joined.seconds.values()))]
 
 
@@ -194,6 +205,11 @@ def findings(parts: Sequence[PartTrial]) -> list[str]:
         if part.change > NOISE * part.finite.std(correction=0) + ROUNDING * part.finite.abs().max():
             other = f"{part.name} gave other scores for the same images, by up to {part.change:.4g}"
             warnings.append(f"{other}. Switch its model to eval() if dropout is on, and seed what it draws.")
+    for part in (part for part in single if not part.is_constant):
+        if part.from_black < BLACK * part.finite.abs().max():
+            blind = f"{part.name} scores a black image like these: the difference is at most {part.from_black:.4g}"
+            advice = "A transformers image processor divides by 255: pass it do_rescale=False, or set images=pil."
+            warnings.append(f"{blind}. {advice}")
     constant = [part for part in single if part.is_constant] or [total] * total.is_constant
     for part in constant:
         value = f"{part.name} is constant ({float(part.finite[0]):.4g}) on {len(part.finite)} images"

@@ -157,6 +157,32 @@ def test_a_reward_that_gives_other_scores_for_the_same_images_is_found():
     assert findings(tried([0.0, 1.0, 2.0, 3.0], reward=Weighted([quiet]))) == []
 
 
+def test_a_reward_that_sees_black_images_is_found():
+    from transformers import CLIPImageProcessor
+
+    processor = CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+
+    def wrong(images, prompts):
+        return processor(images=images, return_tensors="pt")["pixel_values"].mean((1, 2, 3))
+
+    def right(images, prompts):
+        return processor(images=images, do_rescale=False, return_tensors="pt")["pixel_values"].mean((1, 2, 3))
+
+    def failing(images, prompts):
+        return [float(image.mean()) or None for image in images]  # none for a black image
+
+    def one(images, prompts):
+        return [1.0] * len(images)
+
+    images = torch.rand(4, 1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    said = findings(trials(Weighted([wrong, right, failing]), images, [{"prompt": "a"}] * 4, torch.zeros(4).long(), 2))
+    assert len(said) == 1
+    assert said[0].startswith("wrong scores a black image like these: the difference is at most 0.00")
+    assert said[0].endswith("pass it do_rescale=False, or set images=pil.")
+    (constant,) = findings(trials(Weighted([one]), images, [{"prompt": "a"}] * 4, torch.zeros(4).long(), 2))
+    assert constant.startswith("one is constant")
+
+
 def test_a_part_is_judged_on_the_images_that_it_applies_to():
     class Named(Given):
         name = "named"
