@@ -1,4 +1,4 @@
-"""Ray Train places the ranks of a run and starts them again after a failure. Each rank is the command itself.
+"""Ray places the ranks of a run and starts them again after a failure. Each rank is the command itself.
 
     pip install "lit-vgrpo[ray]"
     python deploy/ray_train.py sd3_pickscore strategy/zero2 run_dir=/shared/runs/job --workers 8
@@ -14,39 +14,72 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
-from ray.train.collective import broadcast_from_rank_zero
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
-def train(config: dict[str, Any]) -> None:
-    """Run one rank of the command, as torchrun would start it."""
-    context = get_context()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        place = broadcast_from_rank_zero((ray.util.get_node_ip_address(), probe.getsockname()[1]))
-    ranks, per_node = context.get_world_size(), context.get_local_world_size()
-    variables = {
-        "MASTER_ADDR": place[0],
-        "MASTER_PORT": place[1],
-        "WORLD_SIZE": ranks,
-        "RANK": context.get_world_rank(),
-        "LOCAL_WORLD_SIZE": per_node,
-        "LOCAL_RANK": context.get_local_rank(),
-        "GROUP_RANK": context.get_node_rank(),
-        "TORCHELASTIC_RUN_ID": "ray",
-    }
-    sizes = [f"trainer.devices={per_node}", f"trainer.num_nodes={ranks // per_node}"]
-    command = [sys.executable, "-m", "lit_vgrpo", "run", *config["words"], *sizes, "--resume"]
-    environment = os.environ | {name: str(value) for name, value in variables.items()}
-    # the rank must not outlive Ray's worker, which the next attempt replaces
-    end_with_worker = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # noqa: E731
-    status = subprocess.run(command, cwd=config["folder"], env=environment, preexec_fn=end_with_worker).returncode
-    if status:
-        raise RuntimeError(f"rank {variables['RANK']} ended with status {status}")
+class Rank:
+    """A process on the machine where Ray has placed a rank.
+
+    Ray Train would start a controller and workers, which import torch one after the other before the command does.
+    """
+
+    def place(self) -> tuple[str, str, int, Sequence[int | str]]:
+        """Return the machine's ID and address, a free port, and the GPUs that Ray has reserved for the rank."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, ray.get_gpu_ids()
+
+    def run(self, words: list[str], folder: str, variables: dict[str, str]) -> int:
+        """Run the command to its end, as torchrun would start it, and return its exit status."""
+        command = [sys.executable, "-m", "lit_vgrpo", "run", *words, "--resume"]
+        # the rank must not outlive this process, which Ray ends with the driver and before the next attempt
+        end_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # noqa: E731
+        environment = os.environ | variables
+        return subprocess.run(command, cwd=folder, env=environment, preexec_fn=end_with_parent).returncode
+
+
+def attempt(words: list[str], workers: int, gpus: int) -> str | None:
+    """Run all ranks to their end and return ``None``; as soon as one fails, end the others and return the reason."""
+    resources = {"CPU": 1, **({"GPU": gpus} if gpus else {})}
+    group = placement_group([resources] * workers)
+    try:
+        if not group.wait(30):
+            print(f"Waiting for {workers} times {resources}; Ray has {ray.cluster_resources()} in all.", flush=True)
+        strategy = PlacementGroupSchedulingStrategy(group)
+        start: Any = ray.remote(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy)(Rank)
+        ranks = [start.remote() for _ in range(workers)]
+        machines: dict[str, list[Any]] = {}  # consecutive ranks are on the same machine
+        for rank, (machine, *place) in zip(ranks, ray.get([rank.place.remote() for rank in ranks]), strict=True):
+            machines.setdefault(machine, []).append((rank, *place))
+        _, address, port, _ = next(iter(machines.values()))[0]
+        running: dict[Any, int] = {}
+        for node, of_machine in enumerate(machines.values()):
+            variables = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": workers}
+            variables |= {"LOCAL_WORLD_SIZE": len(of_machine), "GROUP_RANK": node, "TORCHELASTIC_RUN_ID": "ray"}
+            if gpus:  # those of all ranks on the machine
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(sorted(str(gpu) for *_, own in of_machine for gpu in own))
+            sizes = [f"trainer.devices={len(of_machine)}", f"trainer.num_nodes={len(machines)}"]
+            for local_rank, (rank, *_) in enumerate(of_machine):
+                own = {**variables, "RANK": len(running), "LOCAL_RANK": local_rank}
+                started = rank.run.remote([*words, *sizes], os.getcwd(), {name: f"{own[name]}" for name in own})
+                running[started] = own["RANK"]
+        while running:
+            (ended,), _ = ray.wait(list(running))
+            if status := ray.get(ended):
+                return f"Rank {running[ended]} ended with status {status}."
+            del running[ended]
+    except RayError as error:
+        return f"{error}"
+    finally:
+        remove_placement_group(group)  # ends its processes
+    return None
 
 
 def main() -> None:
@@ -59,13 +92,12 @@ def main() -> None:
     options = parser.parse_args()
     if not any(word.startswith("run_dir=") for word in options.words):
         parser.error("no run_dir. Add run_dir=/a/shared/folder, in which a restarted run continues.")
-    TorchTrainer(
-        train,
-        train_loop_config={"words": options.words, "folder": os.getcwd()},
-        torch_config=TorchConfig(backend="gloo"),  # of Ray's workers, which only wait
-        scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=options.gpus_per_worker > 0),
-        run_config=RunConfig(failure_config=FailureConfig(max_failures=options.max_failures)),
-    ).fit()
+    failures = 0
+    while reason := attempt(options.words, options.workers, options.gpus_per_worker):
+        if failures == options.max_failures:
+            sys.exit(f"{reason} No restart is left. Raise --max-failures={failures}.")
+        failures += 1
+        print(f"{reason} Restart {failures} of all ranks.", flush=True)
 
 
 if __name__ == "__main__":

@@ -249,14 +249,15 @@ class Network:
         show = ["ip", "netns", "exec", self.names[0], "tc", "-s", "qdisc", "show", "dev", self.names[0]]
         return int(re.search(r"dropped (\d+)", subprocess.run(show, capture_output=True, text=True).stdout)[1])
 
-    def start(self, number, folder, *words):
+    def start(self, number, folder, restarts, *words):
         """Start torchrun with the command on one machine, in a folder, with its output in ``log``."""
         name, address = self.names[number], self.addresses[number]
         torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--local-addr={address}"]
-        torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:29500", "--max-restarts=10"]
+        torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:29500", f"--max-restarts={restarts}"]
         torchrun += [f"--rdzv-conf=join_timeout=90,is_host={int(number == 0)}"]
         command = ["ip", "netns", "exec", name, sys.executable, *torchrun, "-m", "lit_vgrpo", "run", *words]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}
+        environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks find the addresses of the last start
         with (folder / "log").open("ab") as log:
             streams = {"stdout": log, "stderr": log}
             return subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=end_with_parent, **streams)

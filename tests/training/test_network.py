@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from engines import (
@@ -18,13 +19,19 @@ from engines import (
     world_size,
 )
 
-EVENTS = {"60 s without network": 60, "10 s without network, then loss": 10, "a killed rank": 0}
+EVENTS = {"60 s without network": 60, "10 s without network, then loss": 10, "a killed rank, twice": 0}
+
+
+def rank_of(node, folder):
+    """The process of the rank that a machine's torchrun has started."""
+    return next(rank for rank in ranks(folder) if f"PPid:\t{node.pid}\n" in Path(f"/proc/{rank}/status").read_text())
 
 
 def disturbed(folder, event):
     """Run on two machines, to which something happens; return lines on how it continued."""
     run, log, seconds = folder / "run", folder / "log", EVENTS[event]
-    words = ["tiny.yaml", "run_dir=run", *WORDS, "trainer.num_nodes=2", "trainer.strategy=ddp", "--resume"]
+    restarts = 3 if seconds else 1
+    words = [restarts, "tiny.yaml", "run_dir=run", *WORDS, "trainer.num_nodes=2", "trainer.strategy=ddp", "--resume"]
     with Network.joined(list(EVENTS).index(event)) as network:
         nodes = [network.start(number, folder, *words) for number in (0, 1)]
         try:
@@ -33,9 +40,13 @@ def disturbed(folder, event):
             if seconds:
                 network.cut(seconds)
             else:
-                os.kill(ranks(folder)[-1], signal.SIGKILL)
+                os.kill(rank_of(nodes[1], folder), signal.SIGKILL)
             wait_for(lambda: len(iterations(run)) > before + 1 or any(n.poll() is not None for n in nodes), 400, "news")
             said = f"{event} after {before} iterations; {time.monotonic() - start:.0f} s later: {len(iterations(run))}"
+            if not seconds:  # this machine has no restart left; the other has, since each counts its own ranks
+                start = time.monotonic()
+                os.kill(rank_of(nodes[1], folder), signal.SIGKILL)
+                assert all(node.wait(120) for node in nodes)  # neither waits for the other
             if "loss" in event:
                 said += f", with {network.delay()}"
             (folder / "hold").unlink()

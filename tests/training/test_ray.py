@@ -28,11 +28,11 @@ VICTIMS = {"ddp": "rank", "fsdp2": "driver"}
 def address(tmp_path_factory):
     """The address of a Ray that outlives the drivers of both runs."""
     folder, ports = tmp_path_factory.mktemp("ray"), [free_port() for _ in range(2)]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=8"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=4"]
     command += [f"--port={ports[0]}", f"--ray-client-server-port={ports[1]}", "--node-ip-address=127.0.0.1"]
-    command += ["--disable-usage-stats"]
+    command += ["--disable-usage-stats", "--include-dashboard=false"]
     with (folder / "log").open("wb") as log:
-        environment = os.environ | {"HOME": f"{folder}"}
+        environment = os.environ | {"HOME": f"{folder}", "RAY_worker_niceness": "0"}  # 15 by default
         head = subprocess.Popen(command, stdout=log, stderr=log, env=environment, preexec_fn=end_with_parent)
     try:
         wait_for(lambda: "Ray runtime started" in (folder / "log").read_text(), what="the start of Ray")

@@ -52,11 +52,15 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of the network on one GPU in an iteration: in sampling, and in updates without and with gradient."""
+    """Calls of the network on one GPU in an iteration: in sampling, and in updates without and with gradient.
+
+    ZeRO-3 gives up all weights ``refills`` times: after a micro-batch, and when copies are swapped in or out.
+    """
 
     sampling: int
     without_grad: float
     with_grad: float
+    refills: int = 1
 
 
 def exchanges(
@@ -67,16 +71,18 @@ def exchanges(
     gpus: int,
     shard_size: int | None = None,
     scores: int = 0,
+    kept: float = 0.0,
 ) -> list[Exchange]:
     """Return what a strategy exchanges per iteration, without evaluations and checkpoints.
 
     DDP and ZeRO-1 reduce gradients once per update, the others with every micro-batch. ZeRO-1 and 2 gather the stepped
-    weights. FSDP2 and ZeRO-3 gather all weights in every call, and again in its backward pass. FSDP2 pads the rows of
-    each weight to a multiple of its ranks. ZeRO-3 may keep some weights gathered: these are its most bytes.
+    weights. FSDP2 and ZeRO-3 gather all weights in every call, and again in its backward pass, except those that
+    ZeRO-3 keeps. FSDP2 pads the rows of each weight to a multiple of its ranks.
 
     Args:
         shard_size: Ranks that shard the weights under FSDP2; the others hold replicas.
         scores: Bytes of all ranks' scores.
+        kept: Share of the weights that ZeRO-3 keeps between a forward and its backward pass, or with 1, everywhere.
     """
     shards = shard_size or gpus if strategy == "fsdp2" else gpus
     multiple = shards if strategy == "fsdp2" else 1
@@ -89,8 +95,11 @@ def exchanges(
 
     found = [Exchange("gather", scores, gpus, 1, False, gpus > MACHINE)]
     if strategy in ("fsdp2", "zero3"):
-        found += [of("gather", whole, calls.sampling, in_update=False)]
-        found += [of("gather", whole, calls.without_grad + 2 * calls.with_grad), of("scatter", trained, micro_batches)]
+        sampling, updates = calls.sampling, calls.without_grad + (2 - kept) * calls.with_grad
+        if kept == 1:
+            sampling, updates = 1, calls.refills - 1
+        found += [of("gather", whole, sampling, in_update=False), of("gather", whole, updates)]
+        found += [of("scatter", trained, micro_batches)]
         if (replicas := gpus // shards) > 1:
             rings, size = min(shards, MACHINE), trained // shards
             found.append(Exchange("all_reduce", size, replicas, micro_batches, True, gpus > MACHINE, rings))

@@ -96,8 +96,10 @@ class ScaledRecipe:
         self.module, self.sizes, strategy = cli.model, cli.datamodule.sizes, cli.trainer.strategy
         self.shard_size, self.per_rank = getattr(strategy, "shard_size", None), getattr(strategy, "context_parallel", 1)
         self.strategy: Strategy = "fsdp2" if isinstance(strategy, FSDP2) else "ddp"
+        self._zero: dict[str, int] = {}
         if isinstance(strategy, ZeRO):
             self.strategy = f"zero{strategy.stage}"  # type: ignore[assignment]
+            self._zero = (strategy.config or {})["zero_optimization"]
         try:
             self.policy = policy_on_meta(self.module.policy)
         except (NotEstimated, LoadError) as error:
@@ -169,14 +171,35 @@ class ScaledRecipe:
         twice = [name for name in per_image if name not in copies or copies[name].asked != "update"]
         without = sum(number * (1 + (objective.replay and name in twice)) for name, number in per_image.items())
         sampling = -(-plan.images_per_rank // self._batch(plan)) * objective.rollout_spec(0).network_calls
-        return Calls(sampling, without * calls, with_grad * calls)
+        return Calls(sampling, without * calls, with_grad * calls, self._refills(plan))
 
-    def outlook(self, sizes: Sizes, gpus: int) -> Outlook:
+    def _refills(self, plan: Plan) -> int:
+        micro_batches = plan.updates_per_iteration * plan.micro_batches_per_update
+        copies = self.module.objective.copies_needed().values()
+        found, is_full = 1 + micro_batches, all(copy.samples_from is None for copy in copies)
+        for copy in copies:
+            if copy.needs_pass(plan.updates_per_iteration if copy.asked == "iteration" else 1):
+                found += micro_batches if copy.asked == "update" else copy.decay != 0 or not is_full
+                is_full = copy.decay == 0  # other copies are swapped in and out
+        return found
+
+    @property
+    def kept(self) -> float:
+        """Share of the weights that ZeRO-3 keeps, by deepspeed 0.19.8, once it has recorded an iteration.
+
+        It prefetches up to a number of live weights, and keeps what is used again within a distance.
+        """
+        live, reuse = (self._zero.get(f"stage3_max_{n}", 10**9) for n in ("live_parameters", "reuse_distance"))
+        size = sum(w.numel() for w in self.policy.network.parameters())
+        return 0.0 if self.strategy != "zero3" else 1.0 if size <= max(live, reuse) else live / size
+
+    def outlook(self, sizes: Sizes, gpus: int, kept: float | None = None) -> Outlook:
         """Return an iteration with sizes that divide over a number of GPUs."""
         plan = sizes.plan(gpus // self.per_rank)
         images, batch = plan.images_per_rank, self._batch(plan)
         scores = plan.world_size * bytes_of_scores(self.module.reward.part_names, images)
-        found = exchanges(self.strategy, self.weights, self._calls(sizes, plan), plan, gpus, self.shard_size, scores)
+        calls, kept = self._calls(sizes, plan), self.kept if kept is None else kept
+        found = exchanges(self.strategy, self.weights, calls, plan, gpus, self.shard_size, scores, kept)
         return Outlook(plan, -(-images // batch) * batch, batch, found)
 
     def cost(self, given: Cost | None) -> tuple[Cost | None, str]:
@@ -203,6 +226,13 @@ class ScaledRecipe:
         waiting = [part.name for part in self.module.reward.parts if part.reward.concurrent]
         if waiting and reward_rate is None:
             yield f"Waiting for {', '.join(waiting)} is not included: give --reward-rate, its images per second."
+        if self.strategy == "zero3" and (sizes := self.fitting(MACHINE)):
+            most, usual = (amount(self.outlook(sizes, MACHINE, kept).sent[1]) for kept in (0.0, None))
+            yield (
+                f"ZeRO-3 is taken to keep {self.kept:.0%} of the weights gathered, as DeepSpeed does from the third of "
+                f"several iterations with the same passes. Before, and after an evaluation, it keeps none: {MACHINE} "
+                f"GPUs then send up to {most} per iteration, not {usual}."
+            )
         if self.per_rank > 1:
             yield "The tokens that context parallelism exchanges are not included."
         if self.sizes.micro_batch_size == "auto":

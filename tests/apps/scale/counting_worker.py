@@ -48,15 +48,15 @@ class Collectives(TorchDispatchMode):
 
 
 class CountLast(L.Callback):
-    """Counts the second iteration: in the first, DDP also sends buffers, once."""
+    """Counts the last iteration: in the first, DDP also sends buffers, and ZeRO-3 keeps no weights."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.current_epoch == 1:
+        if trainer.current_epoch == trainer.max_epochs - 1:
             self.mode = Collectives()
             self.mode.__enter__()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 1:
+        if trainer.current_epoch == trainer.max_epochs - 1:
             self.mode.__exit__(None, None, None)
 
 
