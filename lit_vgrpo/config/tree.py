@@ -30,7 +30,10 @@ STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 PYTHON, JUDGE = "python", "judge"
 UNTRAINED = ("CLIPScore", "PickScore", "ImageReward", "HPSv2", "AestheticScore")
 """Untrained rewards to measure, the first that is not trained on."""
-LOGGERS: dict[str, Any] = {"wandb": "WandbLogger", "tensorboard": True, "csv": False}
+LOGGERS: dict[str, Any] = {
+    **{"wandb": "WandbLogger", "tensorboard": True, "csv": False},
+    **{"TensorBoardLogger": True, "CSVLogger": False},  # without options; Lightning's need a folder
+}
 ASKS_FOR_SCORE = ("prompt_template", "score_pattern", "num_scores")
 
 
@@ -178,7 +181,7 @@ def replace_trained(model: Any) -> list[str]:
 def expanded_logger(node: Any) -> Any:
     """Expand the short names of loggers; a run has ``csv`` always, and ``tensorboard`` unless ``trainer.logger=csv``.
 
-    >>> [expanded_logger(node) for node in ("wandb", "csv", ["wandb", "tensorboard"])]
+    >>> [expanded_logger(node) for node in ("wandb", "csv", ["wandb", "tensorboard", "CSVLogger"])]
     ['WandbLogger', False, ['WandbLogger']]
     """
     if isinstance(node, list):
