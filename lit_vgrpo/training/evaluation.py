@@ -333,7 +333,7 @@ class Evaluator:
         """Evaluate on the trainer's held-out batches, and return the metrics; {} if there are none.
 
         Args:
-            logs: Also log them, at the trainer's step.
+            logs: Also log them, at the step at which the trainer logs the finished iteration.
         """
         self.start_over()
         batches, limit = declared(module.trainer).datamodule.val_dataloader(), module.trainer.limit_val_batches
@@ -343,8 +343,8 @@ class Evaluator:
             metrics = self.finish(module)
             trainer = module.trainer
             epoch = {"epoch": trainer.current_epoch - 1} if trainer.current_epoch else {}
-            for logger in module.loggers if logs else ():
-                logger.log_metrics(metrics | epoch, step=trainer.global_step)
+            for logger in module.loggers if logs else ():  # at the iteration's last step, as Lightning counts it
+                logger.log_metrics(metrics | epoch, step=max(trainer.global_step - 1, 0))
         return self.latest
 
     def finish(self, module: TrainingModule) -> dict[str, float]:
