@@ -163,7 +163,9 @@ def _find(text: str, names: dict[str, Path], what: str, hint: str) -> Path:
     files = {str(file.with_suffix("")): str(file) for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")}
     known = {**{short.rpartition("/")[2]: short for short in names}, **{short: short for short in names}, **files}
     guess = nearest(str(path.with_suffix("")) if path.suffix in SUFFIXES else name, known)
-    meant = f"Did you mean {known[guess]}?" if guess else f"Shipped: {', '.join(names)}."
+    overlays = ", ".join(name for name in names if "/" in name)
+    listed = f"Shipped: {overlays}." if overlays else "To list the shipped ones, run: lightning recipes"
+    meant = f"Did you mean {known[guess]}?" if guess else listed
     raise UserError(f"{text} is not {what}: {why}. {meant}{hint}")
 
 

@@ -186,6 +186,15 @@ class Verdict:
         return f"after {counted(at, 'iteration')}" if at else "before training"
 
     @property
+    def brief(self) -> str:
+        """The result in a line, for a list of runs."""
+        if self.reward is None:
+            return f"{self.headline}."
+        start = "" if self.reward.start is None else f"{score(self.reward.start)} to "
+        end = f"{score(self.reward.end)} {brackets(self.reward.intervals[1])}".rstrip()
+        return f"{self.headline}: {start}{end} {self.evaluated}."
+
+    @property
     def sentence(self) -> str:
         """The result in one sentence."""
         reward, run = self.reward, self.run

@@ -281,6 +281,7 @@ def test_a_clip_network_measures_the_similarity_of_image_and_prompt(inside, tiny
     ("words", "line"),
     [
         (["runs/tny"], "runs/tny is not a run. Did you mean runs/tiny?"),
+        (["tiny_shapes"], "tiny_shapes is not a run. If it is a recipe, train it first: lightning run tiny_shapes"),
         (["runs/tiny", "--out=x.csv"], "--out x.csv is not a JSON file. Use --out x.json."),
         (["runs/tiny", "--checkpoint=lst.ckpt"], "--checkpoint lst.ckpt does not exist. Did you mean last.ckpt?"),
         (["runs/tiny", "model.optimizer.lr=1"], "model.optimizer.lr has no effect on an evaluation."),

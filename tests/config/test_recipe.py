@@ -17,7 +17,10 @@ from lit_vgrpo.system.paths import shipped, shipped_root
         (["x=1"], "No recipe given"),
         (["tiny_shapes", "other.yaml"], "other.yaml is not an overlay: .* An override is written key=value."),
         (["tiny_shapes", "trainer.max_epochs", "5"], "An override is a single argument: trainer.max_epochs=VALUE."),
-        (["zzz.yaml"], "zzz.yaml is not a recipe: .* Shipped: .*tiny_unet"),
+        (
+            ["zzz.yaml"],
+            "zzz.yaml is not a recipe: .* not a shipped name. To list the shipped ones, run: lightning recipes$",
+        ),
     ],
 )
 def test_a_wrong_command_line(args, line):

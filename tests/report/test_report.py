@@ -82,7 +82,11 @@ def summary(name="tiny"):
 @pytest.mark.parametrize("names", [["tiny"], ["tiny", "other"]])
 def test_a_page_needs_nothing_else_and_is_accessible(inside, names, capsys):
     assert report([*(f"runs/{name}" for name in names), "--out=page.html"]) == 0
-    assert "Written: page.html" in capsys.readouterr().out
+    *lines, written = capsys.readouterr().out.splitlines()
+    assert "Written: page.html" in written
+    assert len(lines) == 2  # of one run its result and "Did it cheat?", of several a line each
+    ends = [summary(line.partition(":")[0].removeprefix("runs/"))["heldout_reward_end"] for line in lines]
+    assert ends == sorted(ends, reverse=True)
     page, raw = Parsed("page.html"), Path("page.html").read_text()
     assert len(raw) < 5e6
     assert "://" not in raw
