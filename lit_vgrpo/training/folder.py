@@ -219,4 +219,4 @@ def find_checkpoint(text: str, run: Path) -> Path:
 
 def no_checkpoint(run: Path) -> str:
     """Return the error message for a run without checkpoints."""
-    return f"{run} has no checkpoint yet. Train it: lightning run {run / CONFIG_NAME} --resume"
+    return f"{run} has no checkpoint yet. Train it: lightning run {quote(f'{run / CONFIG_NAME}')} --resume"
