@@ -338,7 +338,7 @@ def real_recipe(place: Place, recipe: str = "sd3_pickscore") -> list[str]:
             _write_real_reward(reward, place.device)
     scorer = "model.reward.reward" if is_video else "model.reward"
     words = [recipe, f"model.policy.checkpoint={policy}", f"{scorer}=PickScore", f"{scorer}.checkpoint={reward}"]
-    words += ["model.heldout_reward=null"]
+    words += ["model.untrained_reward=null"]
     words += [place.accelerator, "trainer.enable_progress_bar=false"]
     if not place.is_gpu:
         words += ["data.prompts_per_iteration=2", "data.group_size=2", "data.micro_batch_size=2"]

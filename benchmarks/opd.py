@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results" / "opd.csv"
 TASKS = ("colour", "shape", "place")
 PROMPTS = "shipped:prompts/shapes"
 VGRPO = [
-    *("tiny_shapes", "model.policy.lora_rank=16", "model.optimizer.lr=3e-3", "model.heldout_reward=ShapesReward"),
+    *("tiny_shapes", "model.policy.lora_rank=16", "model.optimizer.lr=3e-3", "model.untrained_reward=ShapesReward"),
     f"data.heldout={PROMPTS}_tasks_heldout.jsonl",
 ]
 ALL = "model.reward.init_args.weights=[1, 1, 1]"

@@ -25,14 +25,14 @@ MIN_CHANGE, STANDARD_ERRORS = 0.02, 2.0
 
 @checked
 class RewardHackAlarm(StopsRun):
-    """Alarm for a trained reward that rises while the images degenerate or an untrained score falls.
+    """Alarm for a trained reward that rises while the images degenerate or an untrained reward falls.
 
-    At every held-out evaluation, while ``heldout/reward`` rises, it checks the images and an untrained score:
+    At every held-out evaluation, while ``heldout/reward`` rises, it checks the images and an untrained reward:
 
     - Images are compared with those at the start: whether images of different prompts became alike (diversity across
       prompts), blurred or noisy (sharpness), faded or oversaturated (saturation). The limits are those of the report's
       "Did it cheat?". This needs no network and no other reward.
-    - An untrained score is compared with the evaluation where it was highest. A change of a score counts if it exceeds
+    - An untrained reward is compared with the evaluation where it was highest. A change of a score counts if it exceeds
       both a share of the baseline and two standard errors of the per-image differences.
 
     Training images are not comparable, since their prompts change. Each divergence is reported once.

@@ -65,7 +65,7 @@ class VGRPOModule(L.LightningModule):
         reward: Scores the images: a reward, a function of images and prompts, or a list of them, whose mean is trained
             on; ``Weighted`` weighs several.
         optimizer: AdamW's settings, or any other optimizer, by ``class_path`` or as a function of the weights.
-        heldout_reward: Scores held-out images in addition to the reward; never trained on.
+        untrained_reward: Scores held-out images in addition to the reward; never trained on.
         advantage_std: The std that divides advantages: the iteration's, source's, group's or none; null: the paper's.
         advantage_aggregate: Normalise the sum of the rewards, or sum each one's advantages; null follows the paper.
         evaluation: Sampling of held-out images by an ODE, optionally at another size; null uses the objective's rollout
@@ -93,7 +93,7 @@ class VGRPOModule(L.LightningModule):
         objective: InstanceOf[Objective],
         reward: RewardsLike,
         optimizer: OptimizerConfig | OptimizerCallable | None = None,
-        heldout_reward: RewardsLike | None = None,
+        untrained_reward: RewardsLike | None = None,
         advantage_std: AdvantageStd | None = None,
         advantage_aggregate: AdvantageAggregate | None = None,
         evaluation: EvaluationSpec | None = None,
@@ -125,7 +125,7 @@ class VGRPOModule(L.LightningModule):
         self.scores = ScoreCollector(policy, self.reward, objective.needs_reward, stops, ledger.memory)
         self.sampler = Sampler(policy, objective, ledger, seed, rollout_batch_size)
         spec, queue = evaluation or objective.rollout_spec(0).as_ode(), self.scores.queue
-        self.evaluator = Evaluator(policy, self.reward, heldout_reward, spec, rollout_batch_size, seed, ledger, queue)
+        self.evaluator = Evaluator(policy, self.reward, untrained_reward, spec, rollout_batch_size, seed, ledger, queue)
         self.guard, self.replay = UpdateGuard(non_finite), Replay()
         self.is_resumed = False
         self.saved_iteration: dict[str, Any] | None = None  # from a checkpoint, until it continues
@@ -220,7 +220,7 @@ class VGRPOModule(L.LightningModule):
             means = self.evaluator.finish(self)
             self.log_dict(means)
             if "heldout/reward" in means:
-                show_in_bar(self.trainer, "held-out", means["heldout/reward"])
+                show_in_bar(self.trainer, "held-out reward", means["heldout/reward"])
 
     on_test_start, test_step, on_test_epoch_end = on_validation_start, validation_step, on_validation_epoch_end
 

@@ -37,7 +37,7 @@ HELD = {
 }
 SECTIONS = {"model": VGRPOModule, "data": PromptDataModule, "trainer": L.Trainer}
 FILES = (".py", ".md", ".yaml", ".csv", ".json", ".html", ".safetensors")
-OPTIONS = {"policy": Policy, "objective": Objective, "reward": Reward, "heldout_reward": Reward}
+OPTIONS = {"policy": Policy, "objective": Objective, "reward": Reward, "untrained_reward": Reward}
 OPTIONS |= {"rollout": RolloutSpec, "evaluation": RolloutSpec, "optimizer": OptimizerConfig}
 
 

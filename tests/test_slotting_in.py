@@ -38,7 +38,7 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
     assert "it has no <code>config.yaml</code>" in page
     assert trainer.global_step == 2
     assert (tmp_path / "best.ckpt").is_file()
-    assert {"reward", "held-out"} <= trainer.progress_bar_metrics.keys()  # of Lightning's own bar
+    assert {"reward", "held-out reward"} <= trainer.progress_bar_metrics.keys()  # of Lightning's own bar
     assert {"reward/mean", "reward/failed", "policy/loss", "heldout/reward"} <= trainer.callback_metrics.keys()
     table = Path(trainer.logger.log_dir, "metrics.csv").read_text().splitlines()
     assert {"reward/brightness", "policy/grad_norm", "cost/images", "time/iteration_s"} <= set(table[0].split(","))
@@ -52,8 +52,10 @@ def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):
     with pytest.raises(RuntimeError, match="datamodule=PromptDataModule"):
         make_trainer(tmp_path).fit(make_module(tiny_sd3), DataLoader([1]))
     for policy in ("hub/name", SD3Policy):
-        with pytest.raises(TypeError, match="policy=.*: Input should be an instance of Policy"):
+        with pytest.raises(TypeError, match=r"policy=.*: Input should be an instance of Policy\. Wrap .*AutoPolicy\("):
             VGRPOModule(policy, VGRPO(), Brightness())
+    with pytest.raises(TypeError, match=r"objective='VGRPO': .* an instance of Objective\. Pass .*objective=VGRPO\(\)"):
+        VGRPOModule(SD3Policy(str(tiny_sd3)), "VGRPO", Brightness())
     with pytest.raises(TypeError, match=r"SGD\(...\) is already built. Pass a function that builds it"):
         make_module(tiny_sd3, optimizer=torch.optim.SGD([torch.zeros(1)], lr=1))
     for options, kind, line in (
@@ -64,7 +66,7 @@ def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):
         ),
         ({"lr_scheduler": "cosine"}, TypeError, "^lr_scheduler='cosine' builds nothing"),
         ({"evaluation": 5}, TypeError, "^evaluation=5: Input should be an instance of RolloutSpec"),
-        ({"heldout_reward": []}, ValueError, r"^rewards=\[\] is empty. Name at least one reward"),
+        ({"untrained_reward": []}, ValueError, r"^rewards=\[\] is empty. Name at least one reward"),
     ):
         with pytest.raises(kind, match=line):
             make_module(tiny_sd3, **options)

@@ -92,7 +92,7 @@ def evaluate(options: Evaluate) -> int:
         "seed": cli.model.seed,
         "overrides": run.words,
         "interval": {"level": LEVEL, "resamples": RESAMPLES, "of": "prompts"},
-        "rewards": {name: {"weight": weight, "held_out": weight == 0} for name, weight in rewards.weight_of.items()},
+        "rewards": {name: {"weight": weight, "untrained": weight == 0} for name, weight in rewards.weight_of.items()},
         "world_size": cli.trainer.world_size,
         "versions": versions(),
         **results(module.scores, per_prompt),
@@ -218,7 +218,7 @@ def table(report: dict[str, Any]) -> str:
     differences = report.get("difference_to_reference", {}).values()
     lines: dict[str, list[str]] = {}
     for name in next(iter(variants))["means"]:
-        shown = f"{name} (held out)" if report["rewards"].get(name, {}).get("held_out") else name
+        shown = f"{name} (untrained)" if report["rewards"].get(name, {}).get("untrained") else name
         means = [result["means"][name] for result in variants]
         lines[shown] = [with_interval(mean) for mean in means]
         if any(mean["failed"] for mean in means):

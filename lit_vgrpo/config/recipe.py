@@ -21,10 +21,10 @@ from lit_vgrpo.config.tree import (
     class_name,
     expanded_logger,
     expanded_recipe,
-    hold_out_another,
     learn_without_class,
     leaves,
     merged,
+    replace_trained,
     replaced,
     typed_key,
 )
@@ -46,6 +46,8 @@ PATH_KEYS = ("train", "heldout", "path", "checkpoint", "start_from")
 CALLBACK_KEYS = ("reference", "features")
 """Options of callbacks whose paths are read; other paths under ``trainer`` are written."""
 OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
+OLD_KEY = "heldout_reward"
+"""Earlier name of ``model.untrained_reward``, read from files of earlier runs."""
 MISSING_VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
 
 
@@ -161,7 +163,9 @@ def _find(text: str, names: dict[str, Path], what: str, hint: str) -> Path:
     files = {str(file.with_suffix("")): str(file) for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")}
     known = {**{short.rpartition("/")[2]: short for short in names}, **{short: short for short in names}, **files}
     guess = nearest(str(path.with_suffix("")) if path.suffix in SUFFIXES else name, known)
-    meant = f"Did you mean {known[guess]}?" if guess else f"Shipped: {', '.join(names)}."
+    overlays = ", ".join(name for name in names if "/" in name)
+    listed = f"Shipped: {overlays}." if overlays else "To list the shipped ones, run: lightning recipes"
+    meant = f"Did you mean {known[guess]}?" if guess else listed
     raise UserError(f"{text} is not {what}: {why}. {meant}{hint}")
 
 
@@ -205,7 +209,7 @@ def read_recipe(command: Command) -> Recipe:
                 options = ", ".join(dropped.get("init_args") or {})
                 notes += [f"{key}={text} drops the options of {class_name(dropped)}: {options}."] if options else []
         learn_without_class(plain.get("model"))
-        notes += hold_out_another(plain.get("model"))
+        notes += replace_trained(plain.get("model"))
         if isinstance(trainer := plain.get("trainer"), dict) and "logger" in trainer:
             trainer["logger"] = expanded_logger(trainer["logger"])
         values = resolved(plain, command.recipe)
@@ -248,6 +252,8 @@ def loaded(path: Path) -> dict[Any, Any]:
             raise UserError(f"{path} is not a recipe: its top level must be a mapping such as model: and data:.")
         plain = OmegaConf.to_container(content, resolve=False)
     assert isinstance(plain, dict)
+    if isinstance(model := plain.get("model"), dict) and OLD_KEY in model:
+        model["untrained_reward"] = model.pop(OLD_KEY)
     return plain
 
 

@@ -21,16 +21,19 @@ from lit_vgrpo.system.paths import shipped
 
 Place = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""
-REWARD_KEYS = ("reward", "heldout_reward")
+REWARD_KEYS = ("reward", "untrained_reward")
 """Options of the model that accept a reward."""
 TEXT_KEYS = ("name", "run_dir", "ckpt_path")
 """Keys whose value is text even if it looks like a number."""
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 PYTHON, JUDGE = "python", "judge"
-HELD_OUT = ("CLIPScore", "PickScore", "ImageReward", "HPSv2", "AestheticScore")
-"""Rewards to hold out, the first that is not trained on."""
-LOGGERS: dict[str, Any] = {"wandb": "WandbLogger", "tensorboard": True, "csv": False}
+UNTRAINED = ("CLIPScore", "PickScore", "ImageReward", "HPSv2", "AestheticScore")
+"""Untrained rewards to measure, the first that is not trained on."""
+LOGGERS: dict[str, Any] = {
+    **{"wandb": "WandbLogger", "tensorboard": True, "csv": False},
+    **{"TensorBoardLogger": True, "CSVLogger": False},  # without options; Lightning's need a folder
+}
 ASKS_FOR_SCORE = ("prompt_template", "score_pattern", "num_scores")
 
 
@@ -159,26 +162,26 @@ def expanded_recipe(recipe: Mapping[Any, Any]) -> dict[Any, Any]:
     return {**recipe, "model": {**model, **rewards}}
 
 
-def hold_out_another(model: Any) -> list[str]:
-    """Replace in place a held-out reward that a model is also trained on; return a line that says so, or none.
+def replace_trained(model: Any) -> list[str]:
+    """Replace in place an untrained reward that a model is trained on; return a line that says so, or none.
 
-    >>> model = {"reward": "CLIPScore", "heldout_reward": "CLIPScore"}
-    >>> hold_out_another(model), model["heldout_reward"]
-    (['model.heldout_reward=CLIPScore is trained on. Held out instead: PickScore.'], 'PickScore')
+    >>> model = {"reward": "CLIPScore", "untrained_reward": "CLIPScore"}
+    >>> replace_trained(model), model["untrained_reward"]
+    (['model.untrained_reward=CLIPScore is trained on. Measured instead: PickScore.'], 'PickScore')
     """
-    held_out = class_name(model.get("heldout_reward")) if isinstance(model, dict) else ""
-    trained = [class_name(value) for _, value in leaves(model.get("reward"))] if held_out else []
-    others = [name for name in HELD_OUT if name not in trained]
-    if held_out not in HELD_OUT or held_out not in trained or not others:
+    untrained = class_name(model.get("untrained_reward")) if isinstance(model, dict) else ""
+    trained = [class_name(value) for _, value in leaves(model.get("reward"))] if untrained else []
+    others = [name for name in UNTRAINED if name not in trained]
+    if untrained not in UNTRAINED or untrained not in trained or not others:
         return []
-    model["heldout_reward"] = others[0]
-    return [f"model.heldout_reward={held_out} is trained on. Held out instead: {others[0]}."]
+    model["untrained_reward"] = others[0]
+    return [f"model.untrained_reward={untrained} is trained on. Measured instead: {others[0]}."]
 
 
 def expanded_logger(node: Any) -> Any:
     """Expand the short names of loggers; a run has ``csv`` always, and ``tensorboard`` unless ``trainer.logger=csv``.
 
-    >>> [expanded_logger(node) for node in ("wandb", "csv", ["wandb", "tensorboard"])]
+    >>> [expanded_logger(node) for node in ("wandb", "csv", ["wandb", "tensorboard", "CSVLogger"])]
     ['WandbLogger', False, ['WandbLogger']]
     """
     if isinstance(node, list):

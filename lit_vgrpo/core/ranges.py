@@ -13,8 +13,8 @@ from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
+from annotated_types import Interval
+from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
 from lit_vgrpo.errors import one_line
 
@@ -28,10 +28,13 @@ class OnlyWith:
     def __init__(self, option: str, *values: Any) -> None:
         self.option, self.values = option, values
 
+    def __repr__(self) -> str:
+        return f"OnlyWith({', '.join(map(repr, (self.option, *self.values)))})"
 
-def Range(least: Any = None, most: Any = None, above: Any = None, below: Any = None) -> Any:
+
+def Range(least: Any = None, most: Any = None, above: Any = None, below: Any = None) -> Interval:
     """Return the annotation of a finite number from ``least`` to ``most``; ``above`` and ``below`` are exclusive."""
-    return Field(ge=least, le=most, gt=above, lt=below)
+    return Interval(ge=least, le=most, gt=above, lt=below)
 
 
 Finite = Annotated[float, Range()]
@@ -80,7 +83,7 @@ def checked(cls: T) -> T:
                 bound.arguments[name] = kinds[0](**value)  # type: ignore[operator]
         for name, adapter in _adapters(cls).items():
             if name in bound.arguments:
-                _validate(name, bound.arguments[name], adapter)
+                _validate(name, bound.arguments[name], adapter, _hints(cls)[name])
         _refuse_unused(cls, signature, bound.arguments)
         init(*bound.args, **bound.kwargs)
 
@@ -88,7 +91,7 @@ def checked(cls: T) -> T:
     return cls
 
 
-def _validate(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
+def _validate(name: str, value: Any, adapter: TypeAdapter[Any], hint: Any) -> None:
     try:
         # Strict validation refuses a list for a tuple.
         adapter.validate_python(value, strict=not isinstance(value, list | tuple))
@@ -96,7 +99,10 @@ def _validate(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
         problems = error.errors(include_url=False)
         words = [one["msg"].removeprefix(SHOULD) for one in problems]
         kind = TypeError if all(one["type"].endswith(("_type", "is_instance_of")) for one in problems) else ValueError
-        raise kind(f"{name}={one_line(repr(value)):.100}: {SHOULD}{', or '.join(dict.fromkeys(words))}") from None
+        advice = "".join(f". {member.TO_PASS}" for member in _members(hint) if hasattr(member, "TO_PASS"))
+        raise kind(
+            f"{name}={one_line(repr(value)):.100}: {SHOULD}{', or '.join(dict.fromkeys(words))}{advice}"
+        ) from None
 
 
 def _refuse_unused(cls: type, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
@@ -120,7 +126,7 @@ def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
     """Return the validators of the arguments, those with a range first."""
     config, hints = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False), _hints(cls)
     names = [name for name in inspect.signature(cls).parameters if name in hints]
-    names.sort(key=lambda name: not any(isinstance(note, FieldInfo) for note in _notes(hints[name])))
+    names.sort(key=lambda name: not any(isinstance(note, Interval) for note in _notes(hints[name])))
     validated = {name: _validated(hints[name]) for name in names}
     return {name: TypeAdapter(hint, config=config) for name, hint in validated.items() if hint is not Any}
 
@@ -128,7 +134,7 @@ def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
 def _validated(hint: Any) -> Any:
     """Return what is validated of a hint: all but ``Any``, for which Python takes more than a recipe can name."""
     origin = typing.get_origin(hint)
-    if origin is Annotated and any(isinstance(note, FieldInfo | InstanceOf) for note in hint.__metadata__):
+    if origin is Annotated and any(isinstance(note, Interval | InstanceOf) for note in hint.__metadata__):
         return hint
     members = tuple(map(_validated, _members(hint)))
     if origin in (Annotated, Union, UnionType):

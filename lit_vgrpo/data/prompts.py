@@ -51,9 +51,14 @@ def open_prompts(source: PromptSource, edits: bool = True) -> Rows | TableRows:
 
     Errors as in :func:`read_prompts`.
     """
-    kind = kind_of(source)
-    is_text = kind in _PARSERS
-    rows = _read_text(source, kind, edits) if is_text else TableRows(source, _open_table(source, kind), edits)
+    rows: Rows | TableRows
+    if source.prompts is not None:
+        rows = [_listed_row(row, source, f"{source.path}[{n}]", edits) for n, row in enumerate(source.prompts)]
+        rows = rows[: source.limit]
+    elif (kind := kind_of(source)) in _PARSERS:
+        rows = _read_text(source, kind, edits)
+    else:
+        rows = TableRows(source, _open_table(source, kind), edits)
     if not len(rows):
         raise PromptError(f"{source.path} has no prompts.")
     return rows
@@ -104,6 +109,13 @@ def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str, edits
                 raise
             fields[PICTURE] = picture  # a field like any other
     return fields
+
+
+def _listed_row(entry: object, source: PromptSource, where: str, edits: bool) -> Row:
+    row = {source.column or PROMPT: entry} if isinstance(entry, str) else entry
+    if not isinstance(row, Mapping):
+        raise PromptError(f'{where}: not a row. Write "a cat" or {{"prompt": "a cat"}}.')
+    return _checked_row(row, source, where, edits)
 
 
 def _checked_prompt(value: object, source: PromptSource, where: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -15,7 +16,10 @@ from lit_vgrpo.system.paths import resolve_path
 
 Kind = Literal["txt", "jsonl", "csv", "parquet", "folder", "hub"]
 FILE_KINDS = ("txt", "jsonl", "csv", "parquet")
-USE = "Use a .txt, .jsonl, .csv or .parquet file, a folder of them, or a hub dataset, owner/name."
+USE = (
+    "Use a .txt, .jsonl, .csv or .parquet file, a folder of them, a hub dataset, owner/name, or "
+    '{"prompts": ["a cat", "a dog"]}.'
+)
 
 
 class PromptError(ValueError):
@@ -25,11 +29,12 @@ class PromptError(ValueError):
 @checked
 @dataclass
 class PromptSource:
-    """Prompts of one file, folder or dataset.
+    """Prompts of one file, folder, dataset or list.
 
     Args:
         path: ``.txt``, ``.jsonl``, ``.csv`` or ``.parquet`` file; a folder of such files or one that the ``datasets``
-            library saved; a hub dataset, ``owner/name``; ``shipped:`` paths are resolved.
+            library saved; a hub dataset, ``owner/name``; ``shipped:`` paths are resolved. With ``prompts``, a name for
+            messages.
         weight: Share of the sampled prompts relative to other sources, independent of the source's size.
         column: The prompt's column or field; "prompt" by default.
         split: Split of a dataset; "train" by default.
@@ -40,12 +45,14 @@ class PromptSource:
             that name.
         limit: Use only the first N rows.
         name: Name in metrics; with several sources, the path's stem by default.
+        prompts: The prompts themselves: texts, or rows such as ``{"prompt": "a cat"}``.
 
     Raises:
+        TypeError: Neither ``path`` nor ``prompts`` is given.
         ValueError: ``rewards`` is empty.
     """
 
-    path: str
+    path: str = ""
     weight: PositiveFloat = 1.0
     column: str | None = None
     split: str | None = None
@@ -54,8 +61,12 @@ class PromptSource:
     teacher: str | None = None
     limit: PositiveInt | None = None
     name: str | None = None
+    prompts: list[Any] | None = None
 
     def __post_init__(self) -> None:
+        if not self.path and self.prompts is None:
+            raise TypeError('A source has no path. Write {"path": "prompts.txt"}, or {"prompts": ["a cat"]}.')
+        self.path = self.path or "prompts"
         if self.rewards is not None and not self.rewards:
             raise ValueError(f"rewards={self.rewards!r} of {self.path}: no reward applies. Name one, or leave it out.")
 
@@ -77,10 +88,17 @@ def as_source(value: Source | Path) -> PromptSource:
 
 
 def as_sources(value: Sources) -> list[PromptSource]:
-    """Return one or several sources as a list, several with different names; raises as in :func:`as_source`."""
+    """Return one or several sources as a list, several with different names; raises as in :func:`as_source`.
+
+    >>> as_sources(["a cat", "a red dog"])[0].prompts
+    ['a cat', 'a red dog']
+    """
     if isinstance(value, str | Path | PromptSource | Mapping):
         return [as_source(value)]
-    sources = [as_source(entry) for entry in value]
+    entries = list(value)
+    if entries and all(map(_is_prompt, entries)):
+        return [PromptSource(prompts=entries)]
+    sources = [as_source(entry) for entry in entries]
     taken = [source.name for source in sources if source.name is not None]
     for name in taken:
         if taken.count(name) > 1:
@@ -92,6 +110,13 @@ def as_sources(value: Sources) -> list[PromptSource]:
             taken.append(name)
             sources[number] = replace(source, name=name)
     return sources
+
+
+def _is_prompt(entry: object) -> bool:
+    """Return True for a text with a space, as names of datasets have none, that is no file and ends as no file."""
+    if not isinstance(entry, str) or " " not in entry.strip():
+        return False
+    return not entry.endswith(tuple(f".{kind}" for kind in FILE_KINDS)) and not os.path.exists(entry)
 
 
 def kind_of(source: PromptSource) -> Kind:

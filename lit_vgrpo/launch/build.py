@@ -109,7 +109,7 @@ def build_reward(words: Sequence[str]) -> Weighted:
 
     Args:
         words: ``PickScore checkpoint=/a/folder``, ``package.MyReward``, ``python:my_module:my_function``, or a recipe
-            with overlays and overrides. A recipe's held-out reward becomes a part of weight 0.
+            with overlays and overrides. A recipe's untrained reward becomes a part of weight 0.
     """
     if not words:
         raise UserError(NO_REWARD)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
@@ -37,7 +38,7 @@ from lit_vgrpo.system.process import is_first_process, report_on_first
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, FolderLock, RunFolder, release, reserve
-from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, log_recipe, rows_up_to
+from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, continue_trackers, log_recipe, rows_up_to
 from lit_vgrpo.training.optimizer import OptimizerConfig
 from lit_vgrpo.training.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
@@ -64,6 +65,7 @@ class RecipeCLI(LightningCLI):
         self.checkpoints, self.guard = RunCheckpoint(), ResumeGuard()
         self.resumption: Resumption | None = None
         self.allowed_changes: list[str] = []
+        self.continued: list[str] = []  # a line for each tracker
         self.unscorable: list[UnscorablePrompts] = []
         # Only save_hyperparameters() reads it, which neither class calls; making it takes a tenth of the building time.
         self.config_dump: dict[str, Any] = {}
@@ -103,6 +105,9 @@ class RecipeCLI(LightningCLI):
             folder = typed_path(resumed_folder(command.recipe, typed.get("run_dir") or named))
             self.resumption = last_good_checkpoint(folder, report_on_first)
             self.resumption.check(typed.get("ckpt_path"))
+            if self.resumption.checkpoint is not None:
+                _ = self._dump  # before: a new run of config.yaml continues no tracker's
+                self.continued = continue_trackers(as_list(self.config.trainer.logger, Namespace), folder)
 
     @property
     def ckpt_path(self) -> Path | None:
@@ -260,7 +265,7 @@ class RecipeCLI(LightningCLI):
         if (gpu := idle_gpu(device)) is not None:
             lines.append(f"WARNING: {gpu} is not used. To train on it: trainer.accelerator=gpu")
         if self.resumption is not None:
-            lines.append(self.resumption.opening)
+            lines += [self.resumption.opening, *self.continued]
         return lines
 
     @property
@@ -280,10 +285,11 @@ class RecipeCLI(LightningCLI):
         text = self._dump
         if texts := self.recipe.texts:
             text = yaml.safe_dump(replaced(yaml.safe_load(text), texts), sort_keys=False, allow_unicode=True)
-        log_recipe(self.trainer.loggers, yaml.safe_load(text))
+        log_recipe(self.trainer.loggers, yaml.safe_load(text), self.folder)
         places = [os.path.relpath(place, self.folder) for place in (*self.recipe.places, start_folder())]
         command = self.recipe.command
         is_changed = bool(command.overlays or {key for key, _ in command.overrides} - {"run_dir", "allow_changes"})
+        is_changed |= self.resumption is None
         text = f"{header}{text}{FOUND_IN}: {[*dict.fromkeys(places)]}\n"
         self.keeper.write_recipe(self.folder, text, is_changed)
 

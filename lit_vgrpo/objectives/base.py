@@ -129,6 +129,7 @@ class Objective(ABC):
         reference_guidance: Guidance of the weights of the start; ``None`` takes the training's.
     """
 
+    TO_PASS: ClassVar[str] = "Pass an instance, such as objective=VGRPO()"
     needs_reward: ClassVar[bool] = True
     uses_advantages: ClassVar[bool] = True
     """False if it trains on every image, without advantages."""

@@ -93,6 +93,7 @@ class Policy(nn.Module):
             only.
     """
 
+    TO_PASS: ClassVar[str] = 'Wrap a pipeline, its folder or its hub name: policy=AutoPolicy("owner/name")'
     pipeline_class: ClassVar[str]
     network_name: ClassVar[str]
     default_lora_targets: ClassVar[tuple[str, ...]]

@@ -31,6 +31,7 @@ from lit_vgrpo.system.hub import (
     explain_unloadable,
     file_at_hand,
     headers_only,
+    leave_silent_hub,
     load_network,
     loading,
     local_folder,
@@ -239,6 +240,7 @@ def small_file(checkpoint: str, name: str, revision: str | None = None) -> Path 
     if local_folder(checkpoint) is None and cached_file(checkpoint, name, revision) is None:
         from huggingface_hub import hf_hub_download
 
+        leave_silent_hub()
         with suppress(Exception):  # the next line tells
             hf_hub_download(checkpoint, name, revision=revision)
     return file_at_hand(checkpoint, name, revision)
@@ -250,6 +252,8 @@ def read_pipeline(policy: Loadable) -> Any:
     Raises:
         LoadError: The pipeline cannot be downloaded, lacks something or is damaged.
     """
+    if local_folder(policy.checkpoint) is None:
+        leave_silent_hub()
     # Keep the downloads' progress bars: they may be the slowest part of the start.
     with quiet_libraries(shows_bars=True):
         for name, source in policy.components.items():

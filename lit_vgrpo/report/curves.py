@@ -104,7 +104,7 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
         return []
     rewards = list(dict.fromkeys(name for run in runs for name in run.reward_names))
     parts = {name: name for name in rewards if len(rewards) > 1}
-    result = _plots("Held-out reward", runs, {"reward": "reward", **parts, "untrained_reward": "untrained"})
+    result = _plots("Held-out reward", runs, {"reward": "reward", **parts, "untrained_reward": "untrained reward"})
     columns = {column for run in runs for point in run.iterations for column in point.metrics}
     with_std = (name for name in columns if name.startswith("source/") and name.endswith("/std"))
     sources = sorted(name.removeprefix("source/").removesuffix("/std") for name in with_std)

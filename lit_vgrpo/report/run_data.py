@@ -130,7 +130,7 @@ class RunData:
 
     @cached_property
     def reward_names(self) -> list[str]:
-        """Names of the rewards in the weighted sum and of the held-out rewards, if they were logged."""
+        """Names of the rewards in the weighted sum and of the untrained ones, if they were logged."""
         newest = self.iterations[-1].metrics if self.iterations else {}
         parts = [name.split("/") for name in newest if name.startswith("reward/") and name.endswith("/std")]
         trained = [part[1] for part in parts if len(part) == 3]

@@ -23,7 +23,7 @@ SIGNS = {
 }
 """Smallest and largest ratio to the start that is no sign of cheating, and the signs below and above them."""
 MEANING = {
-    UNTRAINED: "Reward that was not trained on",
+    UNTRAINED: "Untrained reward",
     ACROSS: "Difference between prompts",
     WITHIN: "Difference between a prompt's images",
     SHARPNESS: "Sharpness",
@@ -33,7 +33,7 @@ MEANING = {
 LEAST_CHANGE = 0.01
 """Smaller changes of these metrics, which are in [0, 1], are never a sign."""
 HELP = "docs/when_it_goes_wrong.md"
-ADVICE = "add model.heldout_reward, such as CLIPScore, the similarity of image and prompt"
+ADVICE = "add model.untrained_reward, such as CLIPScore, the similarity of image and prompt"
 
 
 def signs(start: Mapping[str, float], end: Mapping[str, float]) -> list[str]:
@@ -100,7 +100,7 @@ class Verdict:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """The weighted sum, the untrained sum, each of several rewards, then other metrics."""
+        """The trained reward, the untrained reward, each of several rewards, then other metrics."""
         if not self.run.evaluations:
             return []
         start, end = self.run.comparable[0], self.run.comparable[-1]
@@ -121,7 +121,7 @@ class Verdict:
 
     @cached_property
     def reward(self) -> Change | None:
-        """The weighted sum that is trained on; ``None`` without an evaluation."""
+        """The trained reward; ``None`` without an evaluation."""
         return next((change for change in self.changes if change.name == "reward"), None)
 
     @cached_property
@@ -133,7 +133,7 @@ class Verdict:
         image_signs = signs(start, end)
         other = next((change for change in self.changes if change.name == UNTRAINED and change.start is not None), None)
         if other is not None and other.direction < 0:
-            image_signs.append("a reward that was not trained on fell")
+            image_signs.append("the untrained reward fell")
         unchecked = "" if other is not None else f" Not checked with another reward: {ADVICE}."
         if self.reward.direction <= 0:
             after = f", but {listed(image_signs)}" if image_signs else ", so there is nothing to check"
@@ -147,7 +147,7 @@ class Verdict:
             return Cheating(False, f"{words}{unchecked}", image_signs)
         course = "rose too," if other.direction > 0 else "did not fall measurably:"
         values = f"{score(other.start)} before, {score(other.end)} after"
-        words = f"images of different prompts still differ, and the reward that was not trained on {course} {values}."
+        words = f"images of different prompts still differ, and the untrained reward {course} {values}."
         return Cheating(False, f"No sign of it: {words}", image_signs)
 
     @property
@@ -158,8 +158,8 @@ class Verdict:
 
     @property
     def unseen(self) -> str:
-        """Class name of the reward that was not trained on; empty if unknown."""
-        return class_name((self.run.recipe.get("model") or {}).get("heldout_reward"))
+        """Class name of the untrained reward; empty if unknown."""
+        return class_name((self.run.recipe.get("model") or {}).get("untrained_reward"))
 
     @property
     def headline(self) -> str:
@@ -184,6 +184,15 @@ class Verdict:
         """When the newest evaluation was made."""
         at = self.run.comparable[-1].iteration
         return f"after {counted(at, 'iteration')}" if at else "before training"
+
+    @property
+    def brief(self) -> str:
+        """The result in a line, for a list of runs."""
+        if self.reward is None:
+            return f"{self.headline}."
+        start = "" if self.reward.start is None else f"{score(self.reward.start)} to "
+        end = f"{score(self.reward.end)} {brackets(self.reward.intervals[1])}".rstrip()
+        return f"{self.headline}: {start}{end} {self.evaluated}."
 
     @property
     def sentence(self) -> str:

@@ -110,7 +110,7 @@ class Weighted(Reward):
         for part in added:
             if part.name in self.part_names:
                 advice = "Choose another, or set its name." if has_name(part.reward) else "Choose another."
-                raise ValueError(f'heldout_reward and model.reward both have a "{part.name}". {advice}')
+                raise ValueError(f'untrained_reward and model.reward both have a "{part.name}". {advice}')
         if any(part.weight for part in kept):
             added = [Part(part.name, part.reward, 0.0) for part in added]
         parts = [*kept, *added]

@@ -28,7 +28,7 @@ class VoteReward(Reward):
     The images of an iteration are shown on the page of ``lightning vote RUN``, a few of one prompt at a time, in the
     fewest comparisons that connect all images of the prompt; a voter chooses the best, or skips. Votes are kept in
     ``votes.sqlite3`` in the run folder, by the images' content: a resumed run that samples the same images again has
-    their votes. Held-out images are never shown to people; set ``model.heldout_reward`` for those.
+    their votes. Held-out images are never shown to people; set ``model.untrained_reward`` for those.
 
     Args:
         images_per_vote: Images shown at a time, 2 to 4.

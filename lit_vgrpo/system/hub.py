@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,35 @@ def local_folder(checkpoint: str) -> Path | None:
 
 def source_of(checkpoint: str) -> str:
     """Return the argument of ``from_pretrained`` for a checkpoint: its folder, or its hub name."""
-    return str(local_folder(checkpoint) or checkpoint)
+    if (folder := local_folder(checkpoint)) is not None:
+        return str(folder)
+    leave_silent_hub()
+    return checkpoint
+
+
+def leave_silent_hub() -> None:
+    """Use only the hub's cache from now on if the hub, which is asked once, accepts a request and never answers.
+
+    Libraries wait for most answers without a limit. A refused connection fails at once and needs no such help.
+    """
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and _is_silent(constants.ENDPOINT):
+        constants.HF_HUB_OFFLINE = True
+        warnings.warn(
+            f"{constants.ENDPOINT} did not answer within {HUB_TIMEOUT_S:g} s. Only its cache is used.", stacklevel=2
+        )
+
+
+@cache
+def _is_silent(endpoint: str) -> bool:
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(endpoint, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # of httpx or httpx2; the next request reports others
+        return "Timeout" in type(error).__name__
+    return False
 
 
 def base_name(checkpoint: str) -> str:
@@ -135,6 +164,7 @@ def fetched_folder(repository: str, folder: str, revision: str | None = None, va
     """
     from huggingface_hub import HfApi, snapshot_download
 
+    leave_silent_hub()
     inside = f"{folder}/" if folder else ""
     configs = (cached_file(repository, inside + name, revision) for name in CONFIGS)
     cached = next((config.parent for config in configs if config is not None), None)

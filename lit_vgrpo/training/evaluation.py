@@ -142,7 +142,7 @@ class Evaluator:
     Call :meth:`add` for every batch, then :meth:`means`, or :meth:`finish` with a trainer.
 
     Args:
-        untrained: A reward that is only measured, not trained on.
+        untrained: The untrained reward.
         spec: Sampling of the images; an ODE.
         batch_size: Images per forward pass, the last batch padded; ``None`` uses one batch.
         seed: Seed that, with an image's number, determines its noise.
@@ -174,7 +174,7 @@ class Evaluator:
         self.spec = spec if spec.solver else replace(spec, solver=spec.ode_solver(policy.solvers))
         self.sides = sides_of(self.spec)
         self.reward = as_weighted(reward)
-        self.untrained = None if untrained is None else as_weighted(untrained, "model.heldout_reward")
+        self.untrained = None if untrained is None else as_weighted(untrained, "model.untrained_reward")
         self.observed = self.reward.observing(self.untrained)
         # Before any call, since attributes of a reward may count its calls.
         self._rewards = {f"reward {part.name}": hashed(part) for part in self.observed.parts}
@@ -289,8 +289,8 @@ class Evaluator:
         """Return the means over all ranks' images that were scored, the same on every rank, and start over.
 
         ``heldout/reward`` is the trained reward, ``heldout/source/<name>`` that of each source of prompts,
-        ``heldout/untrained_reward`` the untrained one, ``heldout/<part>`` each reward alone, and ``heldout/failed`` the
-        number of images that a reward failed to score; a warning gives the reason.
+        ``heldout/untrained_reward`` the untrained reward, ``heldout/<part>`` each reward alone, and ``heldout/failed``
+        the number of images that a reward failed to score; a warning gives the reason.
 
         Args:
             module: Passed to the observers.
@@ -333,7 +333,7 @@ class Evaluator:
         """Evaluate on the trainer's held-out batches, and return the metrics; {} if there are none.
 
         Args:
-            logs: Also log them, at the trainer's step.
+            logs: Also log them, at the step at which the trainer logs the finished iteration.
         """
         self.start_over()
         batches, limit = declared(module.trainer).datamodule.val_dataloader(), module.trainer.limit_val_batches
@@ -343,8 +343,8 @@ class Evaluator:
             metrics = self.finish(module)
             trainer = module.trainer
             epoch = {"epoch": trainer.current_epoch - 1} if trainer.current_epoch else {}
-            for logger in module.loggers if logs else ():
-                logger.log_metrics(metrics | epoch, step=trainer.global_step)
+            for logger in module.loggers if logs else ():  # at the iteration's last step, as Lightning counts it
+                logger.log_metrics(metrics | epoch, step=max(trainer.global_step - 1, 0))
         return self.latest
 
     def finish(self, module: TrainingModule) -> dict[str, float]:

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lit_vgrpo.config.recipe import FOUND_IN, SUFFIXES
 from lit_vgrpo.errors import UserError, report, suggestion
 from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
-from lit_vgrpo.system.paths import typed_path, write_atomically
+from lit_vgrpo.system.paths import shipped, typed_path, write_atomically
 from lit_vgrpo.training.trainer_internals import move_root_dir, run_folder
 
 CHECKPOINTS = "checkpoints"
@@ -23,6 +25,8 @@ LOCK = ".lock"
 BEST = "best.ckpt"
 WRITTEN = ("report.html", "summary.json", "metrics.csv", "samples", CHECKPOINTS, "export")
 """Results in a run folder."""
+STARTED = {CONFIG_NAME, LOCK, "tensorboard", "trackers.json"}
+"""What a run writes before training."""
 
 
 def candidates(base: Path) -> Iterator[Path]:
@@ -39,7 +43,8 @@ def candidates(base: Path) -> Iterator[Path]:
 def reserve(base: Path, is_resumed: bool = False) -> Path:
     """Create the first free folder of :func:`candidates`; safe when several runs start at once.
 
-    A resumed run takes ``base`` itself. Raises UserError if the folder cannot be created.
+    A folder in which a run only started is free. A resumed run takes ``base`` itself. Raises UserError if the folder
+    cannot be created.
     """
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
@@ -47,10 +52,25 @@ def reserve(base: Path, is_resumed: bool = False) -> Path:
             with suppress(FileExistsError):
                 folder.mkdir(exist_ok=is_resumed)
                 return folder
+            if _has_only_started(folder):
+                return folder
     except OSError as error:
         what = f"Cannot create the run folder {base}: {error.strerror}."
         raise UserError(f"{what} Set run_dir=/another/folder.") from error
     raise AssertionError("unreachable: the candidates never end")
+
+
+def _has_only_started(folder: Path) -> bool:
+    """Return True if a run that has ended wrote its recipe to a folder, and no result."""
+    config = folder / CONFIG_NAME
+    if not config.is_file() or {path.name for path in folder.iterdir()} - STARTED:
+        return False
+    lock = FolderLock()
+    with suppress(UserError):
+        lock.take(folder)
+    was_free = lock.is_held
+    lock.release()
+    return was_free and f"\n{FOUND_IN}:" in config.read_text(errors="replace")
 
 
 def release(folder: Path) -> None:
@@ -143,7 +163,7 @@ class RunFolder(Callback):
         self.keep_recipe(run_folder(trainer))
 
     def write_recipe(self, folder: Path, text: str, is_changed: bool) -> None:
-        """Write ``config.yaml``; a resumed run keeps its file unless its settings were changed."""
+        """Write ``config.yaml``; an existing file stays unless the settings were changed."""
         file = folder / CONFIG_NAME
         if is_changed or not file.exists():
             write_atomically(file, text)
@@ -178,6 +198,8 @@ def find_run(text: str) -> tuple[Path, Path | None]:
     for folder in path.parents if path.is_file() and path.suffix == ".ckpt" else ():
         if (folder / CONFIG_NAME).is_file():
             return folder, path
+    if text in shipped() or path.suffix in SUFFIXES:
+        raise UserError(f"{text} is not a run. If it is a recipe, train it first: lightning run {quote(text)}")
     places = (path.parent, typed_path("runs"))
     known = [f"{file.parent}" for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
     advice = suggestion(f"{path}", known) if known else "Train one first: lightning run tiny_shapes"
@@ -197,4 +219,4 @@ def find_checkpoint(text: str, run: Path) -> Path:
 
 def no_checkpoint(run: Path) -> str:
     """Return the error message for a run without checkpoints."""
-    return f"{run} has no checkpoint yet. Train it: lightning run {run / CONFIG_NAME} --resume"
+    return f"{run} has no checkpoint yet. Train it: lightning run {quote(f'{run / CONFIG_NAME}')} --resume"

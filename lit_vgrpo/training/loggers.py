@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import json
 import math
 import sys
 import threading
@@ -20,12 +21,17 @@ from lightning.pytorch import loggers
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from PIL import Image
+from pydantic import TypeAdapter
 from torch import Tensor
 from typing_extensions import override
 
 from lit_vgrpo.errors import UserError, one_line
-from lit_vgrpo.system.paths import new_file, read_regular
-from lit_vgrpo.training.resume import Progress
+from lit_vgrpo.system.paths import new_file, read_regular, write_atomically
+from lit_vgrpo.training.resume import Progress, checked_json
+
+RUN_OPTIONS = {"WandbLogger": "version", "MLFlowLogger": "run_id", "CometLogger": "experiment_key"}
+"""By tracker, the option of its logger that names a run to continue; the logger's ``version`` is the run."""
+TRACKERS = "trackers.json"
 
 
 class MetricsTable(Logger):
@@ -195,15 +201,51 @@ def log_picture(loggers: Iterable[Logger], key: str, image: Image.Image, step: i
             _add_image(logger, key, image, step)
 
 
-def log_recipe(loggers: Iterable[Logger], recipe: dict[str, Any]) -> None:
-    """Log the recipe to every logger on rank 0; raise UserError if a tracker cannot be opened, as without a login."""
+def log_recipe(loggers: Sequence[Logger], recipe: dict[str, Any], folder: Path) -> None:
+    """Log the recipe to every logger on rank 0, and keep the runs of trackers in a file of the run folder.
+
+    A tracker that continues a run has its recipe, and MLflow takes no other. Raises UserError if a tracker cannot be
+    opened, as without a login.
+    """
+    known = [run for _, run in _tracker_runs(folder)]
     for logger in loggers:
+        name = type(logger).__name__
         try:
-            logger.log_hyperparams(recipe)
+            if name in RUN_OPTIONS and str(logger.version) in known:
+                _ = logger.experiment  # type: ignore[attr-defined]  # opens it
+            else:
+                logger.log_hyperparams(recipe)
         except Exception as error:  # trackers raise different exceptions
-            name = type(logger).__name__
             advice = " Without an account: export WANDB_MODE=offline" if name == "WandbLogger" else ""
+            advice += f" For a new run of the tracker: rm {folder / TRACKERS}" if known else ""
             raise UserError(f"trainer.logger={name} cannot start: {one_line(error).rstrip('.')}.{advice}") from error
+    runs = [(type(one).__name__, str(one.version)) for one in loggers if type(one).__name__ in RUN_OPTIONS]
+    if runs:
+        write_atomically(folder / TRACKERS, json.dumps(runs))
+
+
+def continue_trackers(settings: Iterable[Any], folder: Path) -> list[str]:
+    """Let trackers continue the runs that a run folder names, unless their options name one; return a line for each.
+
+    Args:
+        settings: The loggers' ``class_path`` and ``init_args``, which are changed in place.
+    """
+    lines, runs = [], _tracker_runs(folder)
+    for setting in settings:
+        name = setting.class_path.rpartition(".")[2]
+        run = next((run for run in runs if run[0] == name), None)
+        if run is not None and setting.init_args.get(RUN_OPTIONS[name]) is None:
+            runs.remove(run)
+            setting.init_args[RUN_OPTIONS[name]] = run[1]
+            lines.append(f"{name} continues its run {run[1]}.")
+    return lines
+
+
+def _tracker_runs(folder: Path) -> list[tuple[str, str]]:
+    """Return the class and the run of each tracker that a run folder names."""
+    file = folder / TRACKERS
+    runs = checked_json(file.read_bytes(), TypeAdapter(list[tuple[str, str]]), f"{file}") if file.is_file() else []
+    return [run for run in runs if run[0] in RUN_OPTIONS]
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:

@@ -196,8 +196,10 @@ def how_to_resume(folder: Path) -> str:
 
     >>> how_to_resume(Path("runs/demo"))
     'Continue: lightning run runs/demo/config.yaml --resume'
+    >>> how_to_resume(Path("my runs/demo"))
+    "Continue: lightning run 'my runs/demo/config.yaml' --resume"
     """
-    return f"Continue: lightning run {folder / CONFIG_NAME} --resume"
+    return f"Continue: lightning run {quote(f'{folder / CONFIG_NAME}')} --resume"
 
 
 def next_commands(folder: Path, prompt: str | None) -> dict[str, str]:

@@ -41,7 +41,7 @@ from lit_vgrpo.training.saved_weights import start_hashes
 from lit_vgrpo.training.teachers import teacher_hashes
 from lit_vgrpo.training.trainer_internals import declared
 
-FREE = ("data.heldout", "model.heldout", "model.evaluat", "model.non_finite", "model.failed_images")
+FREE = ("data.heldout", "model.heldout", "model.untrained", "model.evaluat", "model.non_finite", "model.failed_images")
 """Prefixes of settings that no weight depends on."""
 MEMORY_ONLY = (
     *("micro_batch_size", "eval_batch_size", "rollout_batch_size", "decode_batch_size", "batch_size"),

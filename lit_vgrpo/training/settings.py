@@ -71,7 +71,7 @@ def errors_under(module: TrainingModule, trainer: Trainer, sizes: Sizes, has_hel
     ]
     if module.reward.compares and has_heldout and module.evaluator.observed.compares:
         errors.append(
-            "model.reward compares images of a group and scores no held-out images. Set model.heldout_reward to a "
+            "model.reward compares images of a group and scores no held-out images. Set model.untrained_reward to a "
             "reward that does, such as PickScore, or data.heldout=null to train without evaluations."
         )
     fits = not sizes.errors(ranks)  # their errors are the data module's

@@ -23,7 +23,7 @@ from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
 
 RUN = Path("runs/tiny")
 PAUSE_S = 25
-SETTINGS = ["model.reward=VoteReward", "model.heldout_reward=JPEGCompressibility"]
+SETTINGS = ["model.reward=VoteReward", "model.untrained_reward=JPEGCompressibility"]
 
 
 @pytest.fixture

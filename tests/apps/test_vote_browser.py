@@ -22,7 +22,7 @@ from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
 from lit_vgrpo.system.server import BACKLOG, served_in_thread
 from lit_vgrpo.system.sockets import listening_socket
 
-SETTINGS = ["model.reward=VoteReward", "model.heldout_reward=ShapesReward"]
+SETTINGS = ["model.reward=VoteReward", "model.untrained_reward=ShapesReward"]
 RUN = Path("runs/tiny_shapes")
 
 

@@ -8,7 +8,8 @@ from PIL import Image
 from lit_vgrpo import SD3Policy
 from lit_vgrpo.callbacks import EMA, Export, RunSummary, SampleGrid
 from lit_vgrpo.system.paths import DRAFT_PREFIX
-from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.checkpoint import TRAINED, RunCheckpoint
+from lit_vgrpo.training.loggers import MetricsTable, read_table
 
 
 def test_ema_equals_the_recursion_in_optimizer_steps(tiny_sd3, tmp_path):
@@ -102,11 +103,15 @@ def test_sample_grid_on_resume_still_shows_the_start_as_reference(tiny_sd3, tmp_
 
 
 def test_summary(tiny_sd3, tmp_path):
-    data, limit = {"heldout_images_per_prompt": 2}, {"max_steps": 3}
+    data, limit = {"heldout_images_per_prompt": 2}, {"max_steps": 3, "check_val_every_n_epoch": 2}
+    limit["logger"] = MetricsTable(tmp_path)
     module, _ = fit(tiny_sd3, tmp_path, [RunSummary(), EMA(0.5)], iterations=4, data=data, trainer=limit, seed=5)
     summary = json.loads((tmp_path / "summary.json").read_text())
     expected = {"outcome": "finished", "iterations": 3, "optimizer_steps": 3, "images": 24, "seed": 5}
     assert expected.items() <= summary.items()
+    rows = read_table(tmp_path / "metrics.csv")[1]  # the last evaluation is not Lightning's
+    steps = {name: [(row["epoch"], row["step"]) for row in rows if row[name]] for name in ("time/iteration_s", TRAINED)}
+    assert steps[TRAINED] == [("", "0"), *steps["time/iteration_s"][1:]]
     plain = make_module(tiny_sd3, seed=5)
     plain.configure_model()
     prompts = [row["prompt"] for row in make_data().heldout_samples(2) for _ in range(2)]

@@ -66,7 +66,7 @@ def hacked(tmp_path, callbacks, iterations=8, ckpt=None, heldout_limit=8, **opti
         "shipped:assets/tiny_sd3",
         VGRPO(RolloutSpec(steps=4), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3),
         JPEGCompressibility(),
-        heldout_reward=ShapesReward(),
+        untrained_reward=ShapesReward(),
         optimizer=OptimizerConfig(lr=1e-3),
         gradient_clip_val=1.0,
     )
@@ -97,7 +97,7 @@ def test_a_run_that_hacks_its_reward_is_stopped_and_says_why(tmp_path, capfd):
     cheating = summary["did_it_cheat"]
     assert cheating["is_likely"]
     assert cheating["signs"][0] == "images of different prompts became alike"
-    assert cheating["signs"][-1] == "a reward that was not trained on fell"
+    assert cheating["signs"][-1] == "the untrained reward fell"
     best = tmp_path / "checkpoints/best.ckpt"
     assert f"Best checkpoint: {best} (heldout/untrained_reward 0." in lines[0]
     assert "after 0 iterations)" in lines[0]

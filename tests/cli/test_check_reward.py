@@ -40,7 +40,7 @@ def cells(out):
 
 
 def test_images_of_the_recipes_own_policy_are_scored(recipe, capsys):
-    heldout = "model.heldout_reward={python: trial_rewards:constant}"
+    heldout = "model.untrained_reward={python: trial_rewards:constant}"
     status = main(["check-reward", recipe, heldout, "--num-prompts", "2", "--images-per-prompt", "3"])
     said = capsys.readouterr()
     assert said.out.startswith("6 images made by the recipe's policy in ")

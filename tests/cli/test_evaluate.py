@@ -137,9 +137,9 @@ def test_the_numbers_are_those_of_the_run(inside, evaluated):
         "images": IMAGES,
     }
     assert report["seed"] == 7
-    held_out = {name: about["held_out"] for name, about in report["rewards"].items()}
-    assert held_out == {"brightness": False, "jpeg": True, "colour": True}
-    assert "jpeg (held out) " in table(report)
+    untrained = {name: about["untrained"] for name, about in report["rewards"].items()}
+    assert untrained == {"brightness": False, "jpeg": True, "colour": True}
+    assert "jpeg (untrained) " in table(report)
 
 
 def test_the_csv_has_a_line_for_every_image_and_failed_ones_are_counted_and_left_out(evaluated):
@@ -267,11 +267,11 @@ def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
 def test_a_clip_network_measures_the_similarity_of_image_and_prompt(inside, tiny_clip):
     reward = f"{{class_path: CLIPScore, init_args: {{checkpoint: {tiny_clip}}}}}"
     found = []
-    for words in (["--features", str(tiny_clip)], [f"model.heldout_reward={reward}"]):
+    for words in (["--features", str(tiny_clip)], [f"model.untrained_reward={reward}"]):
         assert evaluate(["runs/plain", "--out=runs/plain/eval-clip.json", *words]) == 0
         path = max(Path("runs/plain").glob("eval-clip*.json"), key=lambda file: file.stat().st_mtime_ns)
         report = json.loads(path.read_text())
-        assert report["rewards"]["clipscore"] == {"weight": 0.0, "held_out": True}
+        assert report["rewards"]["clipscore"] == {"weight": 0.0, "untrained": True}
         found.append(report["variants"]["trained"]["means"]["clipscore"])
     assert found[0] == found[1]
     assert (found[0]["count"], found[0]["failed"]) == (IMAGES, 0)
@@ -281,6 +281,7 @@ def test_a_clip_network_measures_the_similarity_of_image_and_prompt(inside, tiny
     ("words", "line"),
     [
         (["runs/tny"], "runs/tny is not a run. Did you mean runs/tiny?"),
+        (["tiny_shapes"], "tiny_shapes is not a run. If it is a recipe, train it first: lightning run tiny_shapes"),
         (["runs/tiny", "--out=x.csv"], "--out x.csv is not a JSON file. Use --out x.json."),
         (["runs/tiny", "--checkpoint=lst.ckpt"], "--checkpoint lst.ckpt does not exist. Did you mean last.ckpt?"),
         (["runs/tiny", "model.optimizer.lr=1"], "model.optimizer.lr has no effect on an evaluation."),

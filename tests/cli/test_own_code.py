@@ -119,7 +119,7 @@ def recipe(tiny_recipe):
         ([TWO_STOPS], "callbacks[1].monitor=heldout_reward: runs log no metric with this name. Did you mean heldout/"),
         ([NOTHING], "trainer.callbacks[0].monitor=nothing: runs log no metric with this name. Use one of: heldout/"),
         (["model.reward=[]"], "model.reward.rewards=[] is empty. Name at least one reward, such as PickScore."),
-        (["model.heldout_reward=[]"], "model.heldout_reward.rewards=[] is empty. Name at least one reward, "),
+        (["model.untrained_reward=[]"], "model.untrained_reward.rewards=[] is empty. Name at least one reward, "),
         (["data.train=numbers.jsonl"], 'numbers.jsonl line 1: "rewards" is 3. Write the names of rewards, such '),
         (["ckpt_path=."], "ckpt_path=. is not a file. Give a checkpoint file."),
     ],
@@ -160,7 +160,7 @@ def test_what_a_reward_changes_reaches_neither_held_out_prompts_nor_later_iterat
     words = ["data.train=shipped:prompts/shapes_train.jsonl", "data.heldout=shipped:prompts/shapes_heldout.jsonl"]
     words += ["data.heldout_limit=2", "data.prompts_per_iteration=2", "data.group_size=2", "data.micro_batch_size=4"]
     words += ["model.reward=[{python: 'guests:greedy'}, ShapesReward]", "model.optimizer.lr=1e-9"]
-    assert run([recipe, *words, "model.heldout_reward=JPEGCompressibility"]) == 0
+    assert run([recipe, *words, "model.untrained_reward=JPEGCompressibility"]) == 0
     assert "failed" not in capsys.readouterr().err
     summary = json.loads(Path("runs/tiny/summary.json").read_text())
     assert summary["outcome"] == "finished"

@@ -18,7 +18,7 @@ model:
           images: pil
         - ShapesReward
       weights: [1.0, 0.5]
-  heldout_reward:
+  untrained_reward:
     python: own_rewards:other
 """
 
@@ -81,7 +81,7 @@ def test_the_key_of_the_file_is_an_override(recipe):
         (["JPEGCompressibility", "photo.png"], "photo.png is not an option of a reward"),
         (["no_such.yaml"], "no_such.yaml is not a recipe"),
         (["none.yaml"], "no model.reward"),
-        (["trained.yaml"], 'model.heldout_reward and model.reward both have a "score"'),
+        (["trained.yaml"], 'model.untrained_reward and model.reward both have a "score"'),
     ],
 )
 def test_mistakes_are_lines(here, words, said):

@@ -17,7 +17,10 @@ from lit_vgrpo.system.paths import shipped, shipped_root
         (["x=1"], "No recipe given"),
         (["tiny_shapes", "other.yaml"], "other.yaml is not an overlay: .* An override is written key=value."),
         (["tiny_shapes", "trainer.max_epochs", "5"], "An override is a single argument: trainer.max_epochs=VALUE."),
-        (["zzz.yaml"], "zzz.yaml is not a recipe: .* Shipped: .*tiny_unet"),
+        (
+            ["zzz.yaml"],
+            "zzz.yaml is not a recipe: .* not a shipped name. To list the shipped ones, run: lightning recipes$",
+        ),
     ],
 )
 def test_a_wrong_command_line(args, line):
@@ -129,8 +132,10 @@ def test_an_overlay_that_does_not_exist_names_the_near_one(name, installed):
 def test_a_run_folder_stands_for_the_recipe_in_it(here):
     for name in ("two", "tiny_shapes"):
         Path(name).mkdir()
-        Path(name, "config.yaml").write_text("data: {}")
+        Path(name, "config.yaml").write_text("model: {heldout_reward: CLIPScore}")
     assert Command.parse(["two"]).recipe == Path("two/config.yaml")
+    (reward,) = read_recipe(Command.parse(["two"])).values["model"].items()  # the key's earlier name
+    assert reward[0] == "untrained_reward"
     assert Command.parse(["tiny_shapes"]).recipe == shipped()["tiny_shapes"]
 
 

@@ -2,14 +2,15 @@
 
 import inspect
 import math
+import re
 import types
 import typing
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+from annotated_types import Interval
 from pydantic import InstanceOf
-from pydantic.fields import FieldInfo
 from torch import nn
 
 from lit_vgrpo import callbacks, objectives, policies, rewards
@@ -76,7 +77,7 @@ def has_bare_number(hint):
     if hint in (int, float):
         return True
     if typing.get_origin(hint) is Annotated:
-        return has_bare_number(hint.__origin__) and not any(isinstance(note, FieldInfo) for note in hint.__metadata__)
+        return has_bare_number(hint.__origin__) and not any(isinstance(note, Interval) for note in hint.__metadata__)
     return typing.get_origin(hint) not in (Literal, dict) and any(map(has_bare_number, typing.get_args(hint)))
 
 
@@ -85,7 +86,7 @@ def outside(hint):
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = typing.get_args(hint) if is_union else (hint,)
     for member in (one for one in members if typing.get_origin(one) is Annotated):
-        limits = [limit for entry in member.__metadata__ for limit in getattr(entry, "metadata", ())]
+        limits = [limit for entry in member.__metadata__ if isinstance(entry, Interval) for limit in entry]
         for limit in limits:
             for name, step in (("ge", -1), ("le", 1), ("gt", 0), ("lt", 0)):
                 if hasattr(limit, name):
@@ -101,6 +102,13 @@ def test_every_number_declares_its_range():
     }
     assert found == set()
     assert len(OPTIONS) > 100
+
+
+def test_signatures_show_the_ranges():
+    shown = str(inspect.signature(objectives.VGRPO))
+    assert "num_mc_samples: typing.Annotated[int, Interval(gt=None, ge=1, lt=None, le=1000)] = 4" in shown
+    assert "Interval(gt=0, ge=None, lt=None, le=None), OnlyWith('space', 'x', 'v')]] = 5.0" in shown
+    assert not [cls for cls in CLASSES if re.search("FieldInfo|object at 0x", str(inspect.signature(cls)))]
 
 
 @pytest.mark.parametrize("cls", dict.fromkeys(cls for cls, *_ in OPTIONS), ids=lambda cls: cls.__name__)

@@ -132,7 +132,7 @@ def test_a_prompt_of_the_held_out_file_is_said_or_left_out(file):
 
 
 def test_wrong_options_are_refused_at_once():
-    with pytest.raises(TypeError, match=r"^PromptSource\.__init__\(\) missing"):
+    with pytest.raises(TypeError, match=r"^A source has no path\. Write"):
         data_module([{"weight": 1}])
     with pytest.raises(ValueError, match=r"^heldout_fraction=0\.1 and heldout are"):
         data_module("a.txt", heldout_fraction=0.1, heldout="b.txt")

@@ -1,6 +1,7 @@
 """Sources by name: in batches on any number of ranks, in metrics, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,23 @@ def test_every_prompt_has_its_sources_name_on_any_number_of_ranks(sources):
 def test_names_are_the_files_unless_given(sources, tmp_path):
     assert [one.name for one in as_sources([*sources, str(tmp_path / "other" / "a.txt")])] == ["a", "last", "a_2"]
     assert as_sources(sources[0])[0].name is None
+
+
+def test_prompts_may_be_a_list():
+    texts = ["a cat", 'a "red" dog, running', "two words"]
+    data = PromptDataModule(texts, 1, 2, heldout={"prompts": ["sunset", {"prompt": "a cat", "count": 3}]})
+    assert data.check() == []
+    assert [row["prompt"] for row in data.training_rows()] == texts
+    assert data.heldout_rows() == [{"prompt": "sunset"}, {"prompt": "a cat", "count": 3}]
+    assert data.heldout_origin()["file"] == "prompts"
+    for wrong, said in (
+        (["cat", "a dog"], 'cat does not exist. Use .*, or {"prompts": ["a cat", "a dog"]}.'),
+        (["my prompts.txt"], "my prompts.txt does not exist"),
+        ({"prompts": ["a", 3]}, 'prompts[1]: not a row. Write "a cat" or {"prompt": "a cat"}.'),
+        ({"prompts": []}, "prompts has no prompts."),
+    ):
+        (found,) = PromptDataModule(wrong, 1, 2).check()
+        assert re.search(re.escape(said).replace(r"\.\*", ".*"), found), found
 
 
 def test_statistics_by_source():

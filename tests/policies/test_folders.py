@@ -10,7 +10,7 @@ import diffusers
 import pytest
 import torch
 from commands import check
-from fake_hub import FakeHub
+from fake_hub import FakeHub, Pages
 from helpers import Brightness, make_data, make_trainer, repeating
 from policies.contract import same_image_as_the_pipeline
 from policies.families import FAMILIES
@@ -21,6 +21,7 @@ from lit_vgrpo import VGRPO, RolloutSpec, VGRPOModule
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
 from lit_vgrpo.policies.checks import inputs
 from lit_vgrpo.policies.meta import NotEstimated, drawing_errors, policy_on_meta
+from lit_vgrpo.system import hub
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.saved_weights import policy_errors
 
@@ -483,6 +484,20 @@ def test_a_check_downloads_the_small_files_and_no_weights(families, tmp_path, mo
             policy_on_meta(other)
         read = sorted(name.removeprefix("owner/whole/") for name in hub.read if "whole" in name)
         assert read == sorted(name for name in files if not name.endswith(".safetensors"))
+
+
+def test_a_hub_that_never_answers_is_left_for_its_cache(families, tmp_path, monkeypatch):
+    repository = tmp_path / "models--owner--whole"
+    shutil.copytree(families("sd3").folder, repository / "snapshots" / ("1" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("1" * 40)
+    monkeypatch.setattr(Pages, "route", lambda page, pages: page.server.owner.closing.wait(60))
+    monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.2)
+    with FakeHub() as server:
+        server.use(monkeypatch, tmp_path)
+        with pytest.warns(UserWarning, match=r"did not answer within 0\.2 s\. Only its cache is used\."):
+            policy = SD3Policy("owner/whole").load()
+        assert policy.network is not None
 
 
 def test_what_is_no_pipeline_of_the_family(families):

@@ -82,7 +82,11 @@ def summary(name="tiny"):
 @pytest.mark.parametrize("names", [["tiny"], ["tiny", "other"]])
 def test_a_page_needs_nothing_else_and_is_accessible(inside, names, capsys):
     assert report([*(f"runs/{name}" for name in names), "--out=page.html"]) == 0
-    assert "Written: page.html" in capsys.readouterr().out
+    *lines, written = capsys.readouterr().out.splitlines()
+    assert "Written: page.html" in written
+    assert len(lines) == 2  # of one run its result and "Did it cheat?", of several a line each
+    ends = [summary(line.partition(":")[0].removeprefix("runs/"))["heldout_reward_end"] for line in lines]
+    assert ends == sorted(ends, reverse=True)
     page, raw = Parsed("page.html"), Path("page.html").read_text()
     assert len(raw) < 5e6
     assert "://" not in raw
@@ -307,8 +311,8 @@ HONEST = {"diversity_across_prompts": 0.1, "sharpness": 0.05, "saturation": 0.1}
         ({}, {"sharpness": 0.2, "saturation": 0.03}, True, "and images became noisy or hard-edged and colours faded"),
         # an honest run changes its images too
         ({}, {"diversity_across_prompts": 0.07, "saturation": 0.15}, False, "No sign of it in the images"),
-        ({"sharpness": 0.002}, {"sharpness": 0.006}, False, "add model.heldout_reward"),
-        ({"untrained_reward": 0.4}, {"untrained_reward": 0.2}, True, "and a reward that was not trained on fell."),
+        ({"sharpness": 0.002}, {"sharpness": 0.006}, False, "add model.untrained_reward"),
+        ({"untrained_reward": 0.4}, {"untrained_reward": 0.2}, True, "and the untrained reward fell."),
         ({"untrained_reward": 0.4}, {"untrained_reward": 0.6}, False, "rose too, 0.400 before, 0.600 after."),
         ({}, {"reward": 0.1, **ALIKE}, False, "rise measurably, but images of different prompts became alike."),
         ({}, {"reward": 0.1}, False, "The reward did not rise measurably, so there is nothing to check."),

@@ -193,7 +193,7 @@ def test_a_sum_is_extended_by_others():
     assert batch.total.tolist() == [0, 2, 4, 6]
     assert other.total(batch.parts, batch.applies).tolist() == [0, 1, 1, 1]
     assert trained.observing(None) is trained
-    with pytest.raises(ValueError, match='heldout_reward and model.reward both have a "a"'):
+    with pytest.raises(ValueError, match='untrained_reward and model.reward both have a "a"'):
         trained.observing(Weighted([Field("a")]))
 
 

@@ -112,7 +112,7 @@ def test_a_held_out_reward_is_looked_at_and_never_trained_on(tiny_sd3, tmp_path)
             Untrained.calls += 1
             return -super().__call__(images, prompts, rows)
 
-    module = train(make_module(tiny_sd3, heldout_reward=Untrained()), tmp_path / "with")
+    module = train(make_module(tiny_sd3, untrained_reward=Untrained()), tmp_path / "with")
     assert Untrained.calls == len(module.evaluator.history) == 3
     assert module.evaluator.latest["heldout/untrained_reward"] == module.evaluator.latest["heldout/darkness"]
     assert module.evaluator.latest["heldout/darkness"] == pytest.approx(-module.evaluator.latest["heldout/brightness"])

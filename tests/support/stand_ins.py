@@ -138,7 +138,7 @@ class StandIns:
             folder = words[-1].partition("=")[2] if words else resolve_path(checkpoint)
             made = save_teachers(folder, self.folder / recipe.stem, teachers)
             words.append(f"model.objective.init_args.teachers={json.dumps(made)}")
-        for key in ("reward", "heldout_reward"):
+        for key in ("reward", "untrained_reward"):
             if key in model and (filled := self._filled(model[key])) != model[key]:
                 words.append(f"model.{key}={json.dumps(filled)}")
         return words

@@ -66,7 +66,7 @@ OTHER = {
     "steps": lambda folder: {"evaluation": EvaluationSpec(steps=3)},
     "size": lambda folder: {"evaluation": EvaluationSpec(steps=2, height=16)},
     "noise": lambda folder: {"seed": 1},
-    "held-out reward": lambda folder: {"heldout_reward": JPEGCompressibility()},
+    "untrained reward": lambda folder: {"untrained_reward": JPEGCompressibility()},
     "weight": lambda folder: {"reward": Weighted([Brightness()], [2.0])},
     "clip": lambda folder: {"reward": Weighted([Brightness()], clips=[(0.0, 0.5)])},
     "weights": lambda folder: {"trainer": {"callbacks": [EMA()]}},
@@ -273,7 +273,7 @@ RESUMED = {
     "fewer prompts": ({"data": {"heldout_limit": 2}}, "prompts, images"),
     "a part": ({"trainer": {"limit_val_batches": 1}}, "prompts, images"),
     "other settings": ({"evaluation": EvaluationSpec(steps=3)}, "sampling"),
-    "another reward": ({"heldout_reward": JPEGCompressibility()}, "reward jpeg"),
+    "another reward": ({"untrained_reward": JPEGCompressibility()}, "reward jpeg"),
     "an average": ({"callbacks": [EMA()]}, "weights"),
 }
 
@@ -370,7 +370,7 @@ def test_a_run_that_repeats_iterations_keeps_the_best_of_those(tiny_sd3, copied)
     assert not [*path.parent.glob("best-*")]
 
 
-@pytest.mark.parametrize("options", [{"reward": broken}, {"heldout_reward": broken}], ids=" ".join)
+@pytest.mark.parametrize("options", [{"reward": broken}, {"untrained_reward": broken}], ids=" ".join)
 def test_a_reward_that_fails_on_every_image_ends_the_run_at_its_start(tiny_sd3, tmp_path, options):
     told = 'No held-out image could be scored before training. Reward "broken": .*test_comparable.py:.* OSError: gone.$'
     with pytest.raises(RewardError, match=told):

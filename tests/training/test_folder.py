@@ -3,13 +3,32 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from lit_vgrpo.system.process import is_first_process
-from lit_vgrpo.training.folder import release, reserve
+from lit_vgrpo.training.folder import FolderLock, RunFolder, release, reserve
 
 
 def test_an_old_file_of_that_name_is_left_alone(tmp_path):
     (tmp_path / "demo").write_text("mine")
     assert reserve(tmp_path / "demo").name == "demo-2"
     assert (tmp_path / "demo").read_text() == "mine"
+
+
+def test_a_folder_in_which_a_run_only_started_is_free(tmp_path):
+    folder = tmp_path / "demo"
+    (folder / "tensorboard").mkdir(parents=True)
+    recipe = folder / "config.yaml"
+    recipe.write_text("model: {}\n")
+    assert reserve(folder).name == "demo-2"  # somebody's file
+    recipe.write_text("model: {}\nfound_in: [.]\n")
+    lock = FolderLock()
+    lock.take(folder)
+    assert reserve(folder).name == "demo-3"  # it is about to train
+    lock.release()
+    assert reserve(folder) == folder
+    (folder / "metrics.csv").touch()
+    assert reserve(folder).name == "demo-4"
+    keeper = RunFolder()
+    keeper.write_recipe(folder, "new", is_changed=True)
+    assert recipe.read_text() == "new"
 
 
 def test_many_at_once_get_different_folders(tmp_path):

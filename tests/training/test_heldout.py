@@ -36,7 +36,7 @@ def test_validate_scores_and_leaves_everything_fit_for_training(tiny_sd3, tmp_pa
 
 
 def test_a_held_out_reward_that_fails_says_why(tiny_sd3, tmp_path):
-    module = make_module(tiny_sd3, heldout_reward=Fails())
+    module = make_module(tiny_sd3, untrained_reward=Fails())
     with pytest.warns(UserWarning, match='Reward "fails" failed for all 2 held-out images: .*has no head'):
         (found,) = make_trainer(tmp_path).validate(module, datamodule=make_data(), verbose=False)
     assert found["heldout/failed"] == 2

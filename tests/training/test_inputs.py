@@ -152,6 +152,7 @@ def test_an_option_added_since_changes_nothing_until_it_is_set():
     for empty in (None, {}, []):
         assert changes({"model": {}}, {"model": {"new": empty}}) == [], empty
         assert changes({"model": {"old": 1}}, {"model": {"old": 1, "new": empty}}) == [], empty
+    assert changes({"model": {}}, {"model": {"untrained_reward": "CLIPScore"}}) == []  # nothing is trained on it
     assert changes({"model": {}}, {"model": {"new": 1}}) == ["model.new: not set in the checkpoint, 1 now"]
     assert changes({"model": {"old": ["a"]}}, {"model": {"old": []}}) == [
         "model.old[0]: a in the checkpoint, not set now"

@@ -2,6 +2,7 @@
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from commands import run
+from jsonargparse import Namespace
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from PIL import Image
@@ -16,7 +18,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.recipe_cli import run_loggers
-from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, log_picture, log_recipe, read_table, rows_up_to
+from lit_vgrpo.training.loggers import (
+    MetricsTable,
+    TensorBoard,
+    continue_trackers,
+    log_picture,
+    log_recipe,
+    read_table,
+    rows_up_to,
+)
 from lit_vgrpo.training.resume import Progress
 
 
@@ -115,13 +125,49 @@ def test_trackers_get_pictures(tmp_path):
         assert (image.step, image.width, image.height) == (3, 4, 2)
 
 
-def test_a_tracker_that_cannot_start_is_one_line():
+def test_a_tracker_that_cannot_start_is_one_line(tmp_path):
     def refuse(params):
         raise RuntimeError("No API key configured.\nUse a key.")
 
     said = "^trainer.logger=SimpleNamespace cannot start: No API key configured. Use a key.$"
     with pytest.raises(UserError, match=said):
-        log_recipe([SimpleNamespace(log_hyperparams=refuse)], {})
+        log_recipe([SimpleNamespace(log_hyperparams=refuse)], {}, tmp_path)
+
+
+def test_a_resumed_run_continues_its_trackers_runs(tmp_path):
+    """A stand-in for MLflow, which the extras do not install: its recipe may not change."""
+
+    class MLFlowLogger(DummyLogger):
+        experiment, version = None, "a1"
+        log_hyperparams = MagicMock()
+
+    log_recipe([MLFlowLogger(), DummyLogger()], {}, tmp_path)
+    setting = Namespace(class_path="lightning.pytorch.loggers.MLFlowLogger", init_args=Namespace(run_id=None))
+    other = Namespace(class_path="CSVLogger", init_args=Namespace())
+    assert continue_trackers([other, setting], tmp_path) == ["MLFlowLogger continues its run a1."]
+    assert setting.init_args.run_id == "a1"
+    assert continue_trackers([setting], tmp_path) == []  # it names one
+    log_recipe([MLFlowLogger()], {"changed": 1}, tmp_path)
+    MLFlowLogger.log_hyperparams.assert_called_once_with({})
+    MLFlowLogger.version = "b2"
+    log_recipe([MLFlowLogger()], {"changed": 1}, tmp_path)
+    MLFlowLogger.log_hyperparams.assert_called_with({"changed": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
+def test_mlflow_has_one_run_of_a_resumed_run(tiny_recipe, capfd):
+    from mlflow.tracking import MlflowClient
+
+    words = ["trainer.logger={class_path: MLFlowLogger, init_args: {tracking_uri: 'sqlite:///mlflow.db'}}"]
+    assert run([str(tiny_recipe), *words, "trainer.max_epochs=1"]) == 0
+    assert run(["runs/tiny", "--resume", "trainer.max_epochs=2"]) == 0
+    client = MlflowClient("sqlite:///mlflow.db")
+    (one,) = client.search_runs([client.get_experiment_by_name("lightning_logs").experiment_id])
+    steps = [metric.step for metric in client.get_metric_history(one.info.run_id, "reward/mean")]
+    assert len(steps) == len(set(steps)) == 2
+    assert f"MLFlowLogger continues its run {one.info.run_id}." in capfd.readouterr().out
+    assert "run_id: null" in Path("runs/tiny/config.yaml").read_text()
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,13 @@ def report(options: Report) -> int:
     if out.exists() and not (out.is_file() and out.read_bytes().startswith(MARK.encode())):
         raise UserError(f"{out} exists and is not a report. Give another --out FILE.html.")
     write_atomically(out, render(runs))
-    for run in runs:
-        verdict = Verdict(run)
-        say(f"{run.folder}: {verdict.sentence}")
-        say(f"{run.folder}: Did it cheat? {verdict.cheating.words}")
+    for verdict in sorted(
+        map(Verdict, runs), key=lambda one: one.reward.end if one.reward else -math.inf, reverse=True
+    ):
+        run = verdict.run
+        say(f"{run.folder}: {verdict.sentence if len(runs) == 1 else verdict.brief}")
+        if len(runs) == 1:
+            say(f"{run.folder}: Did it cheat? {verdict.cheating.words}")
         for line in run.left_out:
             say(f"Left out: {line}", error=True)
     say(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB)")

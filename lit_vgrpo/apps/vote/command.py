@@ -29,7 +29,7 @@ from lit_vgrpo.training.resume import SUMMARY_NAME, read_summary
 UNFINISHED = ("interrupted", "failed")
 LAST_LOOK_S = 1.5
 """Time for pages, which poll once per second, to learn that training has ended."""
-NOT_ASKED = "does not ask people. Set model.reward=VoteReward, and model.heldout_reward for the held-out images"
+NOT_ASKED = "does not ask people. Set model.reward=VoteReward, and model.untrained_reward for the held-out images"
 
 
 def vote(options: Vote) -> int:

@@ -95,7 +95,7 @@ OF_A_UNET = ["ddpo"]
 OF_TEACHERS = ["opd"]
 BY_GRADIENT = ["draft_k", "draft_lv", "flowbp", "refl"]
 ELSEWHERE = (*OF_A_UNET, *BY_GRADIENT, *OF_TEACHERS)
-SMOOTH = ("tiny_shapes", "model.reward=SmoothShapesReward", "model.heldout_reward=ShapesReward")
+SMOOTH = ("tiny_shapes", "model.reward=SmoothShapesReward", "model.untrained_reward=ShapesReward")
 
 
 @pytest.mark.slow

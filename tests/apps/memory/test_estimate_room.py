@@ -69,7 +69,7 @@ def test_a_gpu_can_be_given(tiny_recipe, capsys):
 
 
 def test_rewards_of_held_out_images_count(tiny_recipe, tiny_clip):
-    words = [str(tiny_recipe), "model.heldout_reward=PickScore", f"model.heldout_reward.checkpoint={tiny_clip}"]
+    words = [str(tiny_recipe), "model.untrained_reward=PickScore", f"model.untrained_reward.checkpoint={tiny_clip}"]
     cli = build(words, make_folder=False)
     found = estimate(cli)
     combined = as_weighted(Frames(Weighted([JPEGCompressibility(), PickScore(str(tiny_clip))])))
