@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_vgrpo.core.advantages import no_spread_share
+from lit_vgrpo.core.advantages import mean_score, no_spread_share
 from lit_vgrpo.core.gather import all_gather_objects, image_ranks, sum_over_ranks
 from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.errors import one_line
@@ -160,7 +160,7 @@ class RewardLogger(L.Callback):
             share = "all" if math.isnan(record.parts[name]["mean"]) else "some"
             rank_zero_warn(f'Reward "{name}" failed for {share} images of iteration {record.iteration + 1}: {message}')
         metrics = {
-            "reward/mean": float(scored.mean()),
+            "reward/mean": mean_score(scored),
             "reward/std": float(scored.std(correction=0)),
             "reward/no_spread": no_spread_share(record.rewards, record.group_ids),
             "reward/failed": float(record.rewards.isnan().sum()),

@@ -111,6 +111,12 @@ def clamped(advantages: Tensor, limit: float | None) -> Tensor:
     return advantages if limit is None else advantages.clamp(-limit, limit)
 
 
+def mean_score(scores: Tensor) -> float:
+    """Return the mean of scores; 0 if it is below their rounding error, as for votes, whose scores cancel."""
+    mean = float(scores.mean())
+    return 0.0 if abs(mean) < NO_SPREAD * float(scores.abs().mean()) else mean
+
+
 def no_spread_share(rewards: Tensor, group_ids: Tensor) -> float:
     """Return the share of groups, in [0, 1], whose valid rewards are all equal and give no gradient."""
     mean, std, _, index = group_statistics(rewards, group_ids)

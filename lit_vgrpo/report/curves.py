@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -132,7 +133,7 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
 
 def _plots(title: str, runs: Sequence[RunData], metrics: dict[str, str]) -> list[Plot]:
     """Return one plot of a run's metrics, or a plot of each metric of several runs, without empty ones."""
-    several, result = len(runs) > 1, []
+    several, result = len(runs) > 1, list[Plot]()
     groups = [{metric: label} for metric, label in metrics.items()] if several else [metrics]
     for group in groups:
         curves = [(run, metric, run.name if several else label) for run in runs for metric, label in group.items()]
@@ -143,8 +144,13 @@ def _plots(title: str, runs: Sequence[RunData], metrics: dict[str, str]) -> list
                 series.append(one)  # a sum of one reward is that reward
         name = title if len(groups) == 1 else f"{title}: {next(iter(group.values()))}"
         # A curve that is 0 throughout, such as that of a clip that is off, shows nothing.
-        result += [Plot(name, series)] if any(one.ys.any() and len(one.ys) > 1 for one in series) else []
+        is_empty = not any(one.ys.any() and len(one.ys) > 1 for one in series)
+        result += [] if is_empty or any(map(partial(_alike, series), result)) else [Plot(name, series)]
     return result
+
+
+def _alike(series: list[Series], plot: Plot) -> bool:
+    return len(series) == len(plot.series) and all(map(Series.is_like, series, plot.series))
 
 
 def _series(run: RunData, metric: str, label: str, colour: int, heldout: bool) -> Series | None:

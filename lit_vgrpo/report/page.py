@@ -286,11 +286,13 @@ class RunPage:
 
 def render(runs: Sequence[RunData], live: bool = False) -> str:
     """Return the report of one or several runs as HTML; with ``live``, the page reloads when a run has new rows."""
+    run_data.tell_apart(runs)
     drawn, pages = plots(runs), [RunPage(run) for run in runs]
     page = {
         "runs": pages,
         "pairs": side_by_side(pages) if len(pages) > 1 else pages[0].pairs,
         "title": ", ".join(run.name for run in runs),
+        "is_alarming": any(page.verdict.alarms or page.verdict.cheating.is_likely for page in pages),
         "live": live,
         "plots": drawn,
         "axes": {axis: title for axis, title in run_data.AXES.items() if any(axis in plot.drawings for plot in drawn)},

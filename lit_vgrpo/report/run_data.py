@@ -90,6 +90,7 @@ class RunData:
         evaluations: One point per held-out evaluation, metrics without the prefix ``heldout/``.
         scores: Each prompt's scores, by iteration; empty for a run that kept none.
         is_running: The run itself writes this report.
+        name_parts: Number of the last parts of the folder's path that are its name.
         left_out: A line for each damaged file, or part of one, that the report lacks.
     """
 
@@ -100,11 +101,12 @@ class RunData:
     evaluations: list[Point]
     scores: dict[int, PromptSums] = field(default_factory=dict)
     is_running: bool = False
+    name_parts: int = 1
     left_out: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        return self.folder.resolve().name
+        return "/".join(self.folder.resolve().parts[-self.name_parts :])
 
     @property
     def config(self) -> str:
@@ -227,6 +229,15 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
         if math.isfinite(number):
             numbers[name] = number
     return numbers
+
+
+def tell_apart(runs: Sequence[RunData]) -> None:
+    """Lengthen the names of runs, such as ``runs/a`` of two folders, until they differ."""
+    paths = [run.folder.resolve().parts for run in runs]
+    differing = (n for n in range(1, max(map(len, paths))) if len({path[-n:] for path in paths}) == len(runs))
+    parts = next(differing, 1)
+    for run in runs:
+        run.name_parts = parts
 
 
 def read_scores(run: Path, say: Say = lambda line: None) -> dict[int, PromptSums]:

@@ -10,7 +10,7 @@ from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.errors import counted, score_text
 from lit_vgrpo.metrics.looks import ACROSS, DISTANCE, SATURATION, SHARPNESS, WITHIN
-from lit_vgrpo.report.run_data import RUNNING, UNFINISHED, Interval, RunData, difference, interval
+from lit_vgrpo.report.run_data import RUNNING, UNFINISHED, Interval, Point, RunData, difference, interval
 
 UNTRAINED = "untrained_reward"
 NONE, MINUS = "\u2013", "\u2212"
@@ -99,11 +99,16 @@ class Verdict:
     run: RunData
 
     @cached_property
+    def compared(self) -> list[Point]:
+        """The evaluations that can be compared with the newest one, without those in which no image was scored."""
+        return [point for point in self.run.comparable if "reward" in point.metrics] or self.run.comparable
+
+    @cached_property
     def changes(self) -> list[Change]:
         """The trained reward, the untrained reward, each of several rewards, then other metrics."""
         if not self.run.evaluations:
             return []
-        start, end = self.run.comparable[0], self.run.comparable[-1]
+        start, end = self.compared[0], self.compared[-1]
         rewards = self.run.reward_names
         names = dict.fromkeys([*("reward", UNTRAINED, *rewards), *sorted(end.metrics)])
         changes: list[Change] = []
@@ -127,9 +132,9 @@ class Verdict:
     @cached_property
     def cheating(self) -> Cheating:
         """The answer to "Did it cheat?", which the page, the headline, the summary and the model card repeat."""
-        if self.reward is None or self.reward.start is None or self.run.comparable[0].iteration:
+        if self.reward is None or self.reward.start is None or self.compared[0].iteration:
             return Cheating(False, "Not checked: that needs an evaluation at the start and a later one.", [])
-        start, end = self.run.comparable[0].metrics, self.run.comparable[-1].metrics
+        start, end = self.compared[0].metrics, self.compared[-1].metrics
         image_signs = signs(start, end)
         other = next((change for change in self.changes if change.name == UNTRAINED and change.start is not None), None)
         if other is not None and other.direction < 0:
@@ -182,7 +187,7 @@ class Verdict:
     @property
     def evaluated(self) -> str:
         """When the newest evaluation was made."""
-        at = self.run.comparable[-1].iteration
+        at = self.compared[-1].iteration
         return f"after {counted(at, 'iteration')}" if at else "before training"
 
     @property
@@ -205,12 +210,12 @@ class Verdict:
         cost += "" if passes is None else f", {amount(passes)} network passes"
         if reward is None:
             return f"No held-out evaluation yet after {cost}."
-        is_newest = run.comparable[-1].iteration == run.num_iterations
+        is_newest = self.compared[-1].iteration == run.num_iterations
         when = f"after {cost}" if is_newest else f"{self.evaluated}, not evaluated since; the run has {cost}"
         end = f"{score(reward.end)} {brackets(reward.intervals[1])}".rstrip()
         if reward.start is None:
             return f"Held-out reward {end} {when}."
-        at = f" at iteration {first}" if (first := run.comparable[0].iteration) else ""
+        at = f" at iteration {first}" if (first := self.compared[0].iteration) else ""
         start = f"{score(reward.start)} {brackets(reward.intervals[0])}".rstrip() + at
         verb = {1: "rose from", -1: "fell from", 0: "did not change measurably:"}[reward.direction]
         change = f"{score(reward.change, '+')} {brackets(reward.difference, '+')}".rstrip()
@@ -239,8 +244,10 @@ class Verdict:
         return [*self._alarms_of_training(), *self._alarms_of_evaluations(), *left_out]
 
     def _alarms_of_evaluations(self) -> Iterator[str]:
-        evaluations = [point for point in self.run.comparable if "reward" in point.metrics]
-        if self.reward is None or not evaluations:
+        newest = self.run.evaluations[-1].metrics if self.run.evaluations else {}
+        if failed := newest.get("failed", 0):
+            yield f"{amount(failed)} held-out images could not be scored at the last evaluation."
+        if self.reward is None:
             return
         if self.reward.direction < 0:
             yield "The held-out reward fell."
@@ -249,13 +256,11 @@ class Verdict:
             if change.name in names and change.difference and change.direction < 0 < self.reward.direction:
                 fall = f"{change.name} fell from {score(change.start)} to {score(change.end)}"
                 yield f"{fall} while the reward rose. Look at the images for reward hacking."
-        best = max(evaluations, key=lambda point: point.metrics["reward"])
+        best = max(self.compared, key=lambda point: point.metrics["reward"])
         at_end = self.reward.intervals[1]
         if at_end is not None and best.metrics["reward"] > at_end.high:
             where = f"{score(best.metrics['reward'])} at iteration {best.iteration}"
             yield f"The last evaluation is below the best one, {where}, which is in checkpoints/best.ckpt."
-        if failed := evaluations[-1].metrics.get("failed", 0):
-            yield f"{amount(failed)} held-out images could not be scored at the last evaluation."
 
     def _alarms_of_training(self) -> Iterator[str]:
         if self.run.outcome == UNFINISHED:

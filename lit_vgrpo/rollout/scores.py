@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd, combined_advantages, no_spread_share
+from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd, combined_advantages, mean_score, no_spread_share
 from lit_vgrpo.core.gather import all_gather, all_gather_objects, rank_and_world_size
 from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.records import IterationRecord, timed
@@ -154,7 +154,7 @@ def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]
         valid = asked[~asked.isnan()]
         mean = valid.mean()
         table[name] = {
-            "mean": float(mean),
+            "mean": mean_score(valid),
             "std": float((valid - mean).square().mean().sqrt()),  # torch.std warns if there are no images
             "no_spread": no_spread_share(asked, group_ids[applies]),
             "failed": float(asked.isnan().sum()),

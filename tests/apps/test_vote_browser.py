@@ -22,7 +22,8 @@ from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
 from lit_vgrpo.system.server import BACKLOG, served_in_thread
 from lit_vgrpo.system.sockets import listening_socket
 
-SETTINGS = ["model.reward=VoteReward", "model.untrained_reward=ShapesReward"]
+# 2,000 votes: with the recipe's 16 prompts they are half as many, and some seeds end below 0.75.
+SETTINGS = ["model.reward=VoteReward", "model.untrained_reward=ShapesReward", "data.prompts_per_iteration=32"]
 RUN = Path("runs/tiny_shapes")
 
 
@@ -75,7 +76,33 @@ def test_an_image_is_enlarged_by_key_and_by_click(width, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # 60 iterations of clicks: seven minutes beside another test
+@pytest.mark.skipif(NO_BROWSER is not None, reason=f"the voting page {NO_BROWSER}")
+def test_a_held_key_and_a_double_click_vote_once(tmp_path):
+    store = VoteStore(tmp_path / FILE_NAME)
+    png = encode_png(torch.zeros(3, 64, 64, dtype=torch.uint8))
+    numbers = store.publish({f"prompt {group}": {f"{group}-{n}": png for n in range(4)} for group in range(9)})
+    with listening_socket("127.0.0.1", 0) as listener, browser() as (page, said):
+        listener.listen(BACKLOG)
+        with served_in_thread(make_app(store), listener):
+            enter(page, f"http://127.0.0.1:{listener.getsockname()[1]}/", "ann")
+            page.wait_for_selector(f"{IDLE} #ballot:not([hidden])")
+            page.focus("#images button")
+            for _ in range(9):
+                page.keyboard.down("Enter")  # without up: it repeats
+                page.wait_for_selector(IDLE, state="attached")
+            page.keyboard.up("Enter")
+            assert store.progress(numbers).given == 1
+            page.click("#images button")
+            page.wait_for_selector(IDLE, state="attached")
+            page.mouse.down(click_count=2)
+            page.mouse.up(click_count=2)
+            page.wait_for_selector(IDLE, state="attached")
+            assert store.progress(numbers).given == 2
+    assert said == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)  # 60 iterations of clicks: 17 minutes on a busy machine
 @pytest.mark.skipif(NO_BROWSER is not None, reason=f"the voting page {NO_BROWSER}")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_voter_who_is_right_in_four_of_five_trains_tiny_shapes_through_the_page(seed, here):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_vgrpo.core.advantages import combined_advantages, group_advantages, no_spread_share
+from lit_vgrpo.core.advantages import combined_advantages, group_advantages, mean_score, no_spread_share
 
 REWARDS = torch.tensor([0.1, 0.7, 0.4, 2.0, 1.0, 1.5])
 GROUPS = torch.tensor([7, 7, 7, 3, 3, 3])
@@ -65,6 +65,14 @@ def test_all_failed_gives_zeros():
 def test_no_spread_share():
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, math.nan, 5.0])
     assert no_spread_share(rewards, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])) == 0.75
+
+
+def test_a_mean_of_scores_that_cancel_is_zero():
+    votes = torch.tensor([0.9, -0.3, -0.3, -0.3] * 16)
+    assert votes.mean() != 0
+    assert mean_score(votes) == 0
+    assert mean_score(votes * 1e-9 + 1e-9) == pytest.approx(1e-9)
+    assert math.isnan(mean_score(torch.tensor([])))
 
 
 def test_no_std_only_centres():

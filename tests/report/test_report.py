@@ -15,6 +15,7 @@ from PIL import Image, ImageSequence
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.report import verdict
+from lit_vgrpo.report.curves import plots
 from lit_vgrpo.report.page import read_kept, read_pairs, render
 from lit_vgrpo.report.run_data import Point, RunData, read_run, read_scores
 from lit_vgrpo.report.verdict import Verdict
@@ -422,6 +423,10 @@ def test_a_result_says_when_it_was_measured():
     twice = RunData(Path("run"), {}, {}, rows, [start, end])
     assert " after 4 iterations, not evaluated since; the run has 6 iterations." in Verdict(twice).sentence
     assert "Held-out reward before and after 4 iterations" in render([twice])
+    lost = RunData(Path("run"), {}, {}, rows, [start, end, Point({"iterations": 6}, {"failed": 9.0, **HONEST})])
+    assert " to 4.100: +4.000 after 4 iterations, not evaluated since" in Verdict(lost).sentence
+    assert Verdict(lost).cheating == Verdict(twice).cheating
+    assert "9 held-out images could not be scored at the last evaluation." in Verdict(lost).alarms
     done = RunData(Path("run"), {}, {}, rows[:4], [start, end])
     assert Verdict(done).sentence.endswith(": +4.000 after 4 iterations.")
 
@@ -431,6 +436,10 @@ def test_runs_with_the_same_answer_share_a_line():
     other = [points[0], Point({"iterations": 9}, {"reward": 0.9, **HONEST, **ALIKE})]
     page = render([RunData(Path(name), {}, {}, [], use) for name, use in (("a", points), ("b", other), ("c", points))])
     assert re.findall(r"<strong>(.*?)\.</strong> Did it cheat\? (\w+)", page) == [("a, c", "No"), ("b", "Probably")]
+    assert [
+        '<ul class="alarms"' in render([RunData(Path(n), {}, {"outcome": "finished"}, [], use) for n in "ac"])
+        for use in (points, other)
+    ] == [False, True]
     alone = [render([RunData(Path("run"), {}, {}, [], use)]) for use in (points, other)]
     assert ['class="suspect"' in page for page in alone] == [False, True]
 
@@ -446,3 +455,12 @@ def test_a_sum_of_one_reward_is_not_shown_twice(tmp_path):
         (tmp_path / "report" / "images.json").write_text(json.dumps({"images": [{**entry, "scores": scores}]}))
         ((image,),) = read_kept(tmp_path, set()).values()
         assert list(image["scores"]) == shown
+
+
+def test_runs_of_one_name_are_told_apart_and_alike_curves_are_drawn_once():
+    rows = [Point({"iterations": n, "images": n}, {"reward/mean": n / 9, "time/iteration_s": 1.0}) for n in range(1, 5)]
+    points = [Point({"iterations": n, "images": n}, {"reward": 0.1 * n, "untrained_reward": 0.1 * n}) for n in (0, 4)]
+    runs = [RunData(Path(name), {}, {}, rows, points) for name in ("first/run", "second/run")]
+    page = render(runs)
+    assert re.findall(r'class="key s\d"></span>(.*?)</th>', page) == ["first/run", "second/run"]
+    assert [plot.title for plot in plots(runs)] == ["Held-out reward: reward", "Training reward"]

@@ -30,9 +30,9 @@ async function ask(address, sent) {
     let answer = null;
     try { answer = await fetch(address, options); } catch { /* not reached */ }
     if (answer !== null && answer.ok) return answer.json();
-    if (answer !== null && answer.status < 500) throw new Error((await answer.json().catch(() => ({}))).detail || "Reload the page.");
+    if (answer !== null && answer.status < 500) throw new Error((await answer.json().catch(() => ({}))).detail || "Open the address that lightning vote prints now.");
     const why = answer === null ? "The server does not answer." : (await answer.json().catch(() => ({}))).detail || "The server failed.";
-    say(`${why} ${sent === undefined ? "" : "The vote is not stored yet. "}Trying again.`, true);
+    say(`${why} ${address === "vote" ? "The vote is not stored yet. " : ""}Trying again.`, true);
     await pause(RETRY_MS);
   }
 }
@@ -104,7 +104,7 @@ function enlarge(place) {
   const picture = element("zoom").querySelector("img");
   const { src, alt, className } = element("images").children[zoomed].querySelector("img");
   Object.assign(picture, { src, alt, className });
-  element("zoomed").textContent = `${alt}. A click or the arrow keys show the others; E, or a click beside it, goes back.`;
+  element("zoomed").textContent = `Image ${zoomed + 1} of ${number}. A click or the arrow keys show the others; E, or a click beside it, goes back.`;
   element("choose").textContent = `Choose image ${zoomed + 1}`;
   if (!element("zoom").open) {
     element("zoom").showModal();
@@ -153,7 +153,12 @@ element("who").addEventListener("submit", (event) => {
   if (voter) storage.set(voter);
   start();
 });
+// A double click or a held key would judge images that nobody has seen yet.
+addEventListener("click", (event) => {
+  if (event.detail > 1 && event.target.closest("#images, #choose, #skip")) event.stopPropagation();
+}, true);
 addEventListener("keydown", (event) => {
+  if (event.repeat && event.key === "Enter") event.preventDefault();
   if (event.repeat || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input")) return;
   const key = event.key.toLowerCase();
   if (/^[1-4]$/.test(key)) vote(Number(key) - 1);
