@@ -85,7 +85,7 @@ def find_folder(policy: Loadable) -> Path | None:
     if path is not None and path.is_file():
         convert = f"diffusers.{needed}.from_single_file('{path}').save_pretrained('DIR')"
         advice = f'Convert it: python -c "import diffusers; {convert}", then set {KEY}=DIR.'
-        if path.suffix.lower() not in ONE_FILE or not hasattr(_family(policy), "from_single_file"):
+        if path.suffix.lower() not in ONE_FILE or not hasattr(family_of(policy), "from_single_file"):
             advice = f"Use a folder with {INDEX} and unquantised weights, or a hub name."
         raise LoadError(f"{name} is a file, not a pipeline folder. {advice}")
     kind_name = find_pipeline_class(policy.checkpoint, policy.revision)
@@ -113,7 +113,9 @@ def find_folder(policy: Loadable) -> Path | None:
         file = place / "tokenizer_config.json" if part.startswith("tokenizer") else place
         if not file.exists():
             missing = file.relative_to(folder)
-            raise LoadError(f"{name} lacks {missing}, which its {INDEX} names. Save or download the pipeline again.")
+            null = f", or set {part} to [null, null] there" if part in policy.may_lack else ""
+            advice = f"Save or download the pipeline again{null}."
+            raise LoadError(f"{name} lacks {missing}, which its {INDEX} names. {advice}")
         kind = parts[part]
         if issubclass(kind, nn.Module) and not files[part].keys() & {variant, None}:
             advice = f"Set model.policy.variant={next(iter(files[part]))}." if files[part] else REMEDY
@@ -123,11 +125,16 @@ def find_folder(policy: Loadable) -> Path | None:
     return folder
 
 
-def _family(policy: Loadable) -> Any:
+def family_of(policy: Loadable) -> Any:
     """Return the class of a policy's pipeline."""
     import diffusers
 
     return getattr(diffusers, policy.pipeline_class, None) or type(policy.given)  # imports lazily
+
+
+def encoder_of(name: str) -> str:
+    """Return the name of the text encoder of a tokenizer, or any other name as it is."""
+    return name.replace("tokenizer", "text_encoder")
 
 
 def _parts(policy: Loadable, folder: Path) -> dict[str, Any]:
@@ -146,7 +153,7 @@ def _parts(policy: Loadable, folder: Path) -> dict[str, Any]:
                     raise LoadError(f"{folder / INDEX}: {name} is {library}.{kind}, not a class of {known}.")
     components = policy.components.items()
     return parts | {
-        name: component_class(_family(policy), name, source, parts.get(name)) for name, source in components
+        name: component_class(family_of(policy), name, source, parts.get(name)) for name, source in components
     }
 
 
@@ -159,9 +166,9 @@ def _part_folder(policy: Loadable, folder: Path, name: str) -> Path:
 
 def _lacking(policy: Loadable, present: dict[str, Any]) -> str | None:
     """Return which needed parts are not among those of a pipeline, as a phrase, or ``None``."""
-    parts = [name for name in inspect.signature(_family(policy)).parameters if NEEDED.fullmatch(name)]
+    parts = [name for name in inspect.signature(family_of(policy)).parameters if NEEDED.fullmatch(name)]
     spared = [name for name in policy.may_lack if present.get(name) is None]
-    needed = [name for name in parts if name.replace("tokenizer", "text_encoder") not in spared]
+    needed = [name for name in parts if encoder_of(name) not in spared]
     names = [name for name in (policy.network_name, *needed) if present.get(name) is None]
     return f"has no {' and no '.join(names)}, but {type(policy).__name__} needs it." if names else None
 
@@ -261,7 +268,7 @@ def read_pipeline(policy: Loadable) -> Any:
         remedy = f"Run: hf download {policy.checkpoint}, or set {KEY}=/a/local/folder."
         with loading(policy.checkpoint, remedy), quiet_libraries(shows_bars=True):
             versions = {"revision": policy.revision, "variant": policy.variant}
-            family = _family(policy)
+            family = family_of(policy)
             if index is not None and not hasattr(family, "download"):
                 return _assembled(policy, index)  # which downloads the parts of a modular pipeline
             folder = Path(family.download(policy.checkpoint, **versions, **left_out))
@@ -313,9 +320,9 @@ def _assembled(policy: Loadable, folder: Path) -> Any:
             for name in (parts if is_modular else policy.components).keys() - kinds.keys():
                 networks[name] = parts[name].from_pretrained(_part_folder(policy, folder, name))
             if is_modular:
-                return assembled(_family(policy), folder, networks)
+                return assembled(family_of(policy), folder, networks)
             given = {**policy.null_components(folder), **networks}
-            return _family(policy).from_pretrained(folder, local_files_only=True, **given)
+            return family_of(policy).from_pretrained(folder, local_files_only=True, **given)
 
 
 def distillation_warning(policy: Loadable) -> str | None:

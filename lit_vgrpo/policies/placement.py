@@ -110,10 +110,11 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 def unmasked_on_meta(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Drop arguments whose values an encoder would read, on the meta device; a pre-hook of its forward pass."""
-    if (mask := kwargs.get("attention_mask")) is not None and mask.is_meta:
+    is_on_meta = next(module.parameters()).is_meta
+    if is_on_meta and kwargs.get("attention_mask") is not None:
         read = ("attention_mask", "position_ids", "use_cache")  # without a cache, it looks for packed prompts
         kwargs = {name: value for name, value in kwargs.items() if name not in read}
-    return args[:1] if args and args[0].is_meta else args, kwargs  # Wan passes the mask by position
+    return args[:1] if is_on_meta else args, kwargs  # Wan passes the mask by position
 
 
 def _slots(module: nn.Module) -> Iterator[Slot]:

@@ -26,14 +26,16 @@ from lit_vgrpo.policies import (
     ZImagePolicy,
     checks,
 )
-from lit_vgrpo.policies.learned import NotLearned, leaves
+from lit_vgrpo.policies.learned import leaves
 from lit_vgrpo.policies.loading import KEY
 from lit_vgrpo.policies.unet import vp_scheduler
+from lit_vgrpo.policies.watching import NotLearned
 from lit_vgrpo.system.hub import LoadError
 
 FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline", "Flux3ModularPipeline")
-"""One without a policy class, one that takes lists of images, one on a variance-preserving path, and a modular
-pipeline."""
+FAST += ("StableDiffusion3Pipeline/no_t5",)
+"""One without a policy class, one that takes lists of images, one on a variance-preserving path, a modular pipeline,
+and one without one of its text encoders."""
 PROMPT = "three green dogs"
 WITHOUT_ADAPTERS = ("PRXPipeline", "PixArtSigmaPipeline", "PixArtAlphaPipeline", "LuminaPipeline")
 WITHOUT_ADAPTERS += ("EasyAnimatePipeline", "OmniGenPipeline", "AllegroPipeline")
@@ -59,7 +61,7 @@ REFUSED = {
         "Cosmos2VideoToWorldPipeline",
     ),
     "AssertionError": ("SkyReelsV2DiffusionForcingPipeline",),
-    "no processor": ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    "several steps of its scheduler": ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
     "another shape": ("AllegroPipeline",),
     "timestep differs": ("Cosmos2_5_PredictBasePipeline",),
 }
@@ -338,6 +340,10 @@ def test_a_solver_with_other_times_is_refused():
 def test_a_guider_is_set_in_lines_of_python():
     lines = built("HunyuanVideo15Pipeline").load().scheduler_lines(RolloutSpec("euler", 3, 2.0))
     assert lines == ["pipe.guider = pipe.guider.new(enabled=True, guidance_scale=2.0)"]
+
+
+def test_a_prompt_may_be_as_long_as_the_last_tokenizer_allows():
+    assert built("StableDiffusion3Pipeline/no_t5").load().prompt_limit()[1] == 12  # CLIP's, not T5's 16
 
 
 def test_a_network_without_adapters_is_trained_whole():
