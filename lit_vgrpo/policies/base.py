@@ -36,7 +36,14 @@ from lit_vgrpo.policies.loading import (
     read_index,
     read_pipeline,
 )
-from lit_vgrpo.policies.placement import cast, in_own_precision, place, unmasked_on_meta, with_cpu_default
+from lit_vgrpo.policies.placement import (
+    cast,
+    in_own_precision,
+    place,
+    restored_on_error,
+    unmasked_on_meta,
+    with_cpu_default,
+)
 from lit_vgrpo.policies.prompt_encoder import PromptEncoder
 from lit_vgrpo.policies.trained import add_adapter, choose_trained, quantise, refuse_unknown_targets
 from lit_vgrpo.system.hub import LoadError, base_name, quiet_libraries
@@ -250,7 +257,7 @@ class Policy(nn.Module):
             for error in self.check():
                 raise LoadError(error)
             pipeline = read_pipeline(self) if self.given is None else self.given
-            with quiet_libraries():
+            with quiet_libraries(), restored_on_error(self.given):
                 self.adopt(pipeline, put_start)
         except BaseException:
             self._is_checked, self.pipeline = False, None

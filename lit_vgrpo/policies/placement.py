@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import wraps
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -106,6 +108,37 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
         wanted = torch.float32 if wide.intersection(name.split(".")) else dtype
         if tensor.is_floating_point() and tensor.dtype != wanted:
             tensor.data = tensor.data.to(wanted)
+
+
+@contextmanager
+def restored_on_error(pipeline: Any) -> Iterator[None]:
+    """Restore a pipeline in memory, ``None`` for no pipeline, if the context ends with an error.
+
+    That includes its networks' parts, hooks and other attributes, and their weights. Until it ends, weights that were
+    cast inside exist twice.
+    """
+    networks = [] if pipeline is None else [p for p in pipeline.components.values() if isinstance(p, nn.Module)]
+    modules = {module for network in networks for module in network.modules()}
+    kept = [
+        (one, {name: _shallow(value) for name, value in vars(one).items()})
+        for one in ([pipeline, *modules] if networks else [])
+    ]
+    tensors = [tensor for network in networks for tensor in chain(network.parameters(), network.buffers())]
+    values = [(tensor, tensor.data, tensor.requires_grad) for tensor in tensors]
+    try:
+        yield
+    except BaseException:
+        for one, attributes in kept:
+            vars(one).clear()
+            vars(one).update(attributes)
+        for tensor, value, is_trained in values:
+            tensor.data = value
+            tensor.requires_grad_(is_trained)
+        raise
+
+
+def _shallow(value: Any) -> Any:
+    return copy(value) if type(value) in (dict, OrderedDict, list, set) else value
 
 
 def unmasked_on_meta(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -243,6 +243,24 @@ def test_a_size_that_the_pipeline_rounds_is_refused():
         policy.load()
 
 
+def test_a_pipeline_in_memory_is_as_before_after_a_failed_load():
+    pipeline = zoo.build("AuraFlowPipeline")
+
+    def state():
+        networks = (pipeline.transformer, pipeline.vae, pipeline.text_encoder)
+        modules = [(part, part.training, len(part._forward_pre_hooks)) for n in networks for part in n.modules()]
+        weights = [(w.data_ptr(), w.dtype, w.requires_grad) for network in networks for w in network.parameters()]
+        return modules, weights, dict(vars(pipeline))
+
+    before, options = state(), {"lora_rank": 2, "dtype": "bfloat16", "width": 48, "vae_tiling": True}
+    with pytest.raises(LoadError, match="have to be divisible by 8"):
+        AutoPolicy(pipeline, height=33, **options).load()
+    assert state() == before
+    assert not pipeline.vae.use_tiling
+    AutoPolicy(pipeline, height=32, **options).load()
+    assert state() != before
+
+
 def changed(pipeline, change):
     """The pipeline with a class that diffusers does not have, whose call first makes a change to its scheduler."""
 
