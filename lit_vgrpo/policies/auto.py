@@ -37,6 +37,7 @@ from lit_vgrpo.policies.loading import (
     COMPONENTS,
     INDEX,
     KEY,
+    SCHEDULER,
     call_parameters,
     config_folder,
     find_pipeline_class,
@@ -68,7 +69,6 @@ ROUNDING, ROUNDING_16 = 1e-4, 2e-2
 """Largest differences in the proof, relative to the largest value: in float32, and of text encoders in 16 bits."""
 NEGATIVE = "reference_negative."
 """Prefix of the negative prompt's values that depend on a picture."""
-SCHEDULER = "scheduler/scheduler_config.json"
 OWN_SOLVERS = {"DPMSolverMultistepScheduler": "dpm++", "UniPCMultistepScheduler": "unipc"}
 POLICY, ROLLOUT = "Set model.policy.{}", "Set model.objective.rollout.{}"
 OTHER_OPTIONS = {

@@ -42,6 +42,7 @@ from lit_vgrpo.system.process import bar
 
 KEY = "model.policy.checkpoint"
 INDEX = "model_index.json"
+SCHEDULER = "scheduler/scheduler_config.json"
 REMEDY = f"Download or save it again, or set {KEY} to a different pipeline."
 LIBRARIES = ("diffusers", "transformers")
 ONE_FILE = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
@@ -51,6 +52,7 @@ NOT_HONOURED = ("thresholding", "clip_sample")
 """Options of schedulers that change predicted images, which no sampler of this package does."""
 DISTILLED_NAMES = re.compile(r"(?:^|[-_.])(schnell|turbo|lightning|lcm|hyper|distilled)(?=$|[-_.])", re.IGNORECASE)
 """Words in the names of models distilled to a few steps; their files seldom show it."""
+FEW_STEP_SCHEDULERS = ("LCMScheduler", "TCDScheduler")
 
 
 class Loadable(Protocol):
@@ -326,12 +328,14 @@ def _assembled(policy: Loadable, folder: Path) -> Any:
 
 
 def distillation_warning(policy: Loadable) -> str | None:
-    """Return a one-line warning if a model's index or name marks it as distilled, else ``None``."""
+    """Return a one-line warning if a model's index, scheduler or name marks it as distilled, else ``None``."""
     flag, named = "is_distilled", DISTILLED_NAMES.search(Path(policy.checkpoint).name)
     if config_value(policy, INDEX, flag):
         sign = f"{flag} in its {INDEX}"
     elif named is not None:
         sign = f"its name has {named[1]}"
+    elif (scheduler := config_value(policy, SCHEDULER, "_class_name")) in FEW_STEP_SCHEDULERS:
+        sign = f"its scheduler is {scheduler}"
     else:
         return None
     return (
@@ -361,7 +365,7 @@ def config_value(policy: Loadable, file: str, key: str) -> Any:
     """Return a value in one of a pipeline's JSON files on this machine, or ``None``."""
     if policy.given is not None:
         part = policy.given if file == INDEX else getattr(policy.given, file.partition("/")[0], None)
-        return None if part is None else part.config.get(key)
+        return None if part is None else {"_class_name": type(part).__name__, **part.config}.get(key)
     folder = config_folder(policy.checkpoint, policy.revision)
     part, _, name = file.rpartition("/")
     try:
