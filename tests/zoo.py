@@ -479,6 +479,15 @@ pipeline("StableDiffusionPipeline")(lambda: stable_diffusion(**UNCHECKED) | {"sc
 pipeline("StableDiffusionXLPipeline")(
     lambda: stable_diffusion(sdxl_unet, "EulerDiscreteScheduler", plain_clip(), clip("_2"), add_watermarker=False)
 )
+pipeline("StableDiffusionXLPipeline/one_encoder")(
+    lambda: stable_diffusion(
+        partial(sizes_unet, cross_attention_dim=WIDTH),
+        "EulerDiscreteScheduler",
+        text(None, None),
+        clip("_2"),
+        add_watermarker=False,
+    )
+)
 pipeline("LatentConsistencyModelPipeline", off={}, on={})(
     lambda: stable_diffusion(partial(unet, time_cond_proj_dim=32), "LCMScheduler", **UNCHECKED)
 )
@@ -494,6 +503,13 @@ pipeline("AnimateDiffPipeline", size=dict(SMALL, num_frames=4), other=dict(LARGE
 def stable_diffusion3():
     texts = clip(), clip("_2"), t5("_3", width=2 * WIDTH)
     return parts(shifted_kl(), network("SD3Transformer2DModel"), flow(shift=3.0), *texts)
+
+
+variant(
+    "StableDiffusion3Pipeline/no_t5",
+    "StableDiffusion3Pipeline",
+    lambda: dict.fromkeys(("text_encoder_3", "tokenizer_3")),
+)
 
 
 def flux(**config):

@@ -26,7 +26,6 @@ from lit_vgrpo.policies.learned import (
     BESIDE,
     Leaf,
     Learned,
-    NotLearned,
     as_tensor,
     before_shift,
     built,
@@ -35,8 +34,10 @@ from lit_vgrpo.policies.learned import (
 )
 from lit_vgrpo.policies.learner import WORDS, Learner, number_of
 from lit_vgrpo.policies.loading import (
+    COMPONENTS,
     INDEX,
     KEY,
+    SCHEDULER,
     call_parameters,
     config_folder,
     find_pipeline_class,
@@ -50,6 +51,7 @@ from lit_vgrpo.policies.wan import joined_by_time, rows_sharing_time
 from lit_vgrpo.policies.watching import (
     GUIDER,
     Call,
+    NotLearned,
     Watcher,
     guider_options,
     guiders_at,
@@ -67,7 +69,6 @@ ROUNDING, ROUNDING_16 = 1e-4, 2e-2
 """Largest differences in the proof, relative to the largest value: in float32, and of text encoders in 16 bits."""
 NEGATIVE = "reference_negative."
 """Prefix of the negative prompt's values that depend on a picture."""
-SCHEDULER = "scheduler/scheduler_config.json"
 OWN_SOLVERS = {"DPMSolverMultistepScheduler": "dpm++", "UniPCMultistepScheduler": "unipc"}
 POLICY, ROLLOUT = "Set model.policy.{}", "Set model.objective.rollout.{}"
 OTHER_OPTIONS = {
@@ -104,6 +105,7 @@ class AutoPolicy(Policy):
     """
 
     default_lora_targets: ClassVar[tuple[str, ...]] = ()
+    may_lack: ClassVar[tuple[str, ...]] = ("processor", "text_encoder", *(f"text_encoder_{n}" for n in (2, 3, 4)))
 
     def __init__(
         self,
@@ -406,11 +408,16 @@ class AutoPolicy(Policy):
                     raise LoadError(f"{where} {self.pipeline_class} {error}. {advice}") from error
                 if isinstance(error, LoadError):
                     raise
-                if self.device.type == "meta":  # where values do not exist
+                needs_part, parts = "NoneType" in str(error), self.pipeline.components.items()
+                nulls = [name for name, part in parts if part is None]
+                absent = [name for name in nulls if needs_part or name.startswith("text_encoder")]
+                if self.device.type == "meta" and not (needs_part and absent):  # where values do not exist
                     raise NotImplementedError(f"{self.pipeline_class} cannot be called without weights") from error
-                reason = f"{type(error).__name__}: {one_line(error)}"
-                edits = "image" in self.watcher.parameters and not self.edits
-                reason += " If it edits pictures, set model.policy.references=1." if edits else ""
+                reason = f"{type(error).__name__}: {one_line(error).rstrip('.')}."
+                if absent:
+                    reason += f" It has no {' and no '.join(absent)}. To take another checkpoint's, set {COMPONENTS}."
+                if "image" in self.watcher.parameters and not self.edits:
+                    reason += " If it edits pictures, set model.policy.references=1."
                 raise LoadError(f"{where} a call of {self.pipeline_class} fails. {reason}") from error
         return self._learned[key]
 
@@ -545,7 +552,8 @@ class AutoPolicy(Policy):
         encoder = names[-1].replace("tokenizer", "text_encoder").replace("processor", "text_encoder")
         default = self.watcher.parameters.get("max_sequence_length")
         limit = self._arguments().get("max_sequence_length", getattr(default, "default", None))
-        return tokenizer, limit or tokenizer.model_max_length, type(parts.get(encoder)).__name__
+        most = tokenizer.model_max_length
+        return tokenizer, min(limit or most, most), type(parts.get(encoder)).__name__
 
     # --- predictions ------------------------------------------------------------------------------------------------
 
@@ -613,6 +621,8 @@ class AutoPolicy(Policy):
                     value = value[(slice(None), *(slice(side) for side in sizes[leaf.name]))]
                 if not isinstance(leaf.value, Tensor):
                     return value
+                if value.is_meta and not leaf.value.is_floating_point():
+                    return torch.ones(value.shape, dtype=leaf.value.dtype)  # all of a mask
                 return narrowed(as_type(value, leaf.value.dtype))
             one = self._on_device(leaf, z.device)
             if leaf.kind == "fixed":

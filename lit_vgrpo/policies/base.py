@@ -28,13 +28,22 @@ from lit_vgrpo.policies.export import save_adapter, save_pipeline
 from lit_vgrpo.policies.loading import (
     KEY,
     call_parameters,
+    encoder_of,
+    family_of,
     find_folder,
     pipeline_misfit,
     pipeline_on_meta,
     read_index,
     read_pipeline,
 )
-from lit_vgrpo.policies.placement import cast, in_own_precision, place, unmasked_on_meta, with_cpu_default
+from lit_vgrpo.policies.placement import (
+    cast,
+    in_own_precision,
+    place,
+    restored_on_error,
+    unmasked_on_meta,
+    with_cpu_default,
+)
 from lit_vgrpo.policies.prompt_encoder import PromptEncoder
 from lit_vgrpo.policies.trained import add_adapter, choose_trained, quantise, refuse_unknown_targets
 from lit_vgrpo.system.hub import LoadError, base_name, quiet_libraries
@@ -249,7 +258,7 @@ class Policy(nn.Module):
             for error in self.check():
                 raise LoadError(error)
             pipeline = read_pipeline(self) if self.given is None else self.given
-            with quiet_libraries():
+            with quiet_libraries(), restored_on_error(self.given):
                 self.adopt(pipeline, put_start)
         except BaseException:
             self._is_checked, self.pipeline = False, None
@@ -364,9 +373,15 @@ class Policy(nn.Module):
         return {name: getattr(self, name, None) for name in sorted(names)}
 
     def null_components(self, folder: Path) -> dict[str, None]:
-        """Return components that are null in the folder's index or left out; diffusers needs each as an argument."""
-        nulls = [name for name, value in read_index(folder).items() if isinstance(value, list) and value[:1] == [None]]
-        return dict.fromkeys([*nulls, *self.left_out])
+        """Return components that are null in the folder's index, absent from it, or left out.
+
+        diffusers needs each as an argument.
+        """
+        index = read_index(folder)
+        nulls = [name for name, value in index.items() if isinstance(value, list) and value[:1] == [None]]
+        parts = inspect.signature(family_of(self)).parameters if self.may_lack else ()
+        absent = [name for name in parts if name not in index and encoder_of(name) in self.may_lack]
+        return dict.fromkeys([*nulls, *absent, *self.left_out])
 
     def misfit(self, pipeline: Any) -> str | None:
         """Return why a pipeline would be trained wrongly, as a phrase that follows its name, or ``None``."""

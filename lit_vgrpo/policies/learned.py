@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from lit_vgrpo.core.types import SIZE_OF
-from lit_vgrpo.policies.watching import Pass
-from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.policies.watching import NotLearned, Pass
 
 BESIDE = "reference_latents"
 """The network's values next to the latents, in a conditioning: a picture's."""
@@ -23,10 +22,6 @@ RULES: tuple[tuple[Rule, tuple[int, ...]], ...] = (
     *(("clamped_norm", (-1,)), ("clamped_norm", ())),
 )
 """Ways to combine two passes, and the dimensions over which a length is taken; ``()`` is all."""
-
-
-class NotLearned(LoadError):
-    """A pipeline does something that a learned policy cannot do; the message is a phrase that names it."""
 
 
 @dataclass

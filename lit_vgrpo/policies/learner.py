@@ -21,7 +21,6 @@ from lit_vgrpo.policies.learned import (
     Guidance,
     Leaf,
     Learned,
-    NotLearned,
     arguments_of,
     as_tensor,
     before_shift,
@@ -30,7 +29,7 @@ from lit_vgrpo.policies.learned import (
     named_values,
     values_at,
 )
-from lit_vgrpo.policies.watching import GUIDER, UNGUIDED, Call, Pass, Stop, Watcher, rows_of
+from lit_vgrpo.policies.watching import GUIDER, UNGUIDED, Call, NotLearned, Pass, Stop, Watcher, rows_of
 
 BASE = 128
 """Of the digits: numbers below it are exact in 16 bits."""

@@ -43,6 +43,7 @@ from lit_vgrpo.system.process import bar
 
 KEY = "model.policy.checkpoint"
 INDEX = "model_index.json"
+SCHEDULER = "scheduler/scheduler_config.json"
 REMEDY = f"Download or save it again, or set {KEY} to a different pipeline."
 LIBRARIES = ("diffusers", "transformers")
 ONE_FILE = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
@@ -52,6 +53,7 @@ NOT_HONOURED = ("thresholding", "clip_sample")
 """Options of schedulers that change predicted images, which no sampler of this package does."""
 DISTILLED_NAMES = re.compile(r"(?:^|[-_.])(schnell|turbo|lightning|lcm|hyper|distilled)(?=$|[-_.])", re.IGNORECASE)
 """Words in the names of models distilled to a few steps; their files seldom show it."""
+FEW_STEP_SCHEDULERS = ("LCMScheduler", "TCDScheduler")
 
 
 class Loadable(Protocol):
@@ -86,7 +88,7 @@ def find_folder(policy: Loadable) -> Path | None:
     if path is not None and path.is_file():
         convert = f"diffusers.{needed}.from_single_file('{path}').save_pretrained('DIR')"
         advice = f'Convert it: python -c "import diffusers; {convert}", then set {KEY}=DIR.'
-        if path.suffix.lower() not in ONE_FILE or not hasattr(_family(policy), "from_single_file"):
+        if path.suffix.lower() not in ONE_FILE or not hasattr(family_of(policy), "from_single_file"):
             advice = f"Use a folder with {INDEX} and unquantised weights, or a hub name."
         raise LoadError(f"{name} is a file, not a pipeline folder. {advice}")
     kind_name = find_pipeline_class(policy.checkpoint, policy.revision)
@@ -114,7 +116,9 @@ def find_folder(policy: Loadable) -> Path | None:
         file = place / "tokenizer_config.json" if part.startswith("tokenizer") else place
         if not file.exists():
             missing = file.relative_to(folder)
-            raise LoadError(f"{name} lacks {missing}, which its {INDEX} names. Save or download the pipeline again.")
+            null = f", or set {part} to [null, null] there" if part in policy.may_lack else ""
+            advice = f"Save or download the pipeline again{null}."
+            raise LoadError(f"{name} lacks {missing}, which its {INDEX} names. {advice}")
         kind = parts[part]
         if issubclass(kind, nn.Module) and not files[part].keys() & {variant, None}:
             advice = f"Set model.policy.variant={next(iter(files[part]))}." if files[part] else REMEDY
@@ -124,11 +128,16 @@ def find_folder(policy: Loadable) -> Path | None:
     return folder
 
 
-def _family(policy: Loadable) -> Any:
+def family_of(policy: Loadable) -> Any:
     """Return the class of a policy's pipeline."""
     import diffusers
 
     return getattr(diffusers, policy.pipeline_class, None) or type(policy.given)  # imports lazily
+
+
+def encoder_of(name: str) -> str:
+    """Return the name of the text encoder of a tokenizer, or any other name as it is."""
+    return name.replace("tokenizer", "text_encoder")
 
 
 def _parts(policy: Loadable, folder: Path) -> dict[str, Any]:
@@ -147,7 +156,7 @@ def _parts(policy: Loadable, folder: Path) -> dict[str, Any]:
                     raise LoadError(f"{folder / INDEX}: {name} is {library}.{kind}, not a class of {known}.")
     components = policy.components.items()
     return parts | {
-        name: component_class(_family(policy), name, source, parts.get(name)) for name, source in components
+        name: component_class(family_of(policy), name, source, parts.get(name)) for name, source in components
     }
 
 
@@ -160,9 +169,9 @@ def _part_folder(policy: Loadable, folder: Path, name: str) -> Path:
 
 def _lacking(policy: Loadable, present: dict[str, Any]) -> str | None:
     """Return which needed parts are not among those of a pipeline, as a phrase, or ``None``."""
-    parts = [name for name in inspect.signature(_family(policy)).parameters if NEEDED.fullmatch(name)]
+    parts = [name for name in inspect.signature(family_of(policy)).parameters if NEEDED.fullmatch(name)]
     spared = [name for name in policy.may_lack if present.get(name) is None]
-    needed = [name for name in parts if name.replace("tokenizer", "text_encoder") not in spared]
+    needed = [name for name in parts if encoder_of(name) not in spared]
     names = [name for name in (policy.network_name, *needed) if present.get(name) is None]
     return f"has no {' and no '.join(names)}, but {type(policy).__name__} needs it." if names else None
 
@@ -265,7 +274,7 @@ def read_pipeline(policy: Loadable) -> Any:
         remedy = f"Run: hf download {policy.checkpoint}, or set {KEY}=/a/local/folder."
         with loading(policy.checkpoint, remedy), quiet_libraries(shows_bars=True):
             versions = {"revision": policy.revision, "variant": policy.variant}
-            family = _family(policy)
+            family = family_of(policy)
             if index is not None and not hasattr(family, "download"):
                 return _assembled(policy, index)  # which downloads the parts of a modular pipeline
             folder = Path(family.download(policy.checkpoint, **versions, **left_out))
@@ -317,18 +326,20 @@ def _assembled(policy: Loadable, folder: Path) -> Any:
             for name in (parts if is_modular else policy.components).keys() - kinds.keys():
                 networks[name] = parts[name].from_pretrained(_part_folder(policy, folder, name))
             if is_modular:
-                return assembled(_family(policy), folder, networks)
+                return assembled(family_of(policy), folder, networks)
             given = {**policy.null_components(folder), **networks}
-            return _family(policy).from_pretrained(folder, local_files_only=True, **given)
+            return family_of(policy).from_pretrained(folder, local_files_only=True, **given)
 
 
 def distillation_warning(policy: Loadable) -> str | None:
-    """Return a one-line warning if a model's index or name marks it as distilled, else ``None``."""
+    """Return a one-line warning if a model's index, scheduler or name marks it as distilled, else ``None``."""
     flag, named = "is_distilled", DISTILLED_NAMES.search(Path(policy.checkpoint).name)
     if config_value(policy, INDEX, flag):
         sign = f"{flag} in its {INDEX}"
     elif named is not None:
         sign = f"its name has {named[1]}"
+    elif (scheduler := config_value(policy, SCHEDULER, "_class_name")) in FEW_STEP_SCHEDULERS:
+        sign = f"its scheduler is {scheduler}"
     else:
         return None
     return (
@@ -358,7 +369,7 @@ def config_value(policy: Loadable, file: str, key: str) -> Any:
     """Return a value in one of a pipeline's JSON files on this machine, or ``None``."""
     if policy.given is not None:
         part = policy.given if file == INDEX else getattr(policy.given, file.partition("/")[0], None)
-        return None if part is None else part.config.get(key)
+        return None if part is None else {"_class_name": type(part).__name__, **part.config}.get(key)
     folder = config_folder(policy.checkpoint, policy.revision)
     part, _, name = file.rpartition("/")
     try:

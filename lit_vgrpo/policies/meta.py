@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,6 +25,7 @@ from lit_vgrpo.system.hub import SMALL_FILES, LoadError, quiet_libraries
 LOWERED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "baddbmm", "addmm"})
 RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "exp", "norm"})
 """Names of torch functions that autocast computes in the lower dtype, and in float32 on a GPU."""
+INDEXED = ("__getitem__", "__setitem__")
 
 
 class NotEstimated(Exception):
@@ -47,8 +48,9 @@ class AutocastOnMeta(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name == "where" and any(isinstance(value, Tensor) and value.is_meta for value in args[1:]):
-            args = args[0].to("meta"), *args[1:]  # a mask that a policy leaves on the CPU, where the network reads it
+        if name not in INDEXED and len({leaf.is_meta for leaf in tree_leaves((args, kwargs)) if _has_values(leaf)}) > 1:
+            # integers stay on the CPU, where networks read masks and sizes, until they meet others
+            args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         if name == "scaled_dot_product_attention":
             args, kwargs = self._cast((args, kwargs), self.dtype)
             return _attention(*args, **kwargs)
@@ -72,6 +74,10 @@ class AutocastOnMeta(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         self._weights.clear()
         super().__exit__(*error)
+
+
+def _has_values(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
 def _attention(

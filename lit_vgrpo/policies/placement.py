@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import wraps
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -108,12 +110,44 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(wanted)
 
 
+@contextmanager
+def restored_on_error(pipeline: Any) -> Iterator[None]:
+    """Restore a pipeline in memory, ``None`` for no pipeline, if the context ends with an error.
+
+    That includes its networks' parts, hooks and other attributes, and their weights. Until it ends, weights that were
+    cast inside exist twice.
+    """
+    networks = [] if pipeline is None else [p for p in pipeline.components.values() if isinstance(p, nn.Module)]
+    modules = {module for network in networks for module in network.modules()}
+    kept = [
+        (one, {name: _shallow(value) for name, value in vars(one).items()})
+        for one in ([pipeline, *modules] if networks else [])
+    ]
+    tensors = [tensor for network in networks for tensor in chain(network.parameters(), network.buffers())]
+    values = [(tensor, tensor.data, tensor.requires_grad) for tensor in tensors]
+    try:
+        yield
+    except BaseException:
+        for one, attributes in kept:
+            vars(one).clear()
+            vars(one).update(attributes)
+        for tensor, value, is_trained in values:
+            tensor.data = value
+            tensor.requires_grad_(is_trained)
+        raise
+
+
+def _shallow(value: Any) -> Any:
+    return copy(value) if type(value) in (dict, OrderedDict, list, set) else value
+
+
 def unmasked_on_meta(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Drop arguments whose values an encoder would read, on the meta device; a pre-hook of its forward pass."""
-    if (mask := kwargs.get("attention_mask")) is not None and mask.is_meta:
+    is_on_meta = next(module.parameters()).is_meta
+    if is_on_meta and kwargs.get("attention_mask") is not None:
         read = ("attention_mask", "position_ids", "use_cache")  # without a cache, it looks for packed prompts
         kwargs = {name: value for name, value in kwargs.items() if name not in read}
-    return args[:1] if args and args[0].is_meta else args, kwargs  # Wan passes the mask by position
+    return args[:1] if is_on_meta else args, kwargs  # Wan passes the mask by position
 
 
 def _slots(module: nn.Module) -> Iterator[Slot]:

@@ -22,7 +22,7 @@ from lit_vgrpo.policies.acceleration import repeated_blocks
 from lit_vgrpo.policies.loading import call_parameters
 from lit_vgrpo.policies.meta import AutocastOnMeta
 from lit_vgrpo.policies.placement import placed
-from lit_vgrpo.system.hub import quiet_libraries
+from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 GUIDER = "guider"
 """Name of the guidance scale of a pipeline that keeps it in a component, among the arguments of a watched call; without
@@ -30,6 +30,10 @@ guidance it is one of :data:`UNGUIDED`."""
 UNGUIDED: tuple[dict[str, Any], ...] = ({"enabled": False}, {"enabled": True, "stop": 0.0})
 """Options of a guider without guidance. Some modular pipelines fail without embeddings of a negative prompt, which they
 compute only for an enabled guider."""
+
+
+class NotLearned(LoadError):
+    """A pipeline does something that a learned policy cannot do; the message is a phrase that names it."""
 
 
 class Stop(BaseException):
@@ -156,6 +160,8 @@ class Watcher:
         @wraps(take)
         def step_taken(*given: Any, **named: Any) -> Any:
             bound = inspect.signature(take).bind(*given, **named).arguments
+            if seen.passes and seen.passes[-1].step < len(seen.steps):
+                raise NotLearned("takes several steps of its scheduler after one pass of its network")
             seen.steps.append({name: copied(bound[name]) for name in ("model_output", "timestep", "sample")})
             if step is None:
                 after = take(*given, **{**named, "return_dict": False})[0]
@@ -318,7 +324,8 @@ def random_output(module: nn.Module, *given: Any, **named: Any) -> Any:
         is_real = leaf.is_floating_point()
         return torch.randn(leaf.shape, generator=generator) if is_real else torch.zeros(leaf.shape, dtype=leaf.dtype)
 
-    return tree_map(drawn, module(*tree_map(to_meta, given), **tree_map(to_meta, named)))
+    with AutocastOnMeta():
+        return tree_map(drawn, module(*tree_map(floats_to_meta, given), **tree_map(floats_to_meta, named)))
 
 
 def with_values(module: nn.Module) -> dict[str, Any]:
@@ -378,11 +385,10 @@ def on_meta(
     Args:
         prepare: Changes the network before its pass.
     """
-    for moved in (to_meta, floats_to_meta):
-        with suppress(Exception), torch.device("meta"), AutocastOnMeta():
-            twin = type(network).from_config(network.config).eval()
-            prepare(twin)
-            return twin, twin(**tree_map(moved, tree_map(partial(floats_as, torch.float32), inputs)))
+    with suppress(Exception), torch.device("meta"), AutocastOnMeta():
+        twin = type(network).from_config(network.config).eval()
+        prepare(twin)
+        return twin, twin(**tree_map(floats_to_meta, inputs))
     return None
 
 

@@ -26,14 +26,16 @@ from lit_vgrpo.policies import (
     ZImagePolicy,
     checks,
 )
-from lit_vgrpo.policies.learned import NotLearned, leaves
+from lit_vgrpo.policies.learned import leaves
 from lit_vgrpo.policies.loading import KEY
 from lit_vgrpo.policies.unet import vp_scheduler
+from lit_vgrpo.policies.watching import NotLearned
 from lit_vgrpo.system.hub import LoadError
 
 FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline", "Flux3ModularPipeline")
-"""One without a policy class, one that takes lists of images, one on a variance-preserving path, and a modular
-pipeline."""
+FAST += ("StableDiffusion3Pipeline/no_t5",)
+"""One without a policy class, one that takes lists of images, one on a variance-preserving path, a modular pipeline,
+and one without one of its text encoders."""
 PROMPT = "three green dogs"
 WITHOUT_ADAPTERS = ("PRXPipeline", "PixArtSigmaPipeline", "PixArtAlphaPipeline", "LuminaPipeline")
 WITHOUT_ADAPTERS += ("EasyAnimatePipeline", "OmniGenPipeline", "AllegroPipeline")
@@ -59,7 +61,7 @@ REFUSED = {
         "Cosmos2VideoToWorldPipeline",
     ),
     "AssertionError": ("SkyReelsV2DiffusionForcingPipeline",),
-    "no processor": ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    "several steps of its scheduler": ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
     "another shape": ("AllegroPipeline",),
     "timestep differs": ("Cosmos2_5_PredictBasePipeline",),
 }
@@ -241,6 +243,24 @@ def test_a_size_that_the_pipeline_rounds_is_refused():
         policy.load()
 
 
+def test_a_pipeline_in_memory_is_as_before_after_a_failed_load():
+    pipeline = zoo.build("AuraFlowPipeline")
+
+    def state():
+        networks = (pipeline.transformer, pipeline.vae, pipeline.text_encoder)
+        modules = [(part, part.training, len(part._forward_pre_hooks)) for n in networks for part in n.modules()]
+        weights = [(w.data_ptr(), w.dtype, w.requires_grad) for network in networks for w in network.parameters()]
+        return modules, weights, dict(vars(pipeline))
+
+    before, options = state(), {"lora_rank": 2, "dtype": "bfloat16", "width": 48, "vae_tiling": True}
+    with pytest.raises(LoadError, match="have to be divisible by 8"):
+        AutoPolicy(pipeline, height=33, **options).load()
+    assert state() == before
+    assert not pipeline.vae.use_tiling
+    AutoPolicy(pipeline, height=32, **options).load()
+    assert state() != before
+
+
 def changed(pipeline, change):
     """The pipeline with a class that diffusers does not have, whose call first makes a change to its scheduler."""
 
@@ -338,6 +358,10 @@ def test_a_solver_with_other_times_is_refused():
 def test_a_guider_is_set_in_lines_of_python():
     lines = built("HunyuanVideo15Pipeline").load().scheduler_lines(RolloutSpec("euler", 3, 2.0))
     assert lines == ["pipe.guider = pipe.guider.new(enabled=True, guidance_scale=2.0)"]
+
+
+def test_a_prompt_may_be_as_long_as_the_last_tokenizer_allows():
+    assert built("StableDiffusion3Pipeline/no_t5").load().prompt_limit()[1] == 12  # CLIP's, not T5's 16
 
 
 def test_a_network_without_adapters_is_trained_whole():

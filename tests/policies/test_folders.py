@@ -151,6 +151,7 @@ FAULTS = {
     "a link to nowhere": ("sd3", linked(VAE_FILE), r" has no weights in vae/\. Download or save"),
     "no config": ("sd3", removed("text_encoder/config.json"), r"/text_encoder: it has no config\.json\."),
     "no folder": ("sd3", removed("vae"), " lacks vae, which its model_index.json names"),
+    "no folder of T5": ("sd3_t5", removed("text_encoder_3"), r"again, or set text_encoder_3 to \[null, null\] there"),
     "half a file": ("sd3", lambda folder: (folder / VAE_FILE).write_bytes(b"half"), "^Cannot load .*/vae: .* again"),
     "unknown class": ("sd3", indexed(vae=["diffusers", "AutoencoderX"]), "vae is diffusers.AutoencoderX, not a class"),
     "no class": ("sd3", indexed(vae=["diffusers", "utils"]), "vae is diffusers.utils, not a class"),

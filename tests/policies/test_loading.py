@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import diffusers
 import pytest
 import torch
 from helpers import make_data, make_module, make_trainer, repeating
@@ -15,7 +16,7 @@ from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy
+from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
 from lit_vgrpo.report.model_card import loading_lines
@@ -40,6 +41,12 @@ def test_a_distilled_model_is_warned_of_by_its_index(families, tmp_path):
     index.write_text(json.dumps({**json.loads(index.read_text()), "is_distilled": True}))
     found = distillation_warning(small.policy_class(str(folder)))
     assert "looks distilled to a few steps (is_distilled in its model_index.json). Trained directly" in found
+    pipeline = families("unet_eps").pipeline()
+    assert distillation_warning(UNetPolicy(pipeline)) is None
+    pipeline.scheduler = diffusers.LCMScheduler.from_config(pipeline.scheduler.config)
+    assert "(its scheduler is LCMScheduler)" in distillation_warning(UNetPolicy(pipeline))
+    pipeline.save_pretrained(tmp_path / "few")
+    assert "(its scheduler is LCMScheduler)" in distillation_warning(UNetPolicy(str(tmp_path / "few")))
 
 
 def test_another_family_and_a_damaged_index_are_refused_in_one_line(families, tmp_path):

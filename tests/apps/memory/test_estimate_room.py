@@ -167,25 +167,28 @@ def test_the_network_is_advised_to_wait_where_encoding_is_the_peak(tiny_recipe):
     assert advised(last, 0) == "Use a larger GPU, or several: strategy/fsdp2."
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux2", "LTXPipeline"])
+OF_ZOO = ("LTXPipeline", "Lumina2Pipeline", "HunyuanImagePipeline", "LongCatImageEditPipeline")
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux2", *OF_ZOO])
 def test_a_learned_policy_takes_what_its_family_does(name, sd3_folder, large_folder, tmp_path):
-    """Or what it takes once it is loaded. A call of the last two reads statistics of their VAE."""
-    options = dict.fromkeys(("height", "width"), 64 if name == "LTXPipeline" else 32)
-    if name == "LTXPipeline":
-        zoo.save(name, folder := str(tmp_path))
-        learned = AutoPolicy(folder, num_frames=9, **options)
-        family = AutoPolicy(folder, num_frames=9, **options).load()
+    """Or what it takes once it is loaded. Those of the zoo read statistics of a VAE, masks, or sizes of pictures."""
+    if name in OF_ZOO:
+        folder, entry = str(zoo.save(name, tmp_path)), zoo.ZOO[name]
+        options = {**entry.size, "call": dict(entry.options), "references": int(entry.picture is not None)}
+        learned, family = AutoPolicy(folder, **options), AutoPolicy(folder, **options).load()
     else:
         folder, length = str(sd3_folder(True) if name == "sd3" else large_folder(name)), {"max_sequence_length": 48}
-        learned = AutoPolicy(folder, call=length, **options)
-        family = policy_on_meta((SD3Policy if name == "sd3" else Flux2Policy)(folder, **length, **options))
+        learned = AutoPolicy(folder, call=length, height=32, width=32)
+        kind = SD3Policy if name == "sd3" else Flux2Policy
+        family = policy_on_meta(kind(folder, **length, height=32, width=32))
     found, peaks = [], []
     for policy in (policy_on_meta(learned), family):
         parts = [policy.pipeline.vae, *policy.encoders()]
-        peak = 0 if name == "LTXPipeline" else stages.peak_of_pass(policy, stages.Pass(4, 1.0, True))
+        on_meta = policy.device.type == family.device.type == "meta"
+        peaks.append(stages.peak_of_pass(policy, stages.Pass(4, 1.0, True)) if on_meta else 0)
         held = shares(policy, OptimizerConfig(), SingleDeviceStrategy(), 1, True)
         found.append((held, [bytes_of(tensors_of(part)) for part in parts], torch.Size(policy.latent_shape).numel()))
-        peaks.append(peak)
     assert found[0] == found[1]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
