@@ -68,7 +68,7 @@ def _has_only_started(folder: Path) -> bool:
     lock = FolderLock()
     with suppress(UserError):
         lock.take(folder)
-    was_free = lock.is_held
+    was_free = lock.is_held and lock.works
     lock.release()
     return was_free and f"\n{FOUND_IN}:" in config.read_text(errors="replace")
 
@@ -90,6 +90,7 @@ class FolderLock:
     def __init__(self) -> None:
         self._handle: int | None = None
         self._lock: int | None = None
+        self.works = True  # False on a disk without locks
 
     def take(self, folder: Path) -> None:
         """Lock a folder; raise UserError if another process has it, or if it cannot be written to."""
@@ -108,6 +109,7 @@ class FolderLock:
                 advice = f"Wait for it, or stop it. If its machine is gone, run: rm {file}"
                 raise UserError(f"Another process is still writing to {folder}. {advice}") from error
             except OSError as error:
+                self.works = False
                 report([f"WARNING: {folder} cannot be locked ({error.strerror}). Start no second run in it."])
             if file.exists() and os.path.samestat(os.fstat(lock), file.stat()):  # else its holder just removed it
                 self._lock, self._handle = lock, os.open(folder, os.O_RDONLY)

@@ -1,5 +1,7 @@
 """Run folders: never an old one, never the same twice."""
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 from lit_vgrpo.system.process import is_first_process
@@ -12,7 +14,11 @@ def test_an_old_file_of_that_name_is_left_alone(tmp_path):
     assert (tmp_path / "demo").read_text() == "mine"
 
 
-def test_a_folder_in_which_a_run_only_started_is_free(tmp_path):
+def no_locks(handle, operation):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_a_folder_in_which_a_run_only_started_is_free(tmp_path, monkeypatch):
     folder = tmp_path / "demo"
     (folder / "tensorboard").mkdir(parents=True)
     recipe = folder / "config.yaml"
@@ -24,8 +30,11 @@ def test_a_folder_in_which_a_run_only_started_is_free(tmp_path):
     assert reserve(folder).name == "demo-3"  # it is about to train
     lock.release()
     assert reserve(folder) == folder
+    with monkeypatch.context() as patched:
+        patched.setattr("fcntl.flock", no_locks)
+        assert reserve(folder).name == "demo-4"  # nobody can tell
     (folder / "metrics.csv").touch()
-    assert reserve(folder).name == "demo-4"
+    assert reserve(folder).name == "demo-5"
     keeper = RunFolder()
     keeper.write_recipe(folder, "new", is_changed=True)
     assert recipe.read_text() == "new"
