@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
@@ -24,7 +25,7 @@ from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import commit, versions
 from lit_vgrpo.system.signals import is_stop_requested
 from lit_vgrpo.training.checkpoint import TRAINED, RunCheckpoint
-from lit_vgrpo.training.resume import SUMMARY_NAME
+from lit_vgrpo.training.resume import SUMMARY_NAME, how_to_resume
 from lit_vgrpo.training.saved_weights import evaluated_weights
 from lit_vgrpo.training.trainer_internals import callbacks_of, run_folder
 
@@ -86,6 +87,9 @@ class RunSummary(L.Callback):
             say(f"Did it cheat? {self._cheating(trainer, module).words}")
         if completed and self.reason is not None:
             say(self.reason, error=True)
+        if completed and any((timer.time_remaining() or 1) <= 0 for timer in callbacks_of(trainer, Timer)):
+            done = f"trainer.max_time is used up after {counted(trainer.current_epoch, 'iteration')}."
+            say(f"{done} {how_to_resume(run_folder(trainer))} trainer.max_time=null")
 
     def _cheating(self, trainer: L.Trainer, module: VGRPOModule) -> Cheating:
         """Return the report's "Did it cheat?" for the start and the newest evaluation."""
@@ -134,8 +138,9 @@ class RunSummary(L.Callback):
 
 
 def _start(module: VGRPOModule) -> dict[str, float]:
-    """Return the metrics of the first evaluation that can be compared with the newest one."""
-    return next((one.metrics for one in module.evaluator.comparable), {})
+    """Return the metrics of the first evaluation that can be compared with the newest one, if there are any."""
+    comparable = module.evaluator.comparable
+    return comparable[0].metrics if comparable and (len(comparable) > 1 or not comparable[0].iteration) else {}
 
 
 def _stopped(trainer: L.Trainer) -> list[StopsRun]:

@@ -205,11 +205,10 @@ def findings(parts: Sequence[PartTrial]) -> list[str]:
         if part.change > NOISE * part.finite.std(correction=0) + ROUNDING * part.finite.abs().max():
             other = f"{part.name} gave other scores for the same images, by up to {part.change:.4g}"
             warnings.append(f"{other}. Switch its model to eval() if dropout is on, and seed what it draws.")
-    for part in (part for part in single if not part.is_constant):
+    for part in (part for part in single if len(part.finite) and not part.is_constant):
         if part.from_black < BLACK * part.finite.abs().max():
             blind = f"{part.name} scores a black image like these: the difference is at most {part.from_black:.4g}"
-            advice = "A transformers image processor divides by 255: pass it do_rescale=False, or set images=pil."
-            warnings.append(f"{blind}. {advice}")
+            warnings.append(f"{blind}. A transformers image processor divides by 255: pass it do_rescale=False.")
     constant = [part for part in single if part.is_constant] or [total] * total.is_constant
     for part in constant:
         value = f"{part.name} is constant ({float(part.finite[0]):.4g}) on {len(part.finite)} images"

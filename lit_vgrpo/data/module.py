@@ -33,7 +33,8 @@ class PromptDataModule(L.LightningDataModule):
     Args:
         train: Prompt file, folder or dataset, or a mapping of the options of
             :class:`~lit_vgrpo.data.source.PromptSource`, or a list of these. Several are mixed by weight, and each is
-            shuffled and repeated independently. A list of texts that have spaces and name no files is the prompts.
+            shuffled and repeated independently. A list of texts that name no files, one or more with a space, is the
+            prompts themselves.
         prompts_per_iteration: Prompts of one iteration over all ranks.
         group_size: Images per prompt, at least 2.
         heldout: Prompts for evaluation, likewise; null for no evaluation, unless ``heldout_fraction`` is given.

@@ -96,7 +96,9 @@ def as_sources(value: Sources) -> list[PromptSource]:
     if isinstance(value, str | Path | PromptSource | Mapping):
         return [as_source(value)]
     entries = list(value)
-    if entries and all(map(_is_prompt, entries)):
+    if not entries:
+        raise PromptError("The list of prompts is empty.")
+    if all(map(_is_prompt, entries)) and any(" " in str(entry) for entry in entries):  # one word may be a folder's name
         return [PromptSource(prompts=entries)]
     sources = [as_source(entry) for entry in entries]
     taken = [source.name for source in sources if source.name is not None]
@@ -113,8 +115,8 @@ def as_sources(value: Sources) -> list[PromptSource]:
 
 
 def _is_prompt(entry: object) -> bool:
-    """Return True for a text with a space, as names of datasets have none, that is no file and ends as no file."""
-    if not isinstance(entry, str) or " " not in entry.strip():
+    """Return True for a text that names no file and no dataset."""
+    if not isinstance(entry, str) or not entry.strip() or ("/" in entry and " " not in entry.strip()):
         return False
     return not entry.endswith(tuple(f".{kind}" for kind in FILE_KINDS)) and not os.path.exists(entry)
 

@@ -321,7 +321,8 @@ class Evaluator:
                 name, why = next(iter(reasons.items()), ("", "no message"))
                 raise RewardError(f'No held-out image could be scored before training. Reward "{name}": {why}')
             for name, why in reasons.items():
-                share = "all" if self._of_images[f"heldout/{name}"].isnan().all() else "some of the"
+                part = "some" if len(reasons) > 1 else f"{num_failed}"
+                share = "all" if self._of_images[f"heldout/{name}"].isnan().all() else f"{part} of the"
                 rank_zero_warn(f'Reward "{name}" failed for {share} {len(table)} held-out images: {why}')
         means["heldout/failed"] = float(num_failed)
         for observer in self.observers:
@@ -352,9 +353,11 @@ class Evaluator:
         trainer = module.trainer
         contents = self._read_contents(trainer)
         fingerprint = int(hashed(sorted(contents.items()))[:6], 16)  # 24 bits: a float32 holds them
-        means = self.means(module, is_first=trainer.state.fn == "fit" and trainer.global_step == 0)
+        is_first = trainer.state.fn == "fit" and trainer.global_step == 0
+        means = self.means(module, is_first=is_first)
         newest, start = self.looks.newest, self._starts.get(fingerprint, self.looks.newest)
-        means[f"heldout/{DISTANCE}"] = float(distances(newest.float(), start.float()).nanmean())
+        if is_first or fingerprint in self._starts:  # else there is no start to compare with
+            means[f"heldout/{DISTANCE}"] = float(distances(newest.float(), start.float()).nanmean())
         if trainer.testing:
             return {name.replace("heldout", "test", 1): value for name, value in means.items()}
         mark: dict[str, float] = {f"heldout/{FINGERPRINT}": fingerprint}

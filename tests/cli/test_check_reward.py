@@ -136,6 +136,9 @@ def test_the_numbers_of_a_part():
     assert part.flat_share == 0.5  # of the two prompts with two scores
     assert part.row()[:7] == ["1", "1.0000", "0.6325", "0.0000", "2.0000", "3", "50%"]
     assert findings([part, total]) == ["given failed for 3 of 8 images: the row has none"]
+    failing, _ = parts = tried([math.nan, math.nan])
+    assert failing.failed == 2
+    assert findings(parts)[0] == "given failed for 2 of 2 images: the row has none"
     parts = tried([0.0, 0.0, 1.0, 1.0])
     assert [part.flat_share for part in parts] == [1.0, 1.0]
     said = "No prompt has images that differ in reward, so there is no gradient. Try --images-per-prompt 8."
@@ -178,7 +181,7 @@ def test_a_reward_that_sees_black_images_is_found():
     said = findings(trials(Weighted([wrong, right, failing]), images, [{"prompt": "a"}] * 4, torch.zeros(4).long(), 2))
     assert len(said) == 1
     assert said[0].startswith("wrong scores a black image like these: the difference is at most 0.00")
-    assert said[0].endswith("pass it do_rescale=False, or set images=pil.")
+    assert said[0].endswith("pass it do_rescale=False.")
     (constant,) = findings(trials(Weighted([one]), images, [{"prompt": "a"}] * 4, torch.zeros(4).long(), 2))
     assert constant.startswith("one is constant")
 

@@ -10,7 +10,7 @@ from helpers import prompt_file
 
 from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset
-from lit_vgrpo.data.source import as_sources
+from lit_vgrpo.data.source import PromptError, as_sources
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.report.curves import plots
@@ -60,20 +60,22 @@ def test_names_are_the_files_unless_given(sources, tmp_path):
 
 
 def test_prompts_may_be_a_list():
-    texts = ["a cat", 'a "red" dog, running', "two words"]
+    texts = ["a cat", 'a "red" dog, running', "two words", "sunset"]
     data = PromptDataModule(texts, 1, 2, heldout={"prompts": ["sunset", {"prompt": "a cat", "count": 3}]})
     assert data.check() == []
     assert [row["prompt"] for row in data.training_rows()] == texts
     assert data.heldout_rows() == [{"prompt": "sunset"}, {"prompt": "a cat", "count": 3}]
     assert data.heldout_origin()["file"] == "prompts"
     for wrong, said in (
-        (["cat", "a dog"], 'cat does not exist. Use .*, or {"prompts": ["a cat", "a dog"]}.'),
+        (["cat", "dog"], 'cat does not exist. Use .*, or {"prompts": ["a cat", "a dog"]}.'),
         (["my prompts.txt"], "my prompts.txt does not exist"),
         ({"prompts": ["a", 3]}, 'prompts[1]: not a row. Write "a cat" or {"prompt": "a cat"}.'),
         ({"prompts": []}, "prompts has no prompts."),
     ):
         (found,) = PromptDataModule(wrong, 1, 2).check()
         assert re.search(re.escape(said).replace(r"\.\*", ".*"), found), found
+    with pytest.raises(PromptError, match="The list of prompts is empty"):
+        PromptDataModule([], 1, 2)
 
 
 def test_statistics_by_source():

@@ -291,6 +291,15 @@ def copied(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run")
 
 
+def test_a_single_evaluation_of_other_prompts_has_no_start(tiny_sd3, copied):
+    options, _ = RESUMED["other prompts"]
+    with pytest.warns(UserWarning, match=CHANGED):
+        _, summary = fit(tiny_sd3, copied, 3, copied / "checkpoints/last.ckpt", **options)
+    assert summary["heldout_reward_start"] is None
+    assert summary["heldout_metrics_start"] == {}
+    assert "distance_to_start" not in summary["heldout_metrics_end"]
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "other prompts")) for name in RESUMED]
 )
@@ -312,7 +321,8 @@ def test_a_resumed_run_compares_only_evaluations_of_the_same(tiny_sd3, copied, n
     assert summary["alarms"] == []
     assert summary["heldout_reward_start"] == pytest.approx(evaluator.history[3].reward, abs=1e-6)
     assert summary["did_it_cheat"]["words"].startswith("Not checked")
-    assert evaluator.history[3].metrics["distance_to_start"] == 0 < evaluator.history[4].metrics["distance_to_start"]
+    assert "distance_to_start" not in evaluator.history[3].metrics
+    assert evaluator.history[4].metrics["distance_to_start"] > 0
     # The best of the earlier evaluations is not worse, so its weights are kept.
     assert best_of(copied)[1]["iteration"] in (3, 4)
     kept = torch.load(copied / f"checkpoints/best-{before['iteration']}.ckpt", weights_only=True)

@@ -7,6 +7,7 @@ from helpers import make_data, make_module, make_trainer, weights
 from lightning.pytorch import callbacks
 
 from lit_vgrpo import OptimizerConfig, SD3Policy
+from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.training.settings import graph_error, limit_error
 from lit_vgrpo.training.sharded import FSDP2, ZeRO
@@ -19,6 +20,16 @@ class Ends(L.Callback):
 
     def on_after_backward(self, trainer, pl_module):
         trainer.should_stop = True
+
+
+def test_a_run_that_max_time_ended_says_how_to_continue(tiny_sd3, tmp_path, capsys):
+    limits, summary, module = callbacks.Timer({"milliseconds": 1}), RunSummary(), make_module(tiny_sd3)
+    trainer = make_trainer(tmp_path, iterations=3, callbacks=[limits, summary])
+    trainer.fit(module, datamodule=make_data())
+    summary.finish(trainer, module, completed=True)
+    said = capsys.readouterr().out
+    assert "trainer.max_time is used up after 1 iteration. Continue: lightning run " in said
+    assert said.endswith("config.yaml --resume trainer.max_time=null\n")
 
 
 def counting(module):
