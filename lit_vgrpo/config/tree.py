@@ -252,7 +252,10 @@ def set_value(recipe: dict[Any, Any], key: str, value: Any) -> Any:
             if not isinstance(node, list) or step >= len(node):
                 raise UserError(f"{where}[{step}] does not exist. Append an entry with {where}+=VALUE.")
         elif isinstance(node, list):
-            raise UserError(f"{where} is a list and has no option {step}. Write {where}[0].{step}=...")
+            entry = f"{where}[{step}]" if step.isdigit() else f"{where}[0].{step}"
+            raise UserError(
+                f"{where} is a list and has no option {step}. Write {dotted((entry, *steps[number + 1 :]))}=..."
+            )
         else:
             if not isinstance(node, dict):
                 node = parent[last] = {"class_path": node} if isinstance(node, str) else {}

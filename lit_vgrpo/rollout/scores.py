@@ -98,7 +98,7 @@ class ScoreCollector:
         with timed(self.seconds, "reward"), self.memory.during("reward"):
             local = self.queue.take()
         # Negative if the overhead of threads exceeded the overlap.
-        self.seconds["reward_overlapped"] = sum(local.seconds.values()) - self.seconds["reward"]
+        self.seconds["reward_overlapped"] = max(0.0, sum(local.seconds.values()) - self.seconds["reward"])
         scores = gathered(local)
         failed, number = int(scores.total.isnan().sum()), len(scores)
         if failed and (self.any_failure or failed == number):

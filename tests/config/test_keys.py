@@ -19,6 +19,10 @@ LINES = [
     ("model.reward=nomod.X", "model.reward: No module named 'nomod'"),
     ([SEVERAL, "model.reward.weights=[0,0]"], "model.reward.weights=[0.0, 0.0] are all 0."),
     (["trainer.callbacks=[EMA]", "trainer.callbacks[3].decay=1"], "trainer.callbacks[3] does not exist. Append an "),
+    (
+        ["trainer.callbacks=[EMA]", "trainer.callbacks.0.decay=1"],
+        "trainer.callbacks is a list and has no option 0. Write trainer.callbacks[0].decay=...",
+    ),
     ("trainer.callbacks=[EMA,EMA]", "Found more than one stateful callback of type `EMA`."),
     ("model.policy.lora_alpha=4", "model.policy.lora_alpha=4 has no effect with lora_rank=None. Set lora_alpha"),
     ("model.policy.checkpoint=/none", "/none is not a folder. Set model.policy.checkpoint to"),
