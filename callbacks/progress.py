@@ -74,7 +74,7 @@ class ProgressBar(LightningProgressBar):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         done, total = trainer.current_epoch + 1, trainer.max_epochs or 0
         if "heldout/reward" in pl_module.evaluator.latest:
-            self._shown["held-out reward"] = score_text(pl_module.evaluator.latest["heldout/reward"])
+            self._shown["held-out"] = score_text(pl_module.evaluator.latest["heldout/reward"])
         self._shown.pop("alarm", None)
         if any(alarm.is_on for alarm in callbacks_of(trainer, RewardHackAlarm)):
             self._shown["alarm"] = "reward hacking?"

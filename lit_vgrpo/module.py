@@ -220,7 +220,7 @@ class VGRPOModule(L.LightningModule):
             means = self.evaluator.finish(self)
             self.log_dict(means)
             if "heldout/reward" in means:
-                show_in_bar(self.trainer, "held-out reward", means["heldout/reward"])
+                show_in_bar(self.trainer, "held-out", means["heldout/reward"])
 
     on_test_start, test_step, on_test_epoch_end = on_validation_start, validation_step, on_validation_epoch_end
 

@@ -38,7 +38,7 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
     assert "it has no <code>config.yaml</code>" in page
     assert trainer.global_step == 2
     assert (tmp_path / "best.ckpt").is_file()
-    assert {"reward", "held-out reward"} <= trainer.progress_bar_metrics.keys()  # of Lightning's own bar
+    assert {"reward", "held-out"} <= trainer.progress_bar_metrics.keys()  # of Lightning's own bar
     assert {"reward/mean", "reward/failed", "policy/loss", "heldout/reward"} <= trainer.callback_metrics.keys()
     table = Path(trainer.logger.log_dir, "metrics.csv").read_text().splitlines()
     assert {"reward/brightness", "policy/grad_norm", "cost/images", "time/iteration_s"} <= set(table[0].split(","))

@@ -25,7 +25,8 @@ from lit_vgrpo.system.hub import SMALL_FILES, LoadError, quiet_libraries
 LOWERED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "baddbmm", "addmm"})
 RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "exp", "norm"})
 """Names of torch functions that autocast computes in the lower dtype, and in float32 on a GPU."""
-INDEXED = ("__getitem__", "__setitem__")
+INDEXED = ("__getitem__", "__setitem__", "repeat_interleave")
+"""Names of torch functions that read the values of integers, and take those of the CPU for meta tensors."""
 
 
 class NotEstimated(Exception):

@@ -60,8 +60,11 @@ REFUSED = {
         "Cosmos2TextToImagePipeline",
         "Cosmos2VideoToWorldPipeline",
     ),
-    "AssertionError": ("SkyReelsV2DiffusionForcingPipeline",),
-    "several steps of its scheduler": ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    "several steps of its scheduler": (
+        "LTX2Pipeline",
+        "LTX2ImageToVideoPipeline",
+        "SkyReelsV2DiffusionForcingPipeline",
+    ),
     "another shape": ("AllegroPipeline",),
     "timestep differs": ("Cosmos2_5_PredictBasePipeline",),
 }
