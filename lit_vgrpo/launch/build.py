@@ -26,7 +26,7 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import Reward, Weighted, as_weighted
 from lit_vgrpo.system.paths import import_from_here, shipped
-from lit_vgrpo.system.process import bar, is_first_process, report_on_first
+from lit_vgrpo.system.process import bar, is_first_process, report_on_first, shows_bars
 
 ROOTS = {"model": VGRPOModule, "data": PromptDataModule, "trainer": Trainer}
 REWARDS = {f"model.{key}": Reward for key in REWARD_KEYS}
@@ -56,6 +56,7 @@ def build_recipe(recipe: Recipe, make_folder: bool = True, elsewhere: bool = Fal
     import_from_here()
     if errors := setting_errors(recipe.values):
         raise UserError(*errors)
+    shows_bars.set(True)  # a module that was trained in this process without ProgressBar leaves them off
     try:
         with bar("Reading the recipe", total=1):
             return RecipeCLI(recipe, make_folder, elsewhere)

@@ -56,6 +56,7 @@ def test_without_a_terminal_it_prints_lines(tiny_sd3, tmp_path, capsys):
 @pytest.mark.slow
 def test_on_a_terminal_every_wait_has_a_bar_with_a_word(tiny_recipe, tiny_sd3, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "DELAY_S", 0)
+    process.shows_bars.set(False)  # as a Trainer without ProgressBar leaves it
     loaded = [f"Loading {part}" for part in ("text_encoder 0/4", "text_encoder_2 1/4", "transformer 2/4", "vae 3/4")]
     work = ["Encoding prompts 0/2", "Sampling 0/2"]
     recipe = "Reading the recipe 0/1"
