@@ -27,8 +27,10 @@ from lit_vgrpo.errors import UserError, counted, report, say, score_text
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.options import CheckReward
-from lit_vgrpo.rewards import PythonReward, Scores, Weighted
+from lit_vgrpo.rewards import Scores, Weighted
 from lit_vgrpo.rewards.base import ImageBatch
+from lit_vgrpo.rewards.combine import Part
+from lit_vgrpo.rewards.function import is_custom
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import measured_memory
 from lit_vgrpo.system.paths import typed_path
@@ -180,20 +182,27 @@ def trials(
     batches = list(batches_of(images, rows, len(rows) if reward.compares else batch_size))
     first = reward.score(*batches[0])  # the first call of a model takes longer
     joined = Scores.joined([reward.score(*batch) for batch in batches])
-    black = ImageBatch.rounded(torch.zeros_like(batches[0][0]), *batches[0][1:])
     parts, places = [], torch.arange(len(rows))
-    for name, scores in joined.parts.items():
-        applies = joined.applies_to(name)
+    for part in reward.parts:
+        name, scores = part.name, joined.parts[part.name]
+        applies, of_first = joined.applies_to(name), first.parts[name].cpu()
         weight, seconds, error = reward.weight_of[name], joined.seconds[name], joined.errors.get(name)
-        changes = (scores[: len(first)] - first.parts[name].cpu()).abs().nan_to_num()
+        change = float((scores[: len(first)] - of_first).abs().nan_to_num().max())
+        from_black = change_to_black(reward, part, of_first, *batches[0]) if is_custom(part.reward) else math.inf
         of_images = scores[applies], groups[applies], places[applies]
-        parts.append(PartTrial(name, weight, *of_images, seconds, error, float(changes.max())))
-    for trial, part in zip(parts, reward.parts, strict=True):
-        is_own = isinstance(part.reward, PythonReward) or not type(part.reward).__module__.startswith("lit_vgrpo.")
-        if is_own and batches[0][0].any():
-            gaps = first.parts[part.name].cpu() - reward.score_part(part, black).total
-            trial.from_black = max(gaps[gaps.isfinite()].abs().tolist(), default=math.inf)
+        parts.append(PartTrial(name, weight, *of_images, seconds, error, change, from_black))
     return [*parts, PartTrial("total", None, joined.total, groups, places, sum(joined.seconds.values()))]
+
+
+def change_to_black(
+    reward: Weighted, part: Part, scores: Tensor, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]
+) -> float:
+    """Return the largest change of a part's scores ``(B,)`` if its images turn black; infinity if there is none."""
+    if not images.any():
+        return math.inf
+    black = ImageBatch.rounded(torch.zeros_like(images), prompts, rows)
+    changes = (scores - reward.score_part(part, black).total).abs()
+    return max(changes[changes.isfinite()].tolist(), default=math.inf)
 
 
 def findings(parts: Sequence[PartTrial]) -> list[str]:

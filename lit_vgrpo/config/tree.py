@@ -31,8 +31,11 @@ PYTHON, JUDGE = "python", "judge"
 UNTRAINED = ("CLIPScore", "PickScore", "ImageReward", "HPSv2", "AestheticScore")
 """Untrained rewards to measure, the first that is not trained on."""
 LOGGERS: dict[str, Any] = {
-    **{"wandb": "WandbLogger", "tensorboard": True, "csv": False},
-    **{"TensorBoardLogger": True, "CSVLogger": False},  # without options; Lightning's need a folder
+    "wandb": "WandbLogger",
+    "tensorboard": True,
+    "csv": False,
+    "TensorBoardLogger": True,  # without options, as the next: Lightning's need a folder
+    "CSVLogger": False,
 }
 ASKS_FOR_SCORE = ("prompt_template", "score_pattern", "num_scores")
 

@@ -181,6 +181,11 @@ def _number(score: Any) -> float | None:
     return None
 
 
+def is_custom(reward: Reward) -> bool:
+    """Return True for a function, or an instance of a class outside this package."""
+    return isinstance(reward, PythonReward) or not type(reward).__module__.startswith("lit_vgrpo.")
+
+
 def as_reward(reward: RewardLike) -> Reward:
     """Return a reward unchanged, and a function as a :class:`PythonReward`; raise TypeError for anything else."""
     if isinstance(reward, Reward):

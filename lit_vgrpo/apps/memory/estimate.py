@@ -25,7 +25,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.meta import AutocastOnMeta, NotEstimated, policy_on_meta
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.clip import AestheticScore
-from lit_vgrpo.rewards.function import PythonReward
+from lit_vgrpo.rewards.function import is_custom
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.model import ModelReward
@@ -338,8 +338,7 @@ def _models(reward: Reward) -> list[str]:
         return [reward.model]
     if isinstance(reward, ModelReward):
         return [getattr(reward, "checkpoint", "")]
-    is_ours = type(reward).__module__.startswith("lit_vgrpo.") and not isinstance(reward, PythonReward)
-    return [] if is_ours else [""]
+    return [""] if is_custom(reward) else []
 
 
 def _bytes(name: str, dtype: torch.dtype) -> int | None:
