@@ -32,9 +32,15 @@ class OnlyWith:
         return f"OnlyWith({', '.join(map(repr, (self.option, *self.values)))})"
 
 
-def Range(least: Any = None, most: Any = None, above: Any = None, below: Any = None) -> Interval:
-    """Return the annotation of a finite number from ``least`` to ``most``; ``above`` and ``below`` are exclusive."""
-    return Interval(ge=least, le=most, gt=above, lt=below)
+class Range(Interval):
+    """Annotation of a finite number from ``least`` to ``most``; ``above`` and ``below`` are exclusive."""
+
+    def __init__(self, least: Any = None, most: Any = None, above: Any = None, below: Any = None) -> None:
+        super().__init__(ge=least, le=most, gt=above, lt=below)
+
+    def __repr__(self) -> str:
+        ends = {"least": self.ge, "most": self.le, "above": self.gt, "below": self.lt}
+        return f"Range({', '.join(f'{name}={end}' for name, end in ends.items() if end is not None)})"
 
 
 Finite = Annotated[float, Range()]

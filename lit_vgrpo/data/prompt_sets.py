@@ -84,13 +84,20 @@ class PromptSets:
         for source, rows in zip(self.choice.train, self.training.sources, strict=True):
             yield source.name, islice(rows, CHECKED_ROWS if isinstance(rows, TableRows) else None)
 
-    def describe(self) -> list[str]:
-        """Return a line about the prompts read, and a warning of held-out prompts among the training prompts."""
+    def describe(self) -> str:
+        """Return a line about the prompts read."""
         named = zip(self.choice.train, self.training.sources, strict=True)
         lengths = " + ".join(f"{len(rows):,}{f' ({source.name})' if source.name else ''}" for source, rows in named)
-        line = f"Prompts: {lengths} to train on, {len(self.heldout or ()):,} held out."
-        warning = f"{self.shared:,} training prompts are also held-out prompts. Set data.deduplicate=true to drop them."
-        return [line, warning] if self.shared else [line]
+        return f"Prompts: {lengths} to train on, {len(self.heldout or ()):,} held out."
+
+    def heldout_warning(self) -> str | None:
+        """Return why the held-out reward does not measure new prompts, or ``None``."""
+        if self.heldout is None:
+            advice = "Set data.heldout to a file of other prompts, or data.heldout_fraction=0.1."
+            return f"No prompts are held out, so the reward is measured on training prompts alone. {advice}"
+        if not self.shared:
+            return None
+        return f"{self.shared:,} training prompts are also held-out prompts. Set data.deduplicate=true to drop them."
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the training prompts and their pictures in order, independent of file locations."""

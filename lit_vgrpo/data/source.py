@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -95,11 +95,18 @@ def as_sources(value: Sources) -> list[PromptSource]:
     """
     if isinstance(value, str | Path | PromptSource | Mapping):
         return [as_source(value)]
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{value!r} is neither prompts nor their file. {USE}")
     entries = list(value)
     if not entries:
         raise PromptError("The list of prompts is empty.")
     if all(map(_is_prompt, entries)) and any(" " in str(entry) for entry in entries):  # one word may be a folder's name
         return [PromptSource(prompts=entries)]
+    if all(isinstance(entry, Mapping) and "prompt" in entry for entry in entries):
+        return [PromptSource(prompts=entries)]
+    for entry in entries:
+        if not isinstance(entry, str | Path | PromptSource | Mapping):
+            raise TypeError(f"{entry!r} in the list of prompts is neither a text nor a file. {USE}")
     sources = [as_source(entry) for entry in entries]
     taken = [source.name for source in sources if source.name is not None]
     for name in taken:

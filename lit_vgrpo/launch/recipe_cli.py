@@ -253,7 +253,7 @@ class RecipeCLI(LightningCLI):
         """Return lines on the prompts that were read, and on those that a reward cannot score."""
         rows = [*self.datamodule.training_rows(), *self.datamodule.heldout_rows()]
         unscorable = [line for found in self.unscorable for line in found.lines()]
-        return [*self.datamodule.sets.describe(), *unscorable, *self.model.evaluator.observed.truncations(rows)]
+        return [self.datamodule.sets.describe(), *unscorable, *self.model.evaluator.observed.truncations(rows)]
 
     def opening(self) -> list[str]:
         """Return the lines to print before training."""

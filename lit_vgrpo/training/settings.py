@@ -53,11 +53,9 @@ def set_up(module: TrainingModule) -> None:
         trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = iterations, -1
         images = sizes.plan(image_ranks(trainer)[1]).images_per_iteration
         rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
-    if (distilled := distillation_warning(module.policy)) is not None:
-        rank_zero_warn(distilled)
-    if not trainer.datamodule.has_heldout:
-        advice = "Set data.heldout to a file of other prompts, or data.heldout_fraction=0.1."
-        rank_zero_warn(f"No prompts are held out, so the reward is measured on training prompts alone. {advice}")
+    for warning in (distillation_warning(module.policy), trainer.datamodule.sets.heldout_warning()):
+        if warning is not None:
+            rank_zero_warn(warning)
 
 
 def errors_under(module: TrainingModule, trainer: Trainer, sizes: Sizes, has_heldout: bool) -> list[str]:

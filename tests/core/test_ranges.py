@@ -106,8 +106,8 @@ def test_every_number_declares_its_range():
 
 def test_signatures_show_the_ranges():
     shown = str(inspect.signature(objectives.VGRPO))
-    assert "num_mc_samples: typing.Annotated[int, Interval(gt=None, ge=1, lt=None, le=1000)] = 4" in shown
-    assert "Interval(gt=0, ge=None, lt=None, le=None), OnlyWith('space', 'x', 'v')]] = 5.0" in shown
+    assert "num_mc_samples: typing.Annotated[int, Range(least=1, most=1000)] = 4" in shown
+    assert "scale_cap: Optional[Annotated[float, Range(above=0), OnlyWith('space', 'x', 'v')]] = 5.0" in shown
     assert not [cls for cls in CLASSES if re.search("FieldInfo|object at 0x", str(inspect.signature(cls)))]
 
 

@@ -121,14 +121,14 @@ def test_a_prompt_of_the_held_out_file_is_said_or_left_out(file):
     train, apart = file(["a", "b", "B", "c", "d"]), file(["b", "d", "D"], "held.txt")
     data = data_module(train, heldout=apart, heldout_limit=1)
     assert training(data) == ["a", "b", "B", "c", "d"]
-    assert data.sets.describe() == [
-        "Prompts: 5 to train on, 1 held out.",
-        "3 training prompts are also held-out prompts. Set data.deduplicate=true to drop them.",
-    ]
+    assert data.sets.describe() == "Prompts: 5 to train on, 1 held out."
+    assert data.sets.heldout_warning().startswith("3 training prompts are also held-out prompts. Set data.deduplicate")
     data = data_module(train, heldout=apart, heldout_limit=1, deduplicate=True)
     assert (training(data), heldout(data)) == (["a", "c"], ["b"])  # "d" is no training prompt with a limit either
     assert heldout(data_module("none.txt", heldout=apart, deduplicate=True)) == ["b", "d"]
-    assert data.sets.describe() == ["Prompts: 2 to train on, 1 held out."]
+    assert data.sets.describe() == "Prompts: 2 to train on, 1 held out."
+    assert data.sets.heldout_warning() is None
+    assert data_module(train).sets.heldout_warning().startswith("No prompts are held out, so")
 
 
 def test_wrong_options_are_refused_at_once():
@@ -167,5 +167,5 @@ def test_the_shipped_held_out_prompts_are_no_training_prompts():
         apart = train.with_name(train.name.replace("_train", "_heldout"))
         data = data_module(train, heldout=str(apart))
         assert data.check() == []
-        assert len(data.sets.describe()) == 1, data.sets.describe()
+        assert data.sets.heldout_warning() is None
         assert len(read_prompts(apart)) >= 12

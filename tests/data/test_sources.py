@@ -29,7 +29,7 @@ def sources(tmp_path):
 def test_every_prompt_has_its_sources_name_on_any_number_of_ranks(sources):
     data = PromptDataModule(sources, 8, 4, heldout_fraction=0.2, heldout_images_per_prompt=2)
     data.setup()
-    assert data.sets.describe() == ["Prompts: 30 (a) + 30 (last) to train on, 20 held out."]
+    assert data.sets.describe() == "Prompts: 30 (a) + 30 (last) to train on, 20 held out."
     sets = data._sets
 
     def trained(world, rank):
@@ -121,3 +121,14 @@ def test_bad_sources_are_one_line(tiny_recipe, second, said):
         found = error.errors
     assert said in found[0]
     assert "\n" not in found[0]
+
+
+def test_a_list_of_rows_is_the_prompts_themselves():
+    (source,) = as_sources([{"prompt": "a cat", "style": "ink"}, {"prompt": "a dog"}])
+    assert source.prompts[0]["style"] == "ink"
+
+
+@pytest.mark.parametrize(("wrong", "named"), [(None, "None is"), (3, "3 is"), (["a b", None], "None in")])
+def test_what_is_no_prompt_is_answered_with_what_to_pass(wrong, named):
+    with pytest.raises(TypeError, match=rf'^{named}.*"prompts": \["a cat"'):
+        PromptDataModule(wrong, 2, 2)
