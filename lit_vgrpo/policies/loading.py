@@ -183,7 +183,12 @@ def pipeline_misfit(policy: Loadable, pipeline: Any) -> str | None:
     parts: dict[str, Any] = pipeline.components
     if policy.given is not None and (error := _lacking(policy, parts)) is not None:  # else found in its index
         return error
+    if any(hasattr(part, "_hf_hook") for part in parts.values()):
+        return "is offloaded by accelerate. Call its remove_all_hooks(), and see the option offload_encoders."
     for name in policy.network_names:
+        if hooks := hooks_of(parts[name]):
+            use = "Load it again, without a cache, group offloading or layerwise casting."
+            return f"has diffusers' hooks {', '.join(hooks)} in its {name}. {use}"
         if hasattr(parts[name], "_orig_mod"):
             return f"has a compiled {name}. Pass it uncompiled, with compile=True."
         if getattr(parts[name], "peft_config", None) and (policy.lora_rank is not None or policy.given is not None):
@@ -202,6 +207,12 @@ def pipeline_misfit(policy: Loadable, pipeline: Any) -> str | None:
             if (error := tokenizer_error(tokenizer, embeddings)) is not None:
                 return f"has a {name} that {error}. Save or download the pipeline again."
     return policy.misfit(pipeline)
+
+
+def hooks_of(network: nn.Module) -> list[str]:
+    """Return the names of the hooks that diffusers set in a network: of caches, offloading and layerwise casting."""
+    registries = (getattr(module, "_diffusers_hook", None) for module in network.modules())
+    return sorted({name for registry in registries if registry is not None for name in registry.hooks})
 
 
 def call_parameters(pipeline: Any) -> Mapping[str, inspect.Parameter]:

@@ -447,6 +447,15 @@ IN_MEMORY = {
         adapted,
         r"has a LoRA in its unet. Call fuse_lora\(\) and unload_lora_weights\(\) of the pipeline first.",
     ),
+    "offloaded": (lambda p: p.enable_model_cpu_offload(device="cpu"), "is offloaded by accelerate. Call its "),
+    "cast": (
+        lambda p: p.unet.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
+        "has diffusers' hooks layerwise_casting in its unet. Load it again, without a cache",
+    ),
+    "grouped": (
+        lambda p: p.unet.enable_group_offload(torch.device("cpu"), offload_type="leaf_level"),
+        "has diffusers' hooks group_offloading in its unet.",
+    ),
     "inpainting": (
         lambda p: p.unet.register_to_config(in_channels=9),
         "has a unet of 9 channels for latents of 8: it in",
