@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,7 +78,7 @@ def add_command(name: str, options: type, panel: str, place: str, **arguments: A
         words = [given.pop(argument) for argument in arguments]
         given["words"] = [word for one in words for word in ([one] if isinstance(one, str) else one or [])]
         if "line" in hints:
-            given["line"] = shlex.join(["lightning", *(ctx.obj or [])])
+            given["line"] = errors.shell_line("lightning", *(ctx.obj or []))
         with _loading():
             body = resolve_name(f"lit_vgrpo.{place}")
         return int(body(options(**given)))

@@ -29,7 +29,7 @@ from lit_vgrpo.config.recipe import FOUND_IN, Recipe
 from lit_vgrpo.config.tree import replaced
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, shell_line
 from lit_vgrpo.launch.checks import LINKED, UnscorablePrompts, callback_errors, metric_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.memory import device_name, idle_gpu
@@ -281,7 +281,7 @@ class RecipeCLI(LightningCLI):
         """
         if not self.make_folder:
             return
-        header = f"# lightning run {self.folder / CONFIG_NAME}\n"
+        header = f"# {shell_line('lightning', 'run', self.folder / CONFIG_NAME)}\n"
         text = self._dump
         if texts := self.recipe.texts:
             text = yaml.safe_dump(replaced(yaml.safe_load(text), texts), sort_keys=False, allow_unicode=True)

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import ExifTags, Image, ImageSequence
 
 from lit_vgrpo.core.pixels import save_webp
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import one_line, shell_line
 from lit_vgrpo.report import run_data, verdict
 from lit_vgrpo.report.curves import plots
 from lit_vgrpo.report.run_data import TO_EDIT, RunData, Say
@@ -259,7 +258,7 @@ class RunPage:
         if not run.recipe or newest_checkpoint(folder) is None:
             return []
         steps = {"Continue the run": how_to_resume(folder).partition(": ")[2]} if run.outcome in UNDONE else {}
-        steps["Score it again, with confidence intervals"] = f"lightning eval {quote(f'{folder}')}"
+        steps["Score it again, with confidence intervals"] = shell_line("lightning", "eval", folder)
         prompt = self.pairs[0].prompt if self.pairs and self.pairs[0].edited is None else None
         return [*(steps | next_commands(folder, prompt)).items()]
 

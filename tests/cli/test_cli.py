@@ -45,7 +45,7 @@ def test_every_command_has_help(name, capsys):
         (["vote", "x", "--token-env", "NO_SUCH_NAME"], "NO_SUCH_NAME is not set in the environment."),
         (["run", "tiny_shape"], "tiny_shape is not a recipe: no such file, and not a shipped name. Did you mean tiny_"),
         (["run", __file__], f"{__file__} is not a recipe: its name does not end with .yaml or .yml."),
-        (["init", "a b"], "'a b' cannot name a run."),
+        (["init", "..."], "'...' cannot name a run."),
     ],
 )
 def test_an_error_is_one_line(args, line, capsys, monkeypatch):

@@ -210,13 +210,24 @@ def test_a_held_out_reward_of_nan_is_no_success(recipe, capsys):
 
 
 def test_the_end_names_what_was_written(recipe, capsys):
-    """A try with fast_dev_run has no loggers."""
-    assert run([recipe, "trainer.fast_dev_run=true"]) == 0
-    said = "Everything is in runs/tiny: report.html, summary.json, checkpoints.\nThe result: runs/tiny/report.html\n"
-    draw, export = "sample runs/tiny --prompt 'a red circle on the left'", "export runs/tiny --to tiny_export"
-    assert capsys.readouterr().out.endswith(f"{said}Next:\n  lightning {draw}\n  lightning {export}\n")
+    """A try with fast_dev_run has no loggers; the commands can be typed."""
+    assert run([recipe, "trainer.fast_dev_run=true", "run_dir=my runs"]) == 0
+    said = "Everything is in my runs: report.html, summary.json, checkpoints.\nThe result: my runs/report.html\n"
+    draw = "lightning sample 'my runs' --prompt 'a red circle on the left'  # Draw a prompt"
+    export = "lightning export 'my runs' --to 'my runs_export'  # Write the weights for diffusers"
+    assert capsys.readouterr().out.endswith(f"{said}Next:\n  {draw}\n  {export}\n")
     written = {".lock", "config.yaml", "report", "report.html", "summary.json", "checkpoints"}
-    assert {path.name for path in Path("runs/tiny").iterdir()} == written
+    assert {path.name for path in Path("my runs").iterdir()} == written
+    header = Path("my runs/config.yaml").read_text().splitlines()[0]
+    assert header == "# lightning run 'my runs/config.yaml'"
+
+
+def test_an_exported_run_is_not_to_be_exported_again(recipe, capsys):
+    assert run([recipe, "trainer.max_epochs=1", "trainer.callbacks=[Export]", "data.heldout=null"]) == 0
+    *_, weights, _, publish = capsys.readouterr().out.splitlines()
+    assert weights == "The weights for diffusers: runs/tiny/export (see its README.md)"
+    assert publish == "  lightning export runs/tiny --to hub:OWNER/tiny  # Publish the weights on the hub"
+    assert "--to hub:OWNER/tiny" in Path("runs/tiny/report.html").read_text()
 
 
 @pytest.mark.slow
