@@ -153,6 +153,9 @@ class CheckReward:
     images: Annotated[str | None, Option(help="Images to score; by default sampled from the policy.")] = None
     num_prompts: Annotated[int, Option(min=1, help="Number of training prompts to use.")] = 4
     images_per_prompt: Annotated[int, Option(min=1, help="Images per prompt.")] = 2
+    out: Annotated[Path, Option(parser=_read_path, metavar="PATH", help="Picture of the scores to write.")] = Path(
+        "check_reward.png"
+    )
 
 
 @dataclass(kw_only=True)
