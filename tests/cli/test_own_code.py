@@ -14,6 +14,7 @@ from processes import run_command
 FILES = {
     "no_colon.py": "def reward(images, prompts, rows)\n    return images.mean()\n",
     "raises.py": "import torch\n\nraise RuntimeError('out of luck')\n",
+    "needy.py": "import os\n\nimport no_such_package\n",
     "leaves.py": "raise SystemExit('bye')\n",
     "rewards_of_mine.py": """
 import sys
@@ -111,6 +112,7 @@ def recipe(tiny_recipe):
     [
         (["model.reward=no_colon.X"], "no_colon.py:1: SyntaxError: expected ':'."),
         (["model.reward=raises.X"], "raises.py:3: RuntimeError: out of luck."),
+        (["model.reward=needy.X"], "needy.py:3: ModuleNotFoundError: No module named 'no_such_package'"),
         (["model.reward=leaves.X"], "leaves.py:1: SystemExit: bye."),
         (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py:14: KeyError: 'no such key'."),
         (["model.reward=rewards_of_mine.Unready"], "rewards_of_mine.py:27: MemoryError: none left."),
