@@ -13,10 +13,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_vgrpo.config.recipe import FOUND_IN, SUFFIXES
+from lit_vgrpo.config.recipe import FOUND_IN
 from lit_vgrpo.errors import UserError, report, shell_line, suggestion
 from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
-from lit_vgrpo.system.paths import shipped, typed_path, write_atomically
+from lit_vgrpo.system.paths import typed_path, write_atomically
 from lit_vgrpo.training.trainer_internals import move_root_dir, run_folder
 
 CHECKPOINTS = "checkpoints"
@@ -184,30 +184,6 @@ class RunFolder(Callback):
             what = f"the run cannot be continued without it. {error}"
         report([f"{file} was deleted, and {what}"])
         return file.exists()
-
-
-def find_run(text: str) -> tuple[Path, Path | None]:
-    """Return the run folder that a path belongs to, and the checkpoint if the path is one.
-
-    Args:
-        text: A run folder, its config.yaml, or one of its checkpoints; UserError is raised for anything else.
-    """
-    path = typed_path(text)
-    if (path / CONFIG_NAME).is_file():
-        return path, None
-    if path.is_file() and path.name == CONFIG_NAME:
-        return path.parent, None
-    for folder in path.parents if path.is_file() and path.suffix == ".ckpt" else ():
-        if (folder / CONFIG_NAME).is_file():
-            return folder, path
-    if text in shipped() or path.suffix in SUFFIXES:
-        training = shell_line("lightning", "run", text)
-        raise UserError(f"{text} is not a run. If it is a recipe, train it first: {training}")
-    places = (path.parent, typed_path("runs"))
-    known = [f"{file.parent}" for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
-    advice = suggestion(f"{path}", known) if known else "Train one first: lightning run tiny_shapes"
-    error = f"is not a run folder: it has no {CONFIG_NAME}" if path.is_dir() else "is not a run"
-    raise UserError(f"{text} {error}. {advice}")
 
 
 def find_checkpoint(text: str, run: Path) -> Path:

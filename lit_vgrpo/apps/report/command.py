@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.config.recipe import is_override
+from lit_vgrpo.config.recipe import find_run, is_override
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.options import Report
 from lit_vgrpo.report.page import MARK, render
@@ -15,7 +15,6 @@ from lit_vgrpo.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAM
 from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.sockets import LOOPBACK, listening_socket, require_packages
-from lit_vgrpo.training.folder import find_run
 
 WATCHED = ("metrics.csv", "summary.json", "samples", f"{KEPT}/{SCORES_NAME}", f"{KEPT}/{IMAGES_NAME}")
 
