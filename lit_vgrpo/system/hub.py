@@ -39,6 +39,7 @@ PROBES, LEAST_WORDS, LEAST_LETTERS = 1024, 8, 3  # tokens to try, words among th
 
 _headers_only = ContextVar("_headers_only", default=False)
 _CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
+_NOT_HERE = re.compile(r"Cannot load (\S+): not in the local cache and (.+?)\. Run: (hf download .+?), or set (\S+)=/a")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
@@ -224,6 +225,22 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
     which = f" --revision {revision}" if revision else ""
     remedy = f"Run: hf download {checkpoint}{which}, or set {what_to_set}=/a/local/folder."
     return f"Cannot load {checkpoint}: not in the local cache and {reason}. {remedy}"
+
+
+def with_one_download(errors: list[str]) -> list[str]:
+    """Return errors with those of :func:`explain_unloadable` on several hub repositories as one line and command.
+
+    >>> lacks = "Cannot load {0}: not in the local cache and it is late. Run: hf download {0}, or set {1}=/a"
+    >>> with_one_download([lacks.format("a/b", "x"), lacks.format("c/d", "y"), lacks.format("c/d", "z")])
+    ['Cannot load a/b, c/d: it is late. Run: hf download a/b && hf download c/d, or set x, y, z to local folders.']
+    """
+    found = [match for match in map(_NOT_HERE.match, errors) if match is not None]
+    names, why, commands, keys = zip(*(match.groups() for match in found), strict=True) if found else ((),) * 4
+    if len({*names}) < 2:
+        return errors
+    start, command = ", ".join(dict.fromkeys(names)), " && ".join(dict.fromkeys(commands))
+    line = f"Cannot load {start}: {why[0]}. Run: {command}, or set {', '.join(keys)} to local folders."
+    return list(dict.fromkeys(line if _NOT_HERE.match(error) else error for error in errors))
 
 
 def without_origin(config: Any) -> Any:
