@@ -240,7 +240,7 @@ def test_repositories_that_are_not_here_are_one_line_with_one_command(here, monk
     monkeypatch.setattr("lit_vgrpo.system.hub.cached_file", lambda *place: None)
     assert check(["flux_multireward", "--memory=48GiB"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("Cannot load black-forest-labs/FLUX.1-dev, xswu/HPSv2, ")
-    assert "Run: hf download black-forest-labs/FLUX.1-dev && hf download xswu/HPSv2 && " in line
+    assert "dev, xswu/HPSv2, yuvalkirstain/PickScore_v1, laion/" in line
+    assert "dev && hf download xswu/HPSv2 && hf download yuvalkirstain/PickScore_v1 && " in line
     assert line.count("hf download openai/clip-vit-large-patch14") == 1
     assert "model.policy.checkpoint, model.reward.rewards[0].checkpoint, " in line
