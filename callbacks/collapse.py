@@ -14,7 +14,7 @@ from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.core.records import Evaluation
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.snapshots import all_finite, trainable_parameters
-from lit_vgrpo.errors import say
+from lit_vgrpo.errors import say, shell_line
 from lit_vgrpo.training.checkpoint import TRAINED, RunCheckpoint
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS, CONFIG_NAME
 from lit_vgrpo.training.trainer_internals import run_folder
@@ -63,7 +63,7 @@ def describe_best(trainer: L.Trainer) -> str:
     best = next((one.kept_best(folder) for one in trainer.checkpoint_callbacks if isinstance(one, RunCheckpoint)), None)
     if best is None or best.name is None:
         return "No best checkpoint was saved: that needs RunCheckpoint's best, data.heldout and an evaluation."
-    again = f"lightning run {folder / CONFIG_NAME} ckpt_path={file}"
+    again = shell_line("lightning", "run", folder / CONFIG_NAME, f"ckpt_path={file}")
     return f"Best checkpoint: {file} ({best}). Continue from it in a new folder: {again}"
 
 

@@ -11,9 +11,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import one_line, shell_line
 from lit_vgrpo.policies.modular import readdress
 from lit_vgrpo.system.paths import write_new_folder
+from lit_vgrpo.training.folder import EXPORT
 from lit_vgrpo.training.saved_weights import evaluated_weights
 from lit_vgrpo.training.trainer_internals import run_folder
 
@@ -34,7 +35,7 @@ class Export(L.Callback):
         ValueError: The folder is not a separate folder, such as ``..``.
     """
 
-    def __init__(self, folder: str = "export") -> None:
+    def __init__(self, folder: str = EXPORT) -> None:
         path = Path(folder)
         if not path.name or ".." in path.parts:
             raise ValueError(f"folder={folder} is not a separate folder. Use a name in the run folder, such as export.")
@@ -50,7 +51,7 @@ class Export(L.Callback):
             weights = {name: full(p, local(p)) for name, p in written.items()} if sharded else None
             if trainer.is_global_zero:
                 folder = root / self.folder
-                advice = f"Free some space and run: lightning export {root} --to {folder}"
+                advice = f"Free some space and run: {shell_line('lightning', 'export', root, '--to', folder)}"
                 try:
                     with write_new_folder(folder, advice, replace=True) as draft:
                         policy.save(draft, weights)

@@ -27,7 +27,7 @@ from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.prompts import PROMPT
-from lit_vgrpo.errors import UserError, one_line
+from lit_vgrpo.errors import UserError, one_line, shell_line
 from lit_vgrpo.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME
 from lit_vgrpo.system.paths import new_file, write_atomically
 from lit_vgrpo.training.trainer_internals import run_folder
@@ -108,7 +108,8 @@ class Report(L.Callback):
             write_report(folder, folder / REPORT_NAME, is_running)
         except Exception as error:  # no error of the page is a reason to end a training run
             what = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
-            rank_zero_warn(f"No report: {what}. Training is not affected. Try: lightning report {folder}")
+            again = shell_line("lightning", "report", folder)
+            rank_zero_warn(f"No report: {what}. Training is not affected. Try: {again}")
         self._due_at = time.monotonic() + (time.monotonic() - started) / MOST_SHARE
 
 

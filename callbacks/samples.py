@@ -143,9 +143,11 @@ def draw_grid(images: Tensor, prompts: list[str], labels: list[str], below: Sequ
     rows, columns, _, height, width = images.shape
     zoom = max(1, -(-MIN_WIDTH // width))
     lines = max((text.count("\n") + 1 for text in below), default=0)
-    cell_w, cell_h = width * zoom + GAP, height * zoom + GAP + (1 + lines) * LABEL_HEIGHT
+    font = ImageFont.load_default(size=12)
+    widest = max((math.ceil(font.getlength(line)) for text in below for line in text.split("\n")), default=0)
+    cell_w, cell_h = max(width * zoom, widest) + GAP, height * zoom + GAP + (1 + lines) * LABEL_HEIGHT
     sheet = Image.new("RGB", (columns * cell_w + 3 * GAP, rows * cell_h + LABEL_HEIGHT), "white")
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
+    pen = ImageDraw.Draw(sheet)
     left = [GAP + column * cell_w + (2 * GAP if column else 0) for column in range(columns)]
     for x, label in zip(left, labels, strict=False):
         pen.text((x, 2), label, fill="gray", font=font)

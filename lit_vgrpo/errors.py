@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import sys
 import sysconfig
 import traceback
@@ -51,6 +52,15 @@ def one_line(text: object) -> str:
     'two lines'
     """
     return without_controls(" ".join(str(text).split()))
+
+
+def shell_line(*words: object) -> str:
+    """Return a command as one types it in a shell, with words such as paths quoted where necessary.
+
+    >>> shell_line("lightning", "eval", "my runs/demo")
+    "lightning eval 'my runs/demo'"
+    """
+    return shlex.join(f"{word}" for word in words)
 
 
 def counted(number: int, noun: str) -> str:

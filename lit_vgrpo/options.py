@@ -7,6 +7,7 @@ another; ``words`` are the arguments, and ``line`` is the command as typed.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +21,20 @@ def _read_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def gpu_memory_of(text: str) -> int:
+    """Return the bytes of a GPU size as sold, a number of GiB with or without a unit; raise UserError if it is invalid.
+
+    >>> gpu_memory_of("80GB") == gpu_memory_of("80") == 80 * 2**30
+    True
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise UserError(f"{text} is not a GPU size. Write it as 80GiB.")
+    if (size := round(float(match[1]) * 2**30)) <= SMALLEST_RESERVE:
+        raise UserError(f"{text} leaves nothing: {SMALLEST_RESERVE / 2**30:.2f} GiB is reserved for CUDA. Give more.")
+    return size
+
+
 def _read_token(variable: str) -> str:
     token = os.environ.get(variable, "").strip()
     if not token:
@@ -27,6 +42,8 @@ def _read_token(variable: str) -> str:
     return token
 
 
+SMALLEST_RESERVE = 2**30
+"""Bytes of a GPU that are left to CUDA at least."""
 Task = Literal["image", "edit", "video", "distillation", "pretraining"]
 Resume = Annotated[bool, Option("--resume", help="Continue in the run folder.")]
 Host = Annotated[str, Option(help="Address to listen on.")]
@@ -45,7 +62,9 @@ class Check:
     """Find the errors of a recipe without training, or show what more GPUs would do."""
 
     words: list[str]
-    memory: Annotated[str | None, Option(help="Memory of the GPU to compare with, such as 80GiB.")] = None
+    memory: Annotated[
+        int | None, Option(parser=gpu_memory_of, metavar="SIZE", help="GPU to compare with, such as 80GiB.")
+    ] = None
     scale: Annotated[str | None, Option(help="Show it on these numbers of GPUs instead, such as 1,8,64,512.")] = None
     bandwidth: Annotated[str, Option(help="With --scale: GB/s of a GPU in its machine, and of a machine.")] = "360,40"
     seconds_per_image: Annotated[str | None, Option(help="With --scale: of sampling and of training, as 0.5,0.2.")] = (
@@ -153,6 +172,9 @@ class CheckReward:
     images: Annotated[str | None, Option(help="Images to score; by default sampled from the policy.")] = None
     num_prompts: Annotated[int, Option(min=1, help="Number of training prompts to use.")] = 4
     images_per_prompt: Annotated[int, Option(min=1, help="Images per prompt.")] = 2
+    out: Annotated[Path, Option(parser=_read_path, metavar="PATH", help="Picture of the scores to write.")] = Path(
+        "check_reward.png"
+    )
 
 
 @dataclass(kw_only=True)

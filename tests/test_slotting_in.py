@@ -201,3 +201,12 @@ def test_the_documented_objective_trains_and_costs_what_it_says(tiny_sd3, tmp_pa
     assert module.ledger.counts["update"]["with_grad"] == 2 * 8
     expected = objective.passes_per_image(data.sizes)
     assert module.ledger.training_passes() == pytest.approx(sum(expected.values()) * 8)
+
+
+def test_the_example_of_the_readme_runs_as_it_is(here):
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert "max_epochs=20" in code
+    found = {}
+    exec(code.replace("max_epochs=20", "max_epochs=1"), found)
+    assert found["module"].evaluator.history[-1].reward >= 0

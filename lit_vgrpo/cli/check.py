@@ -34,15 +34,12 @@ COPIES_OF_WEIGHTS = 4
 
 def check_command(options: Check) -> int:
     """Check a recipe, or a curriculum's stages, for this machine or a GPU; raise UserError with all errors."""
-    from lit_vgrpo.apps.memory.estimate import gpu_memory_of
-
     command = Command.parse(options.words)
     if options.scale is not None:
         return _show_scale(command, options)
-    gpu_bytes = None if options.memory is None else gpu_memory_of(options.memory)
     if STAGES in loaded(command.recipe):
-        return _check_stages(command, gpu_bytes)
-    _check_recipe(command, gpu_bytes)
+        return _check_stages(command, options.memory)
+    _check_recipe(command, options.memory)
     return 0
 
 

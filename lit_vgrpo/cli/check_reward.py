@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.pixels import strips, to_pil
 from lit_vgrpo.data.prompts import Rows
-from lit_vgrpo.errors import UserError, counted, report, say, score_text
+from lit_vgrpo.errors import UserError, counted, report, say, score_text, shell_line
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.options import CheckReward
@@ -34,11 +35,9 @@ from lit_vgrpo.rewards.function import is_custom
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import measured_memory
 from lit_vgrpo.system.paths import typed_path
-from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import load_policy
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
-PICTURE = Path("check_reward")
 NOISE, ROUNDING = 0.1, 1e-3  # shares of the scores' std and size by which a score may change from call to call
 BLACK = 0.02  # share of the scores' size by which some score of an image must differ from that of a black one
 HEADER = ("weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
@@ -46,9 +45,11 @@ HEADER = ("weight", "mean", "std", "min", "max", "failed", "no spread", "s/image
 
 def check_reward(options: CheckReward) -> int:
     """Try a recipe's rewards on a few images; return 1 if a reward is constant or failed."""
-    folder, num_prompts, each = options.images, options.num_prompts, options.images_per_prompt
+    folder, num_prompts, each, out = options.images, options.num_prompts, options.images_per_prompt, options.out
+    if out.suffix != ".png" or out.is_dir():
+        raise UserError(f"--out {out} is not a .png file. Use {shell_line('--out', out.with_suffix('.png'))}.")
     cli = build([*options.words, *OVERRIDES], make_folder=False)
-    files = [] if folder is None else find_images([folder], num_prompts * each, ignored=rf"{PICTURE}(-\d+)?\.png")
+    files = [] if folder is None else find_images([folder], num_prompts * each, ignored=re.escape(out.name))
     reward = cli.model.evaluator.observed
     if errors := [*reward.check(), *cli.datamodule.check(), *([] if files else cli.model.policy.check())]:
         raise UserError(*errors)
@@ -68,7 +69,8 @@ def check_reward(options: CheckReward) -> int:
         parts = trials(reward, images, rows, groups[: len(images)], cli.model.policy.decode_batch_size)
     columns = pd.Index(HEADER, name="reward")
     say(pd.DataFrame([part.row() for part in parts], [part.name for part in parts], columns).to_string())
-    say(f"The images with their scores: {save_scored(images, rows, parts, each)}")
+    save_scored(images, rows, parts, each, out)
+    say(f"The images with their scores: {out}")
     per_rank = cli.datamodule.sizes.plan(image_ranks(cli.trainer)[1]).images_per_rank
     trained = {part.name for part in cli.model.reward.parts}
     seconds = sum(part.seconds_per_image * per_rank for part in parts if part.name in trained)
@@ -104,21 +106,19 @@ def made_images(cli: RecipeCLI, rows: Rows) -> list[Tensor]:
     return images
 
 
-def save_scored(images: Sequence[Tensor], rows: Rows, parts: Sequence[PartTrial], each: int) -> Path:
-    """Write a picture of the images ``(1, 3, H, W)``, ``each`` per prompt, and their scores; return its path."""
+def save_scored(images: Sequence[Tensor], rows: Rows, parts: Sequence[PartTrial], each: int, path: Path) -> None:
+    """Write a picture of the images ``(1, 3, H, W)``, ``each`` per prompt, and their scores."""
     below: list[list[str]] = [[] for _ in range(-(-len(images) // each) * each)]
     for part in parts[:1] if len(parts) == 2 else [parts[-1], *parts[:-1]]:  # the total of one reward is that reward
         for place, score in zip(part.places.tolist(), part.scores.tolist(), strict=True):
-            below[place].append(f"{part.name} {score:.4g}")
+            below[place].append(f"{part.name} {'failed' if math.isnan(score) else f'{score:.4g}'}")
     pictures = [to_pil(strips(image))[0] for image in images]
     size = tuple(min(SIDE, max(sides)) for sides in zip(*(picture.size for picture in pictures), strict=True))
     cells = [pil_to_tensor(ImageOps.pad(picture, size, color="white")) / 255 for picture in pictures]
     cells += [torch.ones_like(cells[0])] * (len(below) - len(cells))
-    free = (path.with_suffix(".png") for path in candidates(PICTURE))
-    path = next(path for path in free if not typed_path(path).exists())
     prompts, texts = [row["prompt"] for row in rows[::each]], ["\n".join(lines) for lines in below]
+    typed_path(path).parent.mkdir(parents=True, exist_ok=True)
     draw_grid(torch.stack(cells).unflatten(0, (-1, each)), prompts, [], texts).save(typed_path(path))
-    return path
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer import Argument, Option
@@ -79,7 +78,11 @@ def add_command(name: str, options: type, panel: str, place: str, **arguments: A
         words = [given.pop(argument) for argument in arguments]
         given["words"] = [word for one in words for word in ([one] if isinstance(one, str) else one or [])]
         if "line" in hints:
-            given["line"] = shlex.join(["lightning", *(ctx.obj or [])])
+            given["line"] = errors.shell_line("lightning", *(ctx.obj or []))
+        if "recipe" in arguments and name != "compare":  # which also continues a race
+            _find_recipe(given["words"])
+        elif "runs" in arguments or ("run" in arguments and not given.get("benchmark")):
+            _find_run(given["words"][0])
         with _loading():
             body = resolve_name(f"lit_vgrpo.{place}")
         return int(body(options(**given)))
@@ -87,6 +90,20 @@ def add_command(name: str, options: type, panel: str, place: str, **arguments: A
     parameters = [Parameter(name, Parameter.KEYWORD_ONLY, default=d, annotation=h) for name, (h, d) in shown.items()]
     call.__signature__, call.__annotations__ = Signature(parameters), {}  # type: ignore[attr-defined]
     app.command(name, help=options.__doc__, rich_help_panel=panel)(call)
+
+
+def _find_recipe(words: list[str]) -> None:
+    """Raise UserError for a recipe or overlay that does not exist, before the slow imports."""
+    from lit_vgrpo.config.recipe import Command
+
+    Command.parse(words)
+
+
+def _find_run(word: str) -> None:
+    """Raise UserError for a run that does not exist, before the slow imports."""
+    from lit_vgrpo.config.recipe import find_run
+
+    find_run(word)
 
 
 def _print_version(asked: bool) -> None:
@@ -124,10 +141,15 @@ def init(
 @app.command(rich_help_panel=START)
 def recipes(
     names: Annotated[list[str] | None, Argument(help="Recipes; all by default.", autocompletion=_recipes)] = None,
-    task: Annotated[options.Task | None, Option(help="List those for this task.")] = None,
-    gpu: Annotated[str | None, Option(help="List those that need one GPU of this size at most, such as 48GiB.")] = None,
+    task: Annotated[
+        options.Task | None, Option(metavar="TASK", help=f"Details for a task: {', '.join(get_args(options.Task))}.")
+    ] = None,
+    gpu: Annotated[
+        int | None,
+        Option(parser=options.gpu_memory_of, metavar="SIZE", help="Details of what fits one GPU, such as 48GiB."),
+    ] = None,
 ) -> int:
-    """List the shipped recipes with their needs and evidence."""
+    """List the shipped recipes, or show the needs and evidence of some."""
     from lit_vgrpo.cli.recipes import list_recipes
 
     return list_recipes(names or [], task, gpu)

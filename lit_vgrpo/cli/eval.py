@@ -20,7 +20,7 @@ from lit_vgrpo.config.parts import with_full_key
 from lit_vgrpo.config.recipe import refuse_overrides
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.datasets import Rows, held_out_error
-from lit_vgrpo.errors import UserError, counted, say, with_interval
+from lit_vgrpo.errors import UserError, counted, say, shell_line, with_interval
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
@@ -54,7 +54,8 @@ def evaluate(options: Evaluate) -> int:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} has no effect with{'out' * (not has_benchmark)} --benchmark NAME. Leave it out.")
     if options.out is not None and options.out.suffix != ".json":
-        raise UserError(f"--out {options.out} is not a JSON file. Use --out {options.out.with_suffix('.json')}.")
+        fitting = shell_line("--out", options.out.with_suffix(".json"))
+        raise UserError(f"--out {options.out} is not a JSON file. Use {fitting}.")
     if has_benchmark:
         from lit_vgrpo.cli.benchmark import evaluate_benchmark
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lit_vgrpo.cli.saved_policy import ChosenRun, build_policy, load_saved_policy, recipe_of
-from lit_vgrpo.errors import UserError, one_line, say
+from lit_vgrpo.errors import UserError, one_line, say, shell_line
 from lit_vgrpo.options import Export
 from lit_vgrpo.policies.base import DTYPES, Policy
 from lit_vgrpo.policies.export import merge_adapter, save_comfyui, save_kohya, save_pipeline
@@ -96,7 +96,7 @@ def upload(folder: Path, repository: str, options: Export) -> bool:
         api.create_repo(repository, private=not options.public, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by lightning export")
     except Exception as error:  # the hub's client raises those of its HTTP library, which differs between versions
-        advice = f"The export is in {folder}. Upload it later: hf upload {repository} {folder}"
+        advice = f"The export is in {folder}. Upload it later: {shell_line('hf', 'upload', repository, folder)}"
         raise UserError(f"Cannot upload to {repository}: {one_line(error)}. {advice}") from error
     say(f"Uploaded to {repository}.")
     return True

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lit_vgrpo.config.recipe import STAGES, find_recipe, loaded
 from lit_vgrpo.core.pictures import PICTURE
-from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.errors import UserError, say, shell_line
 from lit_vgrpo.system.hub import local_folder
 from lit_vgrpo.system.paths import SHIPPED_PREFIX, shipped_root, vacant_folder, write_new_folder
 
@@ -32,12 +32,12 @@ def write_starter(text: str, source: str | None = None, checkpoint: str | None =
     """Write a recipe, prompts and a reward that run unchanged on a tiny pipeline, or copy a source and its prompts.
 
     Args:
-        text: The folder to write, new or empty; its name must be a valid run name.
+        text: The folder to write, new or empty; its name, with _ for other characters, becomes the run's.
         checkpoint: Train a LoRA of this pipeline instead, whatever its class is.
     """
-    name = Path(text).expanduser().absolute().name
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise UserError(f"{name!r} cannot name a run. Use letters, digits, '_', '-' and '.': lightning init {NAME}")
+    name = re.sub(r"[^\w.-]+", "_", Path(text).expanduser().absolute().name).lstrip("-.")
+    if not name:
+        raise UserError(f"{text!r} cannot name a run. Use letters, digits, '_', '-' and '.': lightning init {NAME}")
     folder = vacant_folder(text)
     files = _starter(name) if source is None else _copy_of(source, name)
     if checkpoint is not None:
@@ -46,13 +46,14 @@ def write_starter(text: str, source: str | None = None, checkpoint: str | None =
     with write_new_folder(folder, "Choose another folder.") as draft:
         for file, content in files.items():
             (draft / file).write_text(content, encoding="utf-8")
+    enter = shell_line("cd", folder)
     say(f"Wrote {', '.join(files)} to {folder}.")
     if source is not None or checkpoint is not None:
-        say(f"Find errors and estimate memory, then train:\n  cd {folder} && lightning check {RECIPE} --memory 80GiB")
+        say(f"Find errors and estimate memory, then train:\n  {enter} && lightning check {RECIPE} --memory 80GiB")
         say(f"  lightning run {RECIPE}")
         return 0
     say(
-        f"Train on the tiny pipeline:\n  cd {folder} && lightning run {RECIPE}\n"
+        f"Train on the tiny pipeline:\n  {enter} && lightning run {RECIPE}\n"
         f"For a real model, change the lines marked CHANGE in {RECIPE}, then the prompts, reward.py, steps and "
         "iterations.\nOr start from a real recipe: lightning init FOLDER --from sd3_pickscore"
     )

@@ -26,29 +26,36 @@ TASKS = {
 CARD = re.compile(r"a CPU core|an? \d+ GB GPU|\d+ GPUs of \d+ GB")
 
 
-def list_recipes(names: Sequence[str], task: str | None = None, gpu: str | None = None) -> int:
-    """Print the shipped recipes by task and by the card that they need, or those that are named.
+def list_recipes(names: Sequence[str], task: str | None = None, gpu: int | None = None) -> int:
+    """Print a line for each shipped recipe, by task, or the details of those that are named or chosen.
 
     Args:
         task: Print those of one of ``TASKS`` only.
-        gpu: Print those for a CPU core or one GPU of this size only.
+        gpu: Print those for a CPU core or one GPU of this many bytes only.
     """
     if names:
         say("\n\n".join(_entry(name, Header.of_file(find_recipe(name))) for name in names))
         return 0
-    size = math.inf
-    if gpu is not None:
-        from lit_vgrpo.apps.memory.estimate import gpu_memory_of
-
-        size = gpu_memory_of(gpu) / 2**30
+    size = math.inf if gpu is None else gpu / 2**30
     recipes = sorted((*_group(path), name, path) for name, path in shipped().items())
     fitting = [one for one in recipes if one[1] <= size and task in (None, [*TASKS][one[0]])]
+    if task is None and gpu is None:
+        for number, _, card, name, path in fitting:
+            start = f"{name:<23} {[*TASKS][number]:<12} {card:<16} "
+            say(start + textwrap.shorten(Header.of_file(path).title, max(20, _width() - len(start)), placeholder="..."))
+        say("Needs, expected result and evidence: lightning recipes NAME, or with --task or --gpu")
+        return 0
     for (number, _, card), group in groupby(fitting, key=lambda one: one[:3]):
         entries = (_entry(name, Header.of_file(path)) for *_, name, path in group)
         say("\n\n".join([f"--- {[*TASKS.values()][number][0]}, on {card}", *entries, ""]))
     if len(fitting) < len(recipes) and gpu is not None:
-        say(f"Others may fit with less memory (docs/reduce_memory.md): lightning check RECIPE --memory {gpu}")
+        need = f"lightning check RECIPE --memory {size:g}GiB"
+        say(f"Others may fit with less memory (docs/reduce_memory.md): {need}")
     return 0
+
+
+def _width() -> int:
+    return min(120, shutil.get_terminal_size((120, 24)).columns)
 
 
 def _group(path: Path) -> tuple[int, int, str]:
@@ -60,8 +67,7 @@ def _group(path: Path) -> tuple[int, int, str]:
 
 def _entry(name: str, header: Header) -> str:
     parts = {"needs": header.needs, "expect": header.expect, "evidence": header.evidence or "its header states none"}
-    width = min(120, shutil.get_terminal_size((120, 24)).columns)
-    wrapped = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    wrapped = textwrap.TextWrapper(_width(), break_long_words=False, break_on_hyphens=False)
     lines = wrapped.wrap(f"{name}: {header.title}")
     wrapped.subsequent_indent = " " * 12
     for label, text in parts.items():

@@ -9,14 +9,14 @@ from typing import Any
 
 from lit_vgrpo import objectives, policies  # noqa: F401  registers the short names of their classes
 from lit_vgrpo.config.parts import built_part
-from lit_vgrpo.config.recipe import Command, read_recipe
+from lit_vgrpo.config.recipe import Command, find_run, read_recipe
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.options import SavedRun
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.system.process import report_on_first
-from lit_vgrpo.training.folder import CONFIG_NAME, find_checkpoint, find_run
+from lit_vgrpo.training.folder import CONFIG_NAME, find_checkpoint
 from lit_vgrpo.training.resume import last_good
 from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeights, load_policy
 

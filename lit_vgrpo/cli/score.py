@@ -14,7 +14,7 @@ import pandas as pd
 from lit_vgrpo.cli.image_files import batches_of, find_images, loaded, read_image
 from lit_vgrpo.config.recipe import shipped_overlays
 from lit_vgrpo.data import read_prompts
-from lit_vgrpo.errors import UserError, counted, say, score_text
+from lit_vgrpo.errors import UserError, counted, say, score_text, shell_line
 from lit_vgrpo.launch.build import NO_REWARD, build_reward
 from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.options import Score
@@ -33,7 +33,8 @@ def score(options: Score) -> int:
     if options.prompt is not None and options.prompts is not None:
         raise UserError("--prompt and --prompts are both given. Use --prompt TEXT for all images, or --prompts FILE.")
     if out is not None and (out.suffix not in OUT_KINDS or out.is_dir()):
-        raise UserError(f"--out {out} is not a .json or .csv file. Use --out {out.with_suffix('.json')}.")
+        fitting = shell_line("--out", out.with_suffix(".json"))
+        raise UserError(f"--out {out} is not a .json or .csv file. Use {fitting}.")
     named, images, overlays = [words[0]], list[str](), shipped_overlays()
     for word in words[1:]:
         is_path = os.path.exists(os.path.expanduser(word))  # a Path refuses long names

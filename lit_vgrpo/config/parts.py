@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from lit_vgrpo.config.tree import CLASS_KEYS, Place, apply_override, class_name, expanded, leaves, typed_key
 from lit_vgrpo.errors import UserError, causes, error_in_user_code, one_line, suggestion, unknown_option
+from lit_vgrpo.system.paths import missing_module
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
 IS_FUNCTION = re.compile(r"^[\w./]+(:\w+|\.py)$")
@@ -181,7 +182,7 @@ def _class_named(name: str, kinds: Sequence[type]) -> type | str | None:
     try:
         found = resolve_name(name)
     except Exception as error:  # also of a module of the user
-        return f": {one_line(error)}"
+        return f": {missing_module(error, name) or error_in_user_code(error) or one_line(error)}"
     try:
         if issubclass(found, tuple(kinds)):
             return found

@@ -28,8 +28,8 @@ from lit_vgrpo.config.tree import (
     replaced,
     typed_key,
 )
-from lit_vgrpo.errors import UserError, nearest, one_line, unknown_option
-from lit_vgrpo.system.paths import CONFIG_NAME, import_from_here, shipped, shipped_root, start_folder
+from lit_vgrpo.errors import UserError, nearest, one_line, shell_line, suggestion, unknown_option
+from lit_vgrpo.system.paths import CONFIG_NAME, import_from_here, shipped, shipped_root, start_folder, typed_path
 
 RESUME = "--resume"
 STAGES = "stages"
@@ -132,6 +132,30 @@ def find_recipe(text: str) -> Path:
     if of_run.is_file() and text not in recipes:
         return of_run
     return _find(text, recipes, "a recipe", "")
+
+
+def find_run(text: str) -> tuple[Path, Path | None]:
+    """Return the run folder that a path belongs to, and the checkpoint if the path is one.
+
+    Args:
+        text: A run folder, its config.yaml, or one of its checkpoints; UserError is raised for anything else.
+    """
+    path = typed_path(text)
+    if (path / CONFIG_NAME).is_file():
+        return path, None
+    if path.is_file() and path.name == CONFIG_NAME:
+        return path.parent, None
+    for folder in path.parents if path.is_file() and path.suffix == ".ckpt" else ():
+        if (folder / CONFIG_NAME).is_file():
+            return folder, path
+    if text in shipped() or path.suffix in SUFFIXES:
+        training = shell_line("lightning", "run", text)
+        raise UserError(f"{text} is not a run. If it is a recipe, train it first: {training}")
+    places = (path.parent, typed_path("runs"))
+    known = [f"{file.parent}" for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
+    advice = suggestion(f"{path}", known) if known else "Train one first: lightning run tiny_shapes"
+    error = f"is not a run folder: it has no {CONFIG_NAME}" if path.is_dir() else "is not a run"
+    raise UserError(f"{text} {error}. {advice}")
 
 
 def find_overlay(text: str) -> Path:

@@ -29,9 +29,10 @@ from lit_vgrpo.config.recipe import FOUND_IN, Recipe
 from lit_vgrpo.config.tree import replaced
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, shell_line
 from lit_vgrpo.launch.checks import LINKED, UnscorablePrompts, callback_errors, metric_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.system.hub import with_one_download
 from lit_vgrpo.system.memory import device_name, idle_gpu
 from lit_vgrpo.system.paths import remove_drafts, start_folder, typed_path
 from lit_vgrpo.system.process import is_first_process, report_on_first
@@ -218,7 +219,7 @@ class RecipeCLI(LightningCLI):
             errors += [*filter(None, map(model.objective.row_error, map(copy.deepcopy, data.training_rows())))][:1]
         errors += [*of_data, *callback_errors(chosen)]
         errors += metric_errors(chosen, model.optimization.make_schedule, data.has_heldout)
-        return [with_full_key(error, self.recipe.values) for error in errors]
+        return with_one_download([with_full_key(error, self.recipe.values) for error in errors])
 
     def find_unscorable(self) -> list[UnscorablePrompts]:
         """Return the training and held-out prompts that the rewards cannot score."""
@@ -281,7 +282,7 @@ class RecipeCLI(LightningCLI):
         """
         if not self.make_folder:
             return
-        header = f"# lightning run {self.folder / CONFIG_NAME}\n"
+        header = f"# {shell_line('lightning', 'run', self.folder / CONFIG_NAME)}\n"
         text = self._dump
         if texts := self.recipe.texts:
             text = yaml.safe_dump(replaced(yaml.safe_load(text), texts), sort_keys=False, allow_unicode=True)

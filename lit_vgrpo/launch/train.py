@@ -11,11 +11,11 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.data import PromptError
-from lit_vgrpo.errors import UserError, error_in_user_code, is_deliberate, one_line, report, say
+from lit_vgrpo.errors import UserError, error_in_user_code, is_deliberate, one_line, report, say, shell_line
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process
-from lit_vgrpo.training.folder import WRITTEN
+from lit_vgrpo.training.folder import EXPORT, WRITTEN
 from lit_vgrpo.training.resume import how_to_resume, last_words, newest_checkpoint, next_commands
 from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end, declared, rehearse_setup
 from lit_vgrpo.training.watchdog import GRACE_S, Watch, watched
@@ -143,10 +143,12 @@ def _report_outcome(cli: RecipeCLI) -> int:
             say(f"{'What was saved since' if is_lost else 'Everything'} is in {cli.folder}: {', '.join(made)}.")
             if not stopped and "report.html" in made:
                 say(f"The result: {cli.folder / 'report.html'}")
+            if not stopped and EXPORT in made:
+                say(f"The weights for diffusers: {cli.folder / EXPORT} (see its README.md)")
             if not stopped and newest_checkpoint(cli.folder) is not None:
                 rows = [] if cli.model.policy.edits else cli.datamodule.heldout_samples(1)
                 commands = next_commands(cli.folder, rows[0]["prompt"] if rows else None)
-                say("\n  ".join(["Next:", *commands.values()]))
+                say("\n  ".join(["Next:", *(f"{line}  # {what}" for what, line in commands.items())]))
         if stopped:
             word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"
             path = checkpoints.saved
@@ -162,5 +164,6 @@ def _nothing_was_scored(cli: RecipeCLI) -> bool:
     if not math.isnan(cli.model.evaluator.latest.get("heldout/reward", 0.0)):
         return False
     if is_first_process():
-        report([f"No held-out image could be scored at the end. Fix the reward, then run: lightning eval {cli.folder}"])
+        again = shell_line("lightning", "eval", cli.folder)
+        report([f"No held-out image could be scored at the end. Fix the reward, then run: {again}"])
     return True

@@ -327,8 +327,8 @@ def _assembled(policy: Loadable, folder: Path) -> Any:
             files = weight_files(place)
             variant = policy.variant if policy.variant in files else None
             is_safe = all(file.suffix == ".safetensors" for file in files.get(variant, ()))
-            dtype = {"torch_dtype" if hasattr(kind, "load_config") else "dtype": dtypes.get(name, policy.dtype)}
-            options = {"variant": variant, "use_safetensors": is_safe, **dtype}
+            dtype = dtypes.get(name, policy.dtype)
+            options = {"variant": variant, "use_safetensors": is_safe, "dtype": dtype}
             remedy = f"Name another one in {COMPONENTS}.{name}." if name in policy.components else REMEDY
             networks[name] = load_network(kind, str(place), remedy, **options)
             loaded.update()

@@ -169,7 +169,7 @@ def lines_that_load(pipeline: Any, source: str, dtype: str, variant: str | None,
     own = [part for part in parts if json.dumps(_repository(parts[part]), ensure_ascii=False) == source]
     versions = {"variant": dict.fromkeys(parts, variant), "revision": dict.fromkeys(own, revision)}
     given = [f", {key}={value}" for key, value in versions.items() if any(value.values())]
-    return [*lines, f"pipe.load_components(torch_dtype={dtype}{''.join(given)})"]
+    return [*lines, f"pipe.load_components(dtype={dtype}{''.join(given)})"]
 
 
 def _blocks(index: Mapping[str, Any]) -> Any:

@@ -99,8 +99,11 @@ class Plot:
         return f"{self.title}. {'; '.join(ends)}."
 
 
-def plots(runs: Sequence[RunData]) -> list[Plot]:
-    """Return the plots of a run, with several curves each, or of several runs, with a curve for each run."""
+def plots(runs: Sequence[RunData], mark: str = "") -> list[Plot]:
+    """Return the plots of a run, with several curves each, or of several runs, with a curve for each run.
+
+    ``mark`` makes the ids in their SVGs unique in a page with others.
+    """
     if max(len(run.iterations) for run in runs) < FEWEST_ITERATIONS:
         return []
     rewards = list(dict.fromkeys(name for run in runs for name in run.reward_names))
@@ -125,8 +128,7 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
     for number, plot in enumerate(result):
         for axis in AXES:
             known = [series for series in plot.series if np.isfinite(series.xs[axis]).any()]
-            # The salt makes the ids in the SVG unique in the page.
-            with rc_context({**STYLE, "svg.hashsalt": f"{number}-{axis}"}):
+            with rc_context({**STYLE, "svg.hashsalt": f"{mark}{number}-{axis}"}):
                 plot.drawings.update({axis: _svg(known, axis)} if known else {})
     return result
 

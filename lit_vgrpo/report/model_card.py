@@ -92,13 +92,31 @@ def add_card(
         if has_picture:
             copy_file(picture, folder / PICTURE_NAME)
         base_card = file_at_hand(policy.checkpoint, CARD_NAME, policy.revision)
-        shown: dict[str, Any] = {"what": what, "lines": lines, "variant": variant, "iterations": iterations}
+        shared, folders = without_places(lines, policy, written, folder)
+        shown: dict[str, Any] = {"what": what, "lines": shared, "variant": variant, "iterations": iterations}
+        shown["folders"] = folders
         task = "image-to-image" if policy.edits else "text-to-image" if policy.num_frames is None else "text-to-video"
         shown |= {"base": base_name(policy.checkpoint), "task": task, "has_picture": has_picture}
         write_atomically(folder / CARD_NAME, card(data, base_card, is_adapter, **shown))
     except Exception as error:  # a card is no reason to lose an export or the end of a run
         report([f"No model card in {written}: {one_line(error) or type(error).__name__}"])
     return what, lines
+
+
+def without_places(lines: list[str], policy: Policy, written: Path, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the lines of Python without the folders of this machine, and what readers replace with theirs."""
+    replaced = [f"{written.relative_to(folder.parent)}"] if written.is_relative_to(folder) else []
+    names = {f"{written}": name for name in replaced}
+    for source in (policy.checkpoint, *policy.components.values()):
+        if (place := local_folder(source)) is not None:
+            if "/" not in (name := base_name(source)):
+                name = f"path/to/{name}"
+                replaced.append(name)
+            names.setdefault(f"{place}", name)
+    text = "\n".join(lines)
+    for origin, name in names.items():
+        text = text.replace(_quoted(origin), _quoted(name))
+    return text.split("\n"), [name for name in dict.fromkeys(replaced) if _quoted(name) in text]
 
 
 def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, task: str, **shown: Any) -> str:
@@ -173,7 +191,7 @@ def loading_lines(policy: Policy, source: str, dtype: torch.dtype, index: Path |
     folder = config_folder(policy.checkpoint, policy.revision) if is_start else index
     nulls = policy.null_components(folder or Path(source)).keys() - policy.components.keys()
     given += [f"{name}=None" for name in sorted(nulls) if name not in optional]
-    given.append(f"torch_dtype={types}")
+    given.append(f"dtype={types}")
     if is_start and policy.quantisation in IN_DIFFUSERS:
         given.append("quantization_config=quantised")
     return [f"pipe = diffusers.DiffusionPipeline.from_pretrained({', '.join([_quoted(source), *given])})"]
@@ -216,7 +234,7 @@ def component(policy: Policy, name: str, dtype: torch.dtype) -> str:
     if inside != local if local is not None else inside.name == name:
         given.append(f'subfolder="{name}"')
     if issubclass(kind, torch.nn.Module):
-        given.append(f"torch_dtype={dtype}")
+        given.append(f"dtype={dtype}")
     return f"{name}={kind.__module__.partition('.')[0]}.{kind.__name__}.from_pretrained({', '.join(given)})"
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import ExifTags, Image, ImageSequence
 
 from lit_vgrpo.core.pixels import save_webp
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import one_line, shell_line
 from lit_vgrpo.report import run_data, verdict
 from lit_vgrpo.report.curves import plots
 from lit_vgrpo.report.run_data import TO_EDIT, RunData, Say
@@ -259,7 +258,7 @@ class RunPage:
         if not run.recipe or newest_checkpoint(folder) is None:
             return []
         steps = {"Continue the run": how_to_resume(folder).partition(": ")[2]} if run.outcome in UNDONE else {}
-        steps["Score it again, with confidence intervals"] = f"lightning eval {quote(f'{folder}')}"
+        steps["Score it again, with confidence intervals"] = shell_line("lightning", "eval", folder)
         prompt = self.pairs[0].prompt if self.pairs and self.pairs[0].edited is None else None
         return [*(steps | next_commands(folder, prompt)).items()]
 
@@ -287,18 +286,24 @@ class RunPage:
 def render(runs: Sequence[RunData], live: bool = False) -> str:
     """Return the report of one or several runs as HTML; with ``live``, the page reloads when a run has new rows."""
     run_data.tell_apart(runs)
-    drawn, pages = plots(runs), [RunPage(run) for run in runs]
-    page = {
+    groups, apart = run_data.by_task(runs)
+    marks = [f"task{number}-" for number in range(len(groups))] if len(groups) > 1 else [""]
+    options = {"tasks": [*map(_task, groups, marks)], "runs": runs, "apart": apart, "live": live, "mark": MARK}
+    return environment().get_template("page.html.j2").render(options)
+
+
+def _task(runs: Sequence[RunData], mark: str) -> dict[str, Any]:
+    """Return what the templates show of runs that compare; ``mark`` makes its ids unique in the page."""
+    drawn, pages = plots(runs, mark), [RunPage(run) for run in runs]
+    return {
+        "mark": mark,
         "runs": pages,
         "pairs": side_by_side(pages) if len(pages) > 1 else pages[0].pairs,
-        "title": ", ".join(run.name for run in runs),
         "is_alarming": any(page.verdict.alarms or page.verdict.cheating.is_likely for page in pages),
-        "live": live,
         "plots": drawn,
         "axes": {axis: title for axis, title in run_data.AXES.items() if any(axis in plot.drawings for plot in drawn)},
         "recipe_rows": run_data.differences([run.recipe for run in runs]),
     }
-    return environment().get_template("page.html.j2").render(page=page, mark=MARK)
 
 
 @cache

@@ -47,6 +47,8 @@ SECRET = re.compile(
 )
 NOT_COMPARED = ("name", "run_dir", "ckpt_path", "allow_changes", "trainer.default_root_dir")
 """Settings of this machine or of the command."""
+TASK_KEYS = ("heldout", "heldout_limit", "heldout_fraction")
+"""Settings of the data that choose the held-out prompts."""
 PromptSums = dict[str, list[tuple[Number, Annotated[int, Range(0, 1_000_000)]]]]
 """By reward, the sum and the number of each prompt's scores."""
 Say = Callable[[str], None]
@@ -238,6 +240,19 @@ def tell_apart(runs: Sequence[RunData]) -> None:
     parts = next(differing, 1)
     for run in runs:
         run.name_parts = parts
+
+
+def by_task(runs: Sequence[RunData]) -> tuple[list[list[RunData]], str]:
+    """Return runs in groups that compare, of the same held-out prompts and rewards, and a line on what does not."""
+    tasks: dict[tuple[str, ...], list[RunData]] = {}
+    for run in runs:
+        data = run.recipe.get("data") or {}
+        tasks.setdefault((*(str(data.get(key)) for key in TASK_KEYS), str(run.reward_names)), []).append(run)
+    keys = (*(f"data.{key}" for key in TASK_KEYS), "model.reward")
+    differing = [key for key, values in zip(keys, zip(*tasks, strict=True), strict=True) if len({*values}) > 1]
+    groups = " / ".join(", ".join(run.name for run in group) for group in tasks.values())
+    differ = f"differ{'s' * (len(differing) == 1)}"
+    return [*tasks.values()], f"Not compared with each other, since {' and '.join(differing)} {differ}: {groups}"
 
 
 def read_scores(run: Path, say: Say = lambda line: None) -> dict[int, PromptSums]:

@@ -87,7 +87,9 @@ class Change:
 
     @property
     def direction(self) -> int:
-        """1 or -1 if the change, or its interval if there is one, is above or below 0; otherwise 0."""
+        """1 or -1 if the change, or its interval if there is one, is above or below 0; 0 if both ends print alike."""
+        if score(self.start) == score(self.end):
+            return 0
         low, high = (self.difference.low, self.difference.high) if self.difference else (self.change or 0.0,) * 2
         return 1 if low > 0 else -1 if high < 0 else 0
 

@@ -18,8 +18,9 @@ from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import error_in_user_code, place_of, suggestion
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, described, guest
-from lit_vgrpo.system.paths import import_from_here
+from lit_vgrpo.system.paths import import_from_here, missing_module
 
+FORM = "Name a function of (images, prompts) or (images, prompts, rows) that returns one number per image."
 Images = Literal["tensor", "pil", "numpy"]
 if TYPE_CHECKING:
     RewardLike = Reward | Callable[..., Any]
@@ -150,12 +151,15 @@ class PythonReward(Reward):
                 function = resolve_name(self.function) if isinstance(self.function, str) else self.function
                 signature = inspect.signature(function)
         except (Exception, SystemExit) as error:  # importing the user's module may raise anything
+            if (missing := missing_module(error, str(self))) is not None:
+                raise RewardError(f"{self._shown} cannot be imported: {missing}") from error
             reason = error_in_user_code(error) or f"{type(error).__name__}: {error}"
             raise RewardError(f"{self._shown} cannot be imported ({reason.rstrip('.')}). {self._advice()}") from error
         if inspect.iscoroutinefunction(function):
             raise RewardError(f"{self._shown} is an async function. Name one that calls it with asyncio.run.")
         if inspect.isclass(function):
-            raise RewardError(f"{self._shown} is a class. Name a function, or set class_path to a subclass of Reward.")
+            own = f"class_path: {function.__module__}.{function.__qualname__}"
+            raise RewardError(f"{self._shown} is a class. {FORM} A subclass of Reward is named by {own}.")
         takes_references = "references" in signature.parameters and "references" not in self.options
         given = {**self.options, **({"references": None} if takes_references else {})}
         for count in (3, 2):
@@ -164,7 +168,7 @@ class PythonReward(Reward):
                 return function, takes_references, count
             except TypeError as error:
                 reason = str(error)
-        raise RewardError(f"{self._shown} cannot be called with (images, prompts): {reason}")
+        raise RewardError(f"{self._shown} cannot be called with (images, prompts): {reason}. {FORM}")
 
     def _advice(self) -> str:
         """Return a suggestion from the functions that the module defines, or an empty text."""

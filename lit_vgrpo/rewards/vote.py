@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_vgrpo.core.gather import rank_and_world_size
 from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
-from lit_vgrpo.errors import counted, say
+from lit_vgrpo.errors import counted, say, shell_line
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.signals import is_stop_requested
@@ -102,7 +102,8 @@ class VoteReward(Reward):
         while (progress := store.progress()).given < progress.needed:
             if announces and not self._was_announced:
                 left = counted(progress.needed - progress.given, "vote")
-                page = "" if self.is_served else f" Open the voting page: lightning vote {store.path.parent}"
+                opening = shell_line("lightning", "vote", store.path.parent)
+                page = "" if self.is_served else f" Open the voting page: {opening}"
                 say(f"Waiting for {left} on {store.path}.{page}")
                 self._was_announced = True
             if self._is_closed.wait(POLL_S) or is_stop_requested():

@@ -38,6 +38,8 @@ LEAST_KNOWN = 0.9  # share of the token embeddings that a tokenizer knows; more 
 PROBES, LEAST_WORDS, LEAST_LETTERS = 1024, 8, 3  # tokens to try, words among them for a judgement, letters of a word
 
 _headers_only = ContextVar("_headers_only", default=False)
+_CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
+_NOT_HERE = re.compile(r"Cannot load (\S+): not in the local cache and (.+?)\. Run: (hf download .+?), or set (\S+)=/a")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
@@ -51,7 +53,7 @@ def quiet_libraries(shows_bars: bool = False) -> Iterator[None]:
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    with ExitStack() as stack, warnings.catch_warnings():
+    with ExitStack() as stack:
         for library in (diffusers_logging, transformers_logging):
             if library.is_progress_bar_enabled() and not shows_bars:
                 library.disable_progress_bar()
@@ -63,8 +65,6 @@ def quiet_libraries(shows_bars: bool = False) -> Iterator[None]:
         modular = logging.getLogger("diffusers.modular_pipelines")  # logs every exception that it raises
         stack.callback(modular.setLevel, modular.level)
         modular.setLevel(logging.CRITICAL)
-        # torch_dtype was renamed to dtype between two supported releases
-        warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
         yield
 
 
@@ -130,8 +130,15 @@ def _is_silent(endpoint: str) -> bool:
 
 
 def base_name(checkpoint: str) -> str:
-    """Return a checkpoint's public name: its hub name, or the last part of its folder's path."""
-    return checkpoint if local_folder(checkpoint) is None else Path(source_of(checkpoint)).name
+    """Return a checkpoint's public name: its hub name, also of a folder in the hub's cache, or its folder's name.
+
+    >>> base_name("/root/hub/models--owner--name/snapshots/0123abcd"), base_name("/data/my_model")
+    ('owner/name', 'my_model')
+    """
+    if (folder := local_folder(checkpoint)) is None:
+        return checkpoint
+    cached = _CACHED.search(f"{folder}")
+    return folder.name if cached is None else "/".join(cached.groups())
 
 
 def cached_file(checkpoint: str, filename: str, revision: str | None = None) -> Path | None:
@@ -218,6 +225,22 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
     which = f" --revision {revision}" if revision else ""
     remedy = f"Run: hf download {checkpoint}{which}, or set {what_to_set}=/a/local/folder."
     return f"Cannot load {checkpoint}: not in the local cache and {reason}. {remedy}"
+
+
+def with_one_download(errors: list[str]) -> list[str]:
+    """Return errors with those of :func:`explain_unloadable` on several hub repositories as one line and command.
+
+    >>> lacks = "Cannot load {0}: not in the local cache and it is late. Run: hf download {0}, or set {1}=/a"
+    >>> with_one_download([lacks.format("a/b", "x"), lacks.format("c/d", "y"), lacks.format("c/d", "z")])
+    ['Cannot load a/b, c/d: it is late. Run: hf download a/b && hf download c/d, or set x, y, z to local folders.']
+    """
+    found = [match for match in map(_NOT_HERE.match, errors) if match is not None]
+    names, why, commands, keys = zip(*(match.groups() for match in found), strict=True) if found else ((),) * 4
+    if len({*names}) < 2:
+        return errors
+    start, command = ", ".join(dict.fromkeys(names)), " && ".join(dict.fromkeys(commands))
+    line = f"Cannot load {start}: {why[0]}. Run: {command}, or set {', '.join(keys)} to local folders."
+    return list(dict.fromkeys(line if _NOT_HERE.match(error) else error for error in errors))
 
 
 def without_origin(config: Any) -> Any:

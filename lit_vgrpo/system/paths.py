@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from lit_vgrpo.errors import UserError, one_line
+from lit_vgrpo.errors import UserError, one_line, suggestion
 
 SHIPPED_PREFIX = "shipped:"
 CONFIG_NAME = "config.yaml"
@@ -88,6 +89,16 @@ def import_from_here(*folders: Path) -> None:
     for folder in map(str, (start_folder(), *reversed(folders))):
         if folder not in sys.path:
             sys.path.insert(0, folder)
+
+
+def missing_module(error: BaseException, name: str) -> str | None:
+    """Return where the module of ``module:function`` or ``module.Class`` was searched, if that is the error."""
+    module = re.split("[:.]", name)[0]
+    if not isinstance(error, ModuleNotFoundError) or error.name != module:
+        return None
+    known = sorted(file.stem for file in start_folder().glob("*.py"))
+    advice = suggestion(module, known) if known else f"Start the command in the folder with {module}.py."
+    return f"No module named '{module}' in {start_folder()}, next to the recipe or among the packages. {advice}"
 
 
 def file_sha256(path: Path) -> str:

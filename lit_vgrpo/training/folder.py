@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_vgrpo.config.recipe import FOUND_IN, SUFFIXES
-from lit_vgrpo.errors import UserError, report, suggestion
+from lit_vgrpo.config.recipe import FOUND_IN
+from lit_vgrpo.errors import UserError, report, shell_line, suggestion
 from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
-from lit_vgrpo.system.paths import shipped, typed_path, write_atomically
+from lit_vgrpo.system.paths import typed_path, write_atomically
 from lit_vgrpo.training.trainer_internals import move_root_dir, run_folder
 
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 BEST = "best.ckpt"
-WRITTEN = ("report.html", "summary.json", "metrics.csv", "samples", CHECKPOINTS, "export")
+EXPORT = "export"
+WRITTEN = ("report.html", "summary.json", "metrics.csv", "samples", CHECKPOINTS, EXPORT)
 """Results in a run folder."""
 STARTED = {CONFIG_NAME, LOCK, "tensorboard", "trackers.json"}
 """What a run writes before training."""
@@ -106,7 +106,7 @@ class FolderLock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 os.close(lock)
-                advice = f"Wait for it, or stop it. If its machine is gone, run: rm {file}"
+                advice = f"Wait for it, or stop it. If its machine is gone, run: {shell_line('rm', file)}"
                 raise UserError(f"Another process is still writing to {folder}. {advice}") from error
             except OSError as error:
                 self.works = False
@@ -186,29 +186,6 @@ class RunFolder(Callback):
         return file.exists()
 
 
-def find_run(text: str) -> tuple[Path, Path | None]:
-    """Return the run folder that a path belongs to, and the checkpoint if the path is one.
-
-    Args:
-        text: A run folder, its config.yaml, or one of its checkpoints; UserError is raised for anything else.
-    """
-    path = typed_path(text)
-    if (path / CONFIG_NAME).is_file():
-        return path, None
-    if path.is_file() and path.name == CONFIG_NAME:
-        return path.parent, None
-    for folder in path.parents if path.is_file() and path.suffix == ".ckpt" else ():
-        if (folder / CONFIG_NAME).is_file():
-            return folder, path
-    if text in shipped() or path.suffix in SUFFIXES:
-        raise UserError(f"{text} is not a run. If it is a recipe, train it first: lightning run {quote(text)}")
-    places = (path.parent, typed_path("runs"))
-    known = [f"{file.parent}" for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
-    advice = suggestion(f"{path}", known) if known else "Train one first: lightning run tiny_shapes"
-    error = f"is not a run folder: it has no {CONFIG_NAME}" if path.is_dir() else "is not a run"
-    raise UserError(f"{text} {error}. {advice}")
-
-
 def find_checkpoint(text: str, run: Path) -> Path:
     """Return a checkpoint by its path, or its name in a run's checkpoint folder; raise UserError if there is none."""
     named = Path(text).expanduser()
@@ -221,4 +198,4 @@ def find_checkpoint(text: str, run: Path) -> Path:
 
 def no_checkpoint(run: Path) -> str:
     """Return the error message for a run without checkpoints."""
-    return f"{run} has no checkpoint yet. Train it: lightning run {quote(f'{run / CONFIG_NAME}')} --resume"
+    return f"{run} has no checkpoint yet. Train it: {shell_line('lightning', 'run', run / CONFIG_NAME, '--resume')}"

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from typing_extensions import override
 
-from lit_vgrpo.errors import UserError, one_line
+from lit_vgrpo.errors import UserError, one_line, shell_line
 from lit_vgrpo.system.paths import new_file, read_regular, write_atomically
 from lit_vgrpo.training.resume import Progress, checked_json
 
@@ -217,7 +217,7 @@ def log_recipe(loggers: Sequence[Logger], recipe: dict[str, Any], folder: Path) 
                 logger.log_hyperparams(recipe)
         except Exception as error:  # trackers raise different exceptions
             advice = " Without an account: export WANDB_MODE=offline" if name == "WandbLogger" else ""
-            advice += f" For a new run of the tracker: rm {folder / TRACKERS}" if known else ""
+            advice += f" For a new run of the tracker: {shell_line('rm', folder / TRACKERS)}" if known else ""
             raise UserError(f"trainer.logger={name} cannot start: {one_line(error).rstrip('.')}.{advice}") from error
     runs = [(type(one).__name__, str(one.version)) for one in loggers if type(one).__name__ in RUN_OPTIONS]
     if runs:

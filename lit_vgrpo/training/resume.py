@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Annotated, Any
 
 from lightning.pytorch import Trainer
@@ -15,10 +15,10 @@ from typing_extensions import TypedDict
 from lit_vgrpo.config.recipe import FOUND_IN
 from lit_vgrpo.core.ranges import Range
 from lit_vgrpo.core.records import Evaluation
-from lit_vgrpo.errors import UserError, counted
+from lit_vgrpo.errors import UserError, counted, shell_line
 from lit_vgrpo.system.paths import read_regular
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, read_sound
-from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, WRITTEN, no_checkpoint
+from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, EXPORT, WRITTEN, no_checkpoint
 
 SUMMARY_NAME = "summary.json"
 ENDED = ("finished", "diverged")
@@ -199,15 +199,18 @@ def how_to_resume(folder: Path) -> str:
     >>> how_to_resume(Path("my runs/demo"))
     "Continue: lightning run 'my runs/demo/config.yaml' --resume"
     """
-    return f"Continue: lightning run {quote(f'{folder / CONFIG_NAME}')} --resume"
+    return f"Continue: {shell_line('lightning', 'run', folder / CONFIG_NAME, '--resume')}"
 
 
 def next_commands(folder: Path, prompt: str | None) -> dict[str, str]:
     """Return the commands that use a run's weights, by their purpose; ``None`` leaves out drawing a prompt."""
-    run = quote(f"{folder}")
-    draw = {} if prompt is None else {"Draw a prompt": f"lightning sample {run} --prompt {quote(prompt)}"}
-    export = {"Write the weights for diffusers": f"lightning export {run} --to {quote(folder.resolve().name)}_export"}
-    return draw | export
+    name, draw = folder.resolve().name, dict[str, str]()
+    if prompt is not None:
+        draw["Draw a prompt"] = shell_line("lightning", "sample", folder, "--prompt", prompt)
+    what, to = "Write the weights for diffusers", f"{name}_export"
+    if (folder / EXPORT).is_dir():
+        what, to = "Publish the weights on the hub", "hub:OWNER/" + re.sub(r"[^\w.-]+", "-", name)
+    return draw | {what: shell_line("lightning", "export", folder, "--to", to)}
 
 
 def last_words(folder: Path) -> str:

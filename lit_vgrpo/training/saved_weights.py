@@ -14,6 +14,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lit_vgrpo.config.recipe import find_run
 from lit_vgrpo.core.sharding import shape_of, write
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
@@ -26,7 +27,6 @@ from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loa
 from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path, typed_path
 from lit_vgrpo.system.process import report_on_first
 from lit_vgrpo.training.checkpoint_file import RECIPE_KEY, averages, read_sound
-from lit_vgrpo.training.folder import find_run
 from lit_vgrpo.training.resume import Progress, last_good
 from lit_vgrpo.training.trainer_internals import declared
 

@@ -233,3 +233,14 @@ def test_an_own_method_whose_loss_is_per_pair(tiny_recipe, capsys, monkeypatch):
     Path("per_pair.py").write_text(PER_PAIR)
     assert check([str(tiny_recipe), "model.objective=per_pair.PerPair"]) == 2
     assert re.match(r"PerPair.losses returned losses of shape \((\d), 2\) for \1 images. Return one ", lines(capsys)[0])
+
+
+def test_repositories_that_are_not_here_are_one_line_with_one_command(here, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("lit_vgrpo.system.hub.cached_file", lambda *place: None)
+    assert check(["flux_multireward", "--memory=48GiB"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "dev, xswu/HPSv2, yuvalkirstain/PickScore_v1, laion/" in line
+    assert "dev && hf download xswu/HPSv2 && hf download yuvalkirstain/PickScore_v1 && " in line
+    assert line.count("hf download openai/clip-vit-large-patch14") == 1
+    assert "model.policy.checkpoint, model.reward.rewards[0].checkpoint, " in line

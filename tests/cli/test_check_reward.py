@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from commands import check_reward
-from PIL import Image
+from PIL import Image, ImageFont
 
-from lit_vgrpo.cli.check_reward import findings, trials
+from lit_vgrpo.cli.check_reward import PartTrial, findings, save_scored, trials
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.rewards import Reward, Weighted
 
@@ -82,11 +82,15 @@ def test_a_folder_of_images_needs_no_policy(recipe, capsys, monkeypatch):
     assert check_reward([*words, "model.reward={python: trial_rewards:elsewhere}"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("4 images of ., ")  # the picture of scores is left out
-    assert "The images with their scores: check_reward-2.png\n" in said.out
+    assert "The images with their scores: check_reward.png\n" in said.out
     monkeypatch.chdir(folder)
-    assert Path("check_reward-2.png").is_file()
     (Path("check_reward.png")).rename("mine.png")
-    assert check_reward([*words[:-1], "0.png"]) == 0
+    assert check_reward([*words[:-1], "0.png", "--out=looks/a.png"]) == 0
+    assert "The images with their scores: looks/a.png\n" in capsys.readouterr().out
+    assert Path("looks/a.png").is_file()
+    assert not Path("check_reward.png").exists()
+    assert check_reward([*words, "--out=a.jpg"]) == 2
+    assert capsys.readouterr().err == "--out a.jpg is not a .png file. Use --out a.png.\n"
     assert check_reward(words[:2]) == 2
     assert "/nowhere" in capsys.readouterr().err
 
@@ -112,6 +116,17 @@ def test_prompts_that_a_reward_cannot_score_are_said_and_none_is_made_where_all_
     lines = capsys.readouterr().err.splitlines()
     assert 'cannot score 1 of 2 prompts. The first: Prompt "a cat" must name one' in lines[0]
     assert "shapes failed for 4 of 8 images: " in lines[1]
+
+
+def test_scores_below_neighbours_do_not_overlap_and_failures_are_named(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("PIL.ImageDraw.ImageDraw.text", lambda pen, place, text, **how: drawn.append((place, text)))
+    name = "a_reward_with_a_long_name"
+    parts = [PartTrial(name, 1.0, torch.tensor([0.5, math.nan]), torch.zeros(2), torch.arange(2), 0.0)]
+    save_scored([torch.zeros(1, 3, 8, 8)] * 2, [{"prompt": "a"}] * 2, [*parts, parts[0]], 2, tmp_path / "a.png")
+    _, ((left, _), first), ((right, _), second) = drawn
+    assert (first, second) == (f"{name} 0.5", f"{name} failed")
+    assert left + ImageFont.load_default(size=12).getlength(first) < right
 
 
 class Given(Reward):

@@ -45,7 +45,7 @@ def test_every_command_has_help(name, capsys):
         (["vote", "x", "--token-env", "NO_SUCH_NAME"], "NO_SUCH_NAME is not set in the environment."),
         (["run", "tiny_shape"], "tiny_shape is not a recipe: no such file, and not a shipped name. Did you mean tiny_"),
         (["run", __file__], f"{__file__} is not a recipe: its name does not end with .yaml or .yml."),
-        (["init", "a b"], "'a b' cannot name a run."),
+        (["init", "..."], "'...' cannot name a run."),
     ],
 )
 def test_an_error_is_one_line(args, line, capsys, monkeypatch):
@@ -79,12 +79,14 @@ def test_exit_codes(error, status, line, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(line)
 
 
-def test_help_and_a_mistyped_recipe_import_nothing_heavy():
+def test_help_and_a_mistyped_name_import_nothing_heavy():
     code = """
 import sys
 from lit_vgrpo.cli.main import main
 main(["run", "--help"])
-assert main(["run", "tiny_shape"]) == 2
+refused = ["run tiny_shape", "check tiny_shape", "check-reward tiny_shape", "check tiny_shapes --memory big"]
+refused += ["recipes --gpu big", "report no_run", "export no_run --to x", "sample no_run", "eval no_run"]
+assert [main(line.split()) for line in refused] == [2] * len(refused)
 sys.exit(str({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -254,7 +254,7 @@ def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_p
     types = {value.dtype for file in files for value in load_file(file).values() if value.is_floating_point()}
     assert types == {dtype}
     # what holds float32 needs to be told nothing
-    told = {} if dtype == torch.float32 else {"torch_dtype": dtype}
+    told = {} if dtype == torch.float32 else {"dtype": dtype}
     pipeline = DiffusionPipeline.from_pretrained(tmp_path, **told)
     pipeline.set_progress_bar_config(disable=True)
     image = pipeline(PROMPT, num_inference_steps=1, height=32, width=32, max_sequence_length=8, output_type="pt").images

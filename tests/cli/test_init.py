@@ -50,6 +50,12 @@ def test_two_marked_lines_make_it_a_real_recipe(written, tmp_path):
     assert main(["check", "recipe.yaml", with_weights, "trainer.accelerator=cpu"]) == 0
 
 
+def test_a_folder_may_have_any_name(here, capsys):
+    assert main(["init", "my run (2)"]) == 0
+    assert "cd 'my run (2)' && lightning run recipe.yaml" in capsys.readouterr().out
+    assert read_recipe(Command.parse(["my run (2)/recipe.yaml"])).values["name"] == "my_run_2_"
+
+
 @pytest.mark.parametrize("source", ["sd3_pickscore", "tiny_edit"])
 def test_a_shipped_recipe_is_copied_with_its_prompts(source, here, capsys):
     assert main(["init", "mine", "--from", source]) == 0

@@ -14,6 +14,7 @@ from processes import run_command
 FILES = {
     "no_colon.py": "def reward(images, prompts, rows)\n    return images.mean()\n",
     "raises.py": "import torch\n\nraise RuntimeError('out of luck')\n",
+    "needy.py": "import os\n\nimport no_such_package\n",
     "leaves.py": "raise SystemExit('bye')\n",
     "rewards_of_mine.py": """
 import sys
@@ -111,6 +112,7 @@ def recipe(tiny_recipe):
     [
         (["model.reward=no_colon.X"], "no_colon.py:1: SyntaxError: expected ':'."),
         (["model.reward=raises.X"], "raises.py:3: RuntimeError: out of luck."),
+        (["model.reward=needy.X"], "needy.py:3: ModuleNotFoundError: No module named 'no_such_package'"),
         (["model.reward=leaves.X"], "leaves.py:1: SystemExit: bye."),
         (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py:14: KeyError: 'no such key'."),
         (["model.reward=rewards_of_mine.Unready"], "rewards_of_mine.py:27: MemoryError: none left."),
@@ -210,13 +212,24 @@ def test_a_held_out_reward_of_nan_is_no_success(recipe, capsys):
 
 
 def test_the_end_names_what_was_written(recipe, capsys):
-    """A try with fast_dev_run has no loggers."""
-    assert run([recipe, "trainer.fast_dev_run=true"]) == 0
-    said = "Everything is in runs/tiny: report.html, summary.json, checkpoints.\nThe result: runs/tiny/report.html\n"
-    draw, export = "sample runs/tiny --prompt 'a red circle on the left'", "export runs/tiny --to tiny_export"
-    assert capsys.readouterr().out.endswith(f"{said}Next:\n  lightning {draw}\n  lightning {export}\n")
+    """A try with fast_dev_run has no loggers; the commands can be typed."""
+    assert run([recipe, "trainer.fast_dev_run=true", "run_dir=my runs"]) == 0
+    said = "Everything is in my runs: report.html, summary.json, checkpoints.\nThe result: my runs/report.html\n"
+    draw = "lightning sample 'my runs' --prompt 'a red circle on the left'  # Draw a prompt"
+    export = "lightning export 'my runs' --to 'my runs_export'  # Write the weights for diffusers"
+    assert capsys.readouterr().out.endswith(f"{said}Next:\n  {draw}\n  {export}\n")
     written = {".lock", "config.yaml", "report", "report.html", "summary.json", "checkpoints"}
-    assert {path.name for path in Path("runs/tiny").iterdir()} == written
+    assert {path.name for path in Path("my runs").iterdir()} == written
+    header = Path("my runs/config.yaml").read_text().splitlines()[0]
+    assert header == "# lightning run 'my runs/config.yaml'"
+
+
+def test_an_exported_run_is_not_to_be_exported_again(recipe, capsys):
+    assert run([recipe, "trainer.max_epochs=1", "trainer.callbacks=[Export]", "data.heldout=null"]) == 0
+    *_, weights, _, publish = capsys.readouterr().out.splitlines()
+    assert weights == "The weights for diffusers: runs/tiny/export (see its README.md)"
+    assert publish == "  lightning export runs/tiny --to hub:OWNER/tiny  # Publish the weights on the hub"
+    assert "--to hub:OWNER/tiny" in Path("runs/tiny/report.html").read_text()
 
 
 @pytest.mark.slow

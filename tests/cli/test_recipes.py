@@ -1,7 +1,9 @@
 """Every shipped recipe parses and trains, the large ones on small stand-ins; some are checked too."""
 
 import json
+from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -14,6 +16,7 @@ from lit_vgrpo.apps.curriculum.curriculum import Curriculum
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.config.header import LEVELS, Header
 from lit_vgrpo.config.recipe import STAGES, Command, loaded
+from lit_vgrpo.options import Task
 
 ROOT = Path(__file__).parents[2] / "recipes"
 OTHERS = ("compare", "strategy", "starter", "benchmarks", "judges")
@@ -133,16 +136,20 @@ def test_a_header_has_the_command_the_needs_and_what_the_settings_rest_on(recipe
 def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")  # entries wrap to the terminal
     assert main(["recipes"]) == 0
-    parts = capsys.readouterr().out.strip().split("\n\n")
-    headings = [part.strip() for part in parts if part.strip().startswith("--- ")]
-    gpus = [f"{'an' if size == 80 else 'a'} {size} GB GPU" for size in (24, 40, 48, 80, 96)]
-    images = ("a CPU core", *gpus, "8 GPUs of 141 GB")
-    assert headings[:7] == [f"--- Images from text, on {card}" for card in images]
-    assert headings[7:11:2] == ["--- Edited pictures, on a CPU core", "--- Videos, on a CPU core"]
-    assert len({*headings}) == len(headings) == 16
-    entries = [part for part in parts if part.strip() not in headings]
-    assert sorted(entry.partition(":")[0] for entry in entries) == [path.stem for path in FILES]
-    assert all("\n  needs     " in entry and "\n  evidence  " in entry for entry in entries)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) < 45
+    assert max(map(len, lines)) <= 120
+    rows = [line.split(maxsplit=2) for line in lines]
+    assert sorted(name for name, _, _ in rows) == [path.stem for path in FILES]
+    assert [task for task, _ in groupby(task for _, task, _ in rows)] == list(get_args(Task))
+    assert rows[0][2].startswith("a CPU core ")
+    assert "lightning recipes NAME" in last
+    for task in get_args(Task):
+        assert main(["recipes", f"--task={task}"]) == 0
+        parts = capsys.readouterr().out.strip().split("\n\n")
+        entries = [part for part in parts if not part.strip().startswith("--- ")]
+        assert sorted(entry.partition(":")[0] for entry in entries) == sorted(n for n, of, _ in rows if of == task)
+        assert all("\n  needs     " in entry and "\n  evidence  " in entry for entry in entries)
     assert main(["recipes", "--task=video", "--gpu=48GiB"]) == 0
     *parts, last = capsys.readouterr().out.strip().split("\n\n")
     cards = ("a CPU core", "a 24 GB GPU", "a 48 GB GPU")

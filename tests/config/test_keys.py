@@ -16,7 +16,7 @@ LINES = [
     ("modl.x=3", "modl is not an option of a recipe. Did you mean model?"),
     ("model.objective=VGRP", "model.objective=VGRP is not a known class. Did you mean VGRPO?"),
     ("model.objective.times=grid", "model.objective.times=grid: expected one of ['sampler', 'uniform'] or a mapping."),
-    ("model.reward=nomod.X", "model.reward: No module named 'nomod'"),
+    ("model.reward=nomod.X", "model.reward: No module named 'nomod' in /"),
     ([SEVERAL, "model.reward.weights=[0,0]"], "model.reward.weights=[0.0, 0.0] are all 0."),
     (["trainer.callbacks=[EMA]", "trainer.callbacks[3].decay=1"], "trainer.callbacks[3] does not exist. Append an "),
     (

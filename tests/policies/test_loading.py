@@ -121,7 +121,7 @@ def test_a_cached_pipeline_without_t5_loads_silently(families, cached, capfd):
     assert same_weights(policy.load(), plain.shared)
     assert capfd.readouterr().err == ""
     line = loading_lines(policy, "some/sd3", policy.dtype)[0]
-    assert 'from_pretrained("some/sd3", text_encoder_3=None, tokenizer_3=None, torch_dtype=torch.float32)' in line
+    assert 'from_pretrained("some/sd3", text_encoder_3=None, tokenizer_3=None, dtype=torch.float32)' in line
 
 
 def test_a_variant_in_the_cache_is_loaded(families, cached, tmp_path):
@@ -130,7 +130,7 @@ def test_a_variant_in_the_cache_is_loaded(families, cached, tmp_path):
     policy = SDXLPolicy(name, variant="fp16")
     assert policy.check() == []
     assert same_weights(policy.load(), plain.shared)
-    assert f'("{name}", variant="fp16", torch_dtype' in loading_lines(policy, name, policy.dtype)[0]
+    assert f'("{name}", variant="fp16", dtype' in loading_lines(policy, name, policy.dtype)[0]
 
 
 def test_a_revision_is_looked_for_by_its_name(families, cached):
@@ -144,7 +144,7 @@ def test_a_revision_is_looked_for_by_its_name(families, cached):
     policy = SDXLPolicy(name, revision="v2")
     assert policy_on_meta(policy).device.type == "meta"
     assert same_weights(policy.load(), plain.shared)
-    assert f'("{name}", revision="v2", torch_dtype' in loading_lines(policy, name, policy.dtype)[0]
+    assert f'("{name}", revision="v2", dtype' in loading_lines(policy, name, policy.dtype)[0]
 
 
 # --- float16 ----------------------------------------------------------------------------------------------------------

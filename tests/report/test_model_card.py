@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from commands import export, run
 from diffusers import DiffusionPipeline
@@ -13,14 +14,22 @@ from diffusers import DiffusionPipeline
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import KontextPolicy
 from lit_vgrpo.report import verdict
-from lit_vgrpo.report.model_card import LICENCE_KEYS, base_licence, card, sample_lines
+from lit_vgrpo.report.model_card import LICENCE_KEYS, base_licence, card, loading_lines, sample_lines, without_places
 from lit_vgrpo.report.run_data import differences, read_run, without_secrets
+from lit_vgrpo.system.hub import local_folder
 from lit_vgrpo.training.checkpoint_file import read, write
 
 CALLBACKS = "[EMA, Export, {class_path: SampleGrid, init_args: {num_prompts: 1, images_per_prompt: 1}}]"
 
 
-SHOWN = {"what": "LoRA of rank 4", "variant": "EMA", "iterations": 3, "lines": ["pipe"], "has_picture": False}
+SHOWN = {
+    "folders": [],
+    "what": "LoRA of rank 4",
+    "variant": "EMA",
+    "iterations": 3,
+    "lines": ["pipe"],
+    "has_picture": False,
+}
 
 
 def head_and_text(path):
@@ -166,11 +175,19 @@ def test_a_model_that_edits_pictures_says_how_to_call_it(tmp_path):
     start = f'image = pipe(prompt="a prompt", image=picture, {size}'
     (line,) = sample_lines(policy, RolloutSpec(None, 5, 3.0))
     assert line == f"{start}, num_inference_steps=5, true_cfg_scale=3.0, negative_prompt=['']).images[0]"
-    shown = {**SHOWN, "base": "tiny_edit", "task": "image-to-image", "lines": [line]}
+    place, export = local_folder("shipped:assets/tiny_edit"), tmp_path / "export"
+    loads = [*loading_lines(policy, f"{place}", torch.float32), f'pipe.load_lora_weights("{export}")']
+    assert f'("{place}", dtype=torch.float32)' in loads[0]
+    shared, folders = without_places(loads, policy, export, export)
+    assert '("path/to/tiny_edit", ' in shared[0]
+    assert shared[1] == 'pipe.load_lora_weights("export")'
+    shown = {**SHOWN, "base": "tiny_edit", "task": "image-to-image", "lines": [*shared, line], "folders": folders}
     text = card(read_run(tmp_path), None, is_adapter=True, **shown)
     head = yaml.safe_load(text.split("---\n")[1])
     assert (head["pipeline_tag"], head["tags"][0]) == ("image-to-image", "image-to-image")
     assert line in text
+    assert "Replace `export` and `path/to/tiny_edit` with the folder or hub name that you load from." in text
+    assert f"{place}" not in text
     assert "base_model" not in head  # the name of a folder
 
 

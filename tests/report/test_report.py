@@ -317,6 +317,8 @@ HONEST = {"diversity_across_prompts": 0.1, "sharpness": 0.05, "saturation": 0.1}
         ({"untrained_reward": 0.4}, {"untrained_reward": 0.6}, False, "rose too, 0.400 before, 0.600 after."),
         ({}, {"reward": 0.1, **ALIKE}, False, "rise measurably, but images of different prompts became alike."),
         ({}, {"reward": 0.1}, False, "The reward did not rise measurably, so there is nothing to check."),
+        ({}, {"reward": 0.2004, **ALIKE}, False, "rise measurably, but images of different prompts became alike."),
+        ({"untrained_reward": 0.4001}, {"untrained_reward": 0.3999}, False, "measurably: 0.400 before, 0.400 after."),
     ],
 )
 def test_did_it_cheat(start, end, likely, words):
@@ -404,9 +406,9 @@ def test_refusals(inside, capsys):
     capsys.readouterr()
     config = Path("runs/other/config.yaml")
     config.write_text(config.read_text().replace("heldout: heldout.txt", "heldout: others.txt"))
-    line = "runs/tiny and runs/other are different tasks: data.heldout is heldout.txt in the first and others.txt in "
-    assert_one_line(report, ["runs/tiny", "runs/other"], capsys, line)
-    assert not Path("report.html").exists()
+    assert report(["runs/tiny", "runs/other"]) == 0
+    line = "Not compared with each other, since data.heldout differs: tiny / other"
+    assert capsys.readouterr().out.splitlines()[0] == line
     Path("runs/tiny/metrics.csv").write_text("a,b\n1,2\n")
     assert_one_line(report, ["runs/tiny"], capsys, "Cannot read runs/tiny/metrics.csv")
 
@@ -442,6 +444,26 @@ def test_runs_with_the_same_answer_share_a_line():
     ] == [False, True]
     alone = [render([RunData(Path("run"), {}, {}, [], use)]) for use in (points, other)]
     assert ['class="suspect"' in page for page in alone] == [False, True]
+
+
+def test_runs_of_several_tasks_are_grouped_in_one_page(tmp_path):
+    """Of three runs, two have the same held-out prompts; the third has others and another reward."""
+    rows = [Point({"iterations": n}, {"reward/mean": n / 9, "time/iteration_s": 1.0}) for n in range(1, 5)]
+    points = [Point({"iterations": number}, {"reward": 0.1 * number, **HONEST}) for number in (0, 4)]
+    runs = [
+        RunData(Path(name), {"data": {"heldout": file}}, {"reward_parts_end": {reward: 1.0}}, rows, points)
+        for name, file, reward in (("a", "x.txt", "red"), ("b", "y.txt", "ocr"), ("c", "x.txt", "red"))
+    ]
+    (tmp_path / "page.html").write_text(page := render(runs))
+    parsed = Parsed(tmp_path / "page.html")
+    ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {link["href"].removeprefix("#") for link in parsed.all("a")} <= set(ids)
+    assert "Not compared with each other, since data.heldout and model.reward differ: a, c / b" in parsed.text
+    headlines = re.findall(r'<(h\d) id="\w+-verdict-title">(.*?)</', page)
+    assert headlines == [("h2", "2 runs on the same held-out prompts"), ("h2", "Reward rose")]
+    assert len(parsed.all("h1")) == 1
+    assert {radio["name"] for radio in parsed.all("input")} == {"task0-axis", "task1-axis"}
 
 
 def test_a_sum_of_one_reward_is_not_shown_twice(tmp_path):

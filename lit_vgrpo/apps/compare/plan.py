@@ -21,7 +21,7 @@ from lit_vgrpo.config.parts import options_of_class
 from lit_vgrpo.config.recipe import loaded, resolved
 from lit_vgrpo.config.tree import Place, class_name, dotted, leaves, merged, replaced, set_value
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.errors import UserError, counted, suggestion, unknown_option
+from lit_vgrpo.errors import UserError, counted, shell_line, suggestion, unknown_option
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.system.paths import shipped, typed_path
 
@@ -196,7 +196,7 @@ def recipe_text(entrant: Entrant, path: str, texts: Mapping[Place, str]) -> str:
     """Return the merged recipe as a file; ``texts`` are values from the environment as written."""
     what = ", ".join(f"{key}={value}" for key, value in entrant.changed.items()) or f"{entrant.settings} settings"
     body = yaml.safe_dump(replaced(entrant.recipe, texts), sort_keys=False, width=120)
-    return f"# {entrant.method}, {what}, merged for a comparison\n#   lightning run {path}\n{body}"
+    return f"# {entrant.method}, {what}, merged for a comparison\n#   {shell_line('lightning', 'run', path)}\n{body}"
 
 
 def runs_of(options: CompareOptions, chosen: Iterable[Entrant]) -> list[Run]:

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from lit_vgrpo.config.recipe import RESUME, STAGES, Command, find_recipe, is_override, loaded
-from lit_vgrpo.errors import UserError, unknown_option
+from lit_vgrpo.errors import UserError, shell_line, unknown_option
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import is_first_process, report_on_first
 from lit_vgrpo.system.signals import handle_stop_signals
@@ -117,7 +117,7 @@ class Curriculum:
         content = {STAGES: [str(stage.recipe.absolute()) for stage in self.stages], "overlays": overlays}
         content["overrides"] = [word for word in settings if is_override(word)]
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-        write_atomically(run / CONFIG_NAME, f"# lightning run {run / CONFIG_NAME} {RESUME}\n{text}")
+        write_atomically(run / CONFIG_NAME, f"# {shell_line('lightning', 'run', run / CONFIG_NAME, RESUME)}\n{text}")
 
 
 def _near(file: Path, text: Any) -> str:
@@ -195,7 +195,7 @@ def _run_stages(curriculum: Curriculum, run: Path) -> int:
         if status or stage.outcome(run) != "finished":
             # A run that stopped early, or collapsed, ends with status 0.
             ended = f"status {status}" if status else stage.outcome(run) or "no summary.json"
-            report_on_first(f"{what} did not finish ({ended}). Continue: lightning run {run} {RESUME}")
+            report_on_first(f"{what} did not finish ({ended}). Continue: {shell_line('lightning', 'run', run, RESUME)}")
             return status or 1
     report_on_first(f"All stages are finished. The result is {run / curriculum.stages[-1].folder}.")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
@@ -21,6 +20,7 @@ from lit_vgrpo.errors import UserError, is_deliberate, one_line
 from lit_vgrpo.launch.build import build_recipe
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.objectives.reward_gradient import RewardGradient, window
+from lit_vgrpo.options import SMALLEST_RESERVE
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.meta import AutocastOnMeta, NotEstimated, policy_on_meta
 from lit_vgrpo.rewards import Reward
@@ -67,7 +67,7 @@ PUBLISHED = {
     "vision of openai/clip-vit-large-patch14": 303_966_208 + 927_969,
 }
 """Parameter counts of the default checkpoints and open_clip models; the last is the part of the aesthetic score."""
-SMALLEST_RESERVE, RESERVED = 2**30, 20
+RESERVED = 20
 """Memory reserved on a GPU for CUDA, its libraries and fragmentation: at least this many bytes, and one part in
 this many. A choice, not a measurement."""
 
@@ -184,20 +184,6 @@ def advice(cli: RecipeCLI, needed: Estimate, free: int, device: torch.device, pe
                 chosen, peak = settings, found
                 break
     return f"Set {' '.join(chosen)}, which needs {shown(int(peak))}."
-
-
-def gpu_memory_of(text: str) -> int:
-    """Return the bytes of a GPU size as sold, a number of GiB with or without a unit; raise UserError if it is invalid.
-
-    >>> gpu_memory_of("80GB") == gpu_memory_of("80") == 80 * 2**30
-    True
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise UserError(f"{text} is not a GPU size. Write it as 80GiB.")
-    if (size := round(float(match[1]) * 2**30)) <= SMALLEST_RESERVE:
-        raise UserError(f"{text} leaves nothing: {shown(SMALLEST_RESERVE)} is reserved for CUDA. Give more.")
-    return size
 
 
 def estimate(cli: RecipeCLI, device: torch.device | None = None, peaks: Peaks | None = None) -> Estimate:

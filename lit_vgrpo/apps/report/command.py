@@ -7,18 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.config.recipe import is_override
+from lit_vgrpo.config.recipe import find_run, is_override
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.options import Report
 from lit_vgrpo.report.page import MARK, render
-from lit_vgrpo.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME, RunData, read_run
+from lit_vgrpo.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME, by_task, read_run
 from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.sockets import LOOPBACK, listening_socket, require_packages
-from lit_vgrpo.training.folder import find_run
 
-TASK_KEYS = ("heldout", "heldout_limit", "heldout_fraction")
-"""Settings of the data that choose the held-out prompts."""
 WATCHED = ("metrics.csv", "summary.json", "samples", f"{KEPT}/{SCORES_NAME}", f"{KEPT}/{IMAGES_NAME}")
 
 
@@ -27,7 +24,7 @@ def report(options: Report) -> int:
     if settings := [word for word in options.words if is_override(word)]:
         raise UserError(f"{settings[0]} has no effect on a report. Give run folders only.")
     folders = [find_run(word)[0] for word in options.words]
-    runs = read_runs(folders)
+    runs = [read_run(folder) for folder in folders]
     if options.serve:
         require_packages()
         from lit_vgrpo.system.server import BACKLOG, serve_page
@@ -42,31 +39,20 @@ def report(options: Report) -> int:
     if out.exists() and not (out.is_file() and out.read_bytes().startswith(MARK.encode())):
         raise UserError(f"{out} exists and is not a report. Give another --out FILE.html.")
     write_atomically(out, render(runs))
-    for verdict in sorted(
-        map(Verdict, runs), key=lambda one: one.reward.end if one.reward else -math.inf, reverse=True
-    ):
-        run = verdict.run
-        say(f"{run.folder}: {verdict.sentence if len(runs) == 1 else verdict.brief}")
-        if len(runs) == 1:
-            say(f"{run.folder}: Did it cheat? {verdict.cheating.words}")
-        for line in run.left_out:
-            say(f"Left out: {line}", error=True)
+    groups, apart = by_task(runs)
+    if len(groups) > 1:
+        say(apart)
+    for group in groups:
+        verdicts = [Verdict(run) for run in group]
+        for verdict in sorted(verdicts, key=lambda one: one.reward.end if one.reward else -math.inf, reverse=True):
+            run = verdict.run
+            say(f"{run.folder}: {verdict.sentence if len(runs) == 1 else verdict.brief}")
+            if len(runs) == 1:
+                say(f"{run.folder}: Did it cheat? {verdict.cheating.words}")
+            for line in run.left_out:
+                say(f"Left out: {line}", error=True)
     say(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB)")
     return 0
-
-
-def read_runs(folders: Sequence[Path]) -> list[RunData]:
-    """Return the data of runs; raise UserError if one cannot be read, or their rewards or held-out prompts differ."""
-    runs = [read_run(folder) for folder in folders]
-    tasks = [{f"data.{key}": (run.recipe.get("data") or {}).get(key) for key in TASK_KEYS} for run in runs]
-    for run, task in zip(runs, tasks, strict=True):
-        task["model.reward"] = ", ".join(run.reward_names)
-        for key, value in task.items():
-            if value != tasks[0][key]:
-                which = f"{key} is {tasks[0][key]} in the first and {value} in the second"
-                advice = "Compare runs with the same held-out prompts and rewards."
-                raise UserError(f"{runs[0].folder} and {run.folder} are different tasks: {which}. {advice}")
-    return runs
 
 
 def make_app(folders: Sequence[Path]) -> Any:
@@ -81,7 +67,7 @@ def make_app(folders: Sequence[Path]) -> Any:
     def page() -> HTMLResponse:
         headers = {"Cache-Control": "no-store", "X-Frame-Options": "DENY"}
         try:
-            return HTMLResponse(render(read_runs(folders), live=True), headers=headers)
+            return HTMLResponse(render([read_run(folder) for folder in folders], live=True), headers=headers)
         except UserError as error:  # a file is being written, or is damaged
             return HTMLResponse(str(error), 503, headers={**headers, "Refresh": "3", "Content-Type": "text/plain"})
 

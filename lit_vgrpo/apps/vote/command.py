@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.config.recipe import STAGES, Command, loaded
+from lit_vgrpo.config.recipe import STAGES, Command, find_run, loaded
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import train_recipe
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
@@ -23,7 +23,6 @@ from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.paths import typed_path
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.system.sockets import listening_socket, require_packages, web_address
-from lit_vgrpo.training.folder import find_run
 from lit_vgrpo.training.resume import SUMMARY_NAME, read_summary
 
 UNFINISHED = ("interrupted", "failed")

@@ -4,7 +4,7 @@ document.documentElement.classList.add("js");
 const remember = (key, value) => { try { sessionStorage.setItem(key, value); } catch { /* a file may have no storage */ } };
 const recall = (key) => { try { return sessionStorage.getItem(key); } catch { return null; } };
 
-for (const radio of document.querySelectorAll("input[name=axis]")) {
+for (const radio of document.querySelectorAll(".axes input")) {
   radio.addEventListener("change", () => remember("axis", radio.value));
   if (recall("axis") === radio.value) radio.checked = true;
 }
