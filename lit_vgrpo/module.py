@@ -73,7 +73,7 @@ class VGRPOModule(L.LightningModule):
         rollout_batch_size: Images per forward pass while sampling, the last batch padded; null takes all at once.
         rollout_device: Device of an iteration's latents, pairs and embeddings; cpu saves device memory.
         failed_images: Leave images that a reward failed to score out of their group, or stop with the reason.
-        evaluate_at_start: Evaluate on the held-out prompts before training.
+        evaluate_at_start: Evaluate on the held-out prompts before training, also when a run resumes with others.
         non_finite: Stop at an update whose loss or gradient is not finite on any rank, or skip it on all ranks.
         seed: Seed of rollout noise, pairs and held-out noise.
         lr_scheduler: Any of torch's schedules, by ``class_path`` or as a function of the optimizer, stepped after every

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lit_vgrpo.core.sharding import shape_of, write
@@ -94,6 +95,16 @@ class SavedWeights:
 def evaluated_weights(trainer: Trainer) -> str:
     """Return the variant that evaluations and exports use: the average if a callback of the trainer keeps one."""
     return AVERAGE if any(hasattr(callback, "average") for callback in declared(trainer).callbacks) else TRAINED
+
+
+@contextmanager
+def averaged_weights(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Use the weights of the trainer's EMA callback, if it has one, within the context."""
+    with ExitStack() as stack:
+        for callback in declared(trainer).callbacks:
+            if hasattr(callback, "average"):
+                stack.enter_context(callback.applied(module))  # type: ignore[attr-defined]
+        yield
 
 
 def _of_policy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
