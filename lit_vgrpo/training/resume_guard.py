@@ -122,6 +122,7 @@ def refuse_changes(
     allowed: bool,
     what: str,
     texts: Mapping[Place, str],
+    command: str,
 ) -> list[str]:
     """Compare a checkpoint's recipe and input files with the current ones, and return the allowed changes.
 
@@ -130,13 +131,14 @@ def refuse_changes(
         inputs: The current hashes, see :func:`inputs_of`.
         allowed: Value of ``allow_changes``; without it, UserError lists the differences.
         what: The checkpoint's name in messages.
+        command: The command that allows changes.
     """
     saved = checkpoint.get(INPUTS_KEY, {})
     changed_settings = changes(checkpoint[RECIPE_KEY], now, texts) if RECIPE_KEY in checkpoint else []
     changed = [*changed_settings, *changed_inputs(saved, inputs)]
     if changed and not allowed:
         why = "it is a checkpoint of another recipe" if changed_settings else "it was trained with other files"
-        advice = "Restore these, or add allow_changes=true to continue with the new ones."
+        advice = f"Restore these, or continue with the new ones: {command}"
         raise UserError(f"Cannot continue from {what}: {why}.", *changed, advice)
     return changed
 
