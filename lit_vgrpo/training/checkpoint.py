@@ -81,7 +81,7 @@ class RunCheckpoint(Checkpoint):
 
     After the first Ctrl-C the run finishes its iteration, saves and stops. After SIGTERM or SIGHUP on any rank, or
     Ctrl-C under torchrun, it finishes only its micro-batch. A second signal stops at once and, on a single rank, saves
-    mid-iteration; a third does not wait for that. On a single rank, an error such as one of the reward saves too, unless
+    mid-iteration; a third does not wait for that. On a single rank, an error such as one of the reward saves, unless
     it came while the weights were updated. Files are written atomically: a failed save leaves the earlier checkpoints
     unchanged, and training continues. ``best.ckpt`` holds the start until an evaluation is better.
 
