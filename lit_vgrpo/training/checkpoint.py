@@ -242,7 +242,7 @@ class RunCheckpoint(Checkpoint):
 
     def _is_worth_saving(self, trainer: Trainer, module: Any) -> bool:
         """Return True after an error that left the iteration as it was, if no checkpoint has this state yet."""
-        epochs = trainer.fit_loop.epoch_progress.current
+        epochs: Any = trainer.fit_loop.epoch_progress.current
         is_within = epochs.processed == epochs.completed  # not after an iteration that a StopIteration cut off
         is_new = module.iteration is not None or trainer.global_step != self._saved_step
         return bool(module.is_savable and is_within and is_new)
