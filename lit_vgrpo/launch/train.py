@@ -61,7 +61,12 @@ def train(cli: RecipeCLI) -> int:
             leave_together()
             if not cli.trainer.fit_loop.done:
                 return _fail(cli, watch, RuntimeError("Training ended early. Did a callback raise StopIteration?"))
-    return _report_outcome(cli)
+    try:
+        return _report_outcome(cli)
+    except KeyboardInterrupt:
+        if is_first_process():
+            say(f"Stopped. {last_words(cli.folder)}", error=True)
+        return 128 + signal.SIGINT
 
 
 def rehearse(cli: RecipeCLI) -> None:

@@ -24,7 +24,6 @@ from lit_vgrpo.core.ranges import NonNegativeInt, checked
 from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.errors import counted, one_line, say, suggestion
 from lit_vgrpo.system.paths import draft_of
-from lit_vgrpo.system.process import say_from_handler
 from lit_vgrpo.system.signals import StopRequests
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, put_in_place, read
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS
@@ -36,7 +35,7 @@ AUTO = "auto"
 UNTRAINED, TRAINED = "heldout/untrained_reward", "heldout/reward"
 DISTANCES = ("heldout/fid", "heldout/kid")
 LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
-FIRST_CTRL_C = "\nFinishing this {}, then saving. Ctrl-C again stops at once.\n"
+FIRST_CTRL_C = "Finishing this {}, then saving. Ctrl-C again stops at once."
 
 
 @dataclass(frozen=True)
@@ -354,7 +353,7 @@ class _Requests(StopRequests):
     @override
     def answer(self, signum: int) -> None:
         if signum == signal.SIGINT:
-            say_from_handler(FIRST_CTRL_C.format("micro-batch" if self._has_30_s else "iteration"))
+            say(FIRST_CTRL_C.format("micro-batch" if self._has_30_s else "iteration"), error=True)
 
     @override
     def obey(self, signum: int) -> None:

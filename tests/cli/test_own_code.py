@@ -258,3 +258,12 @@ def test_ctrl_c_before_the_run_listens_stops_without_a_traceback(recipe, capsys,
     monkeypatch.setattr(socket, "socketpair", lambda *_: signal.raise_signal(signal.SIGINT))
     assert run([recipe]) == 130
     assert capsys.readouterr().err.strip().endswith("Stopped.")
+
+
+def test_ctrl_c_after_the_last_iteration_says_what_is_saved(recipe, capsys):
+    code = "    def finish(self, *args):\n        raise KeyboardInterrupt\n"
+    Path("pressed.py").write_text(f"import lightning as L\n\nclass Pressed(L.Callback):\n{code}")
+    assert run([recipe, "trainer.max_epochs=1", "trainer.callbacks=[pressed.Pressed]", "data.heldout=null"]) == 130
+    saved = "The last checkpoint is runs/tiny/checkpoints/last.ckpt (1 iteration, 1 optimizer step)."
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"Stopped. {saved} Continue: lightning run runs/tiny/config.yaml --resume"
