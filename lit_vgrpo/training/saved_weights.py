@@ -23,7 +23,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import LORA_FILE
 from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_STEM, SUFFIXES, lora_file_error, put_lora
 from lit_vgrpo.policies.meta import drawing_errors
-from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
+from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, leave_silent_hub, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path, typed_path
 from lit_vgrpo.system.process import report_on_first
 from lit_vgrpo.training.checkpoint_file import RECIPE_KEY, averages, read_sound
@@ -134,6 +134,7 @@ class LoraPlace:
 
         remedy = f"Set {KEY}={self.repository}/FILE{SUFFIX}, or {KEY}=/a/local/file{SUFFIX}."
         with loading(self.repository, remedy):
+            leave_silent_hub()
             if Path(self.filename).stem == PEFT_STEM:
                 hf_hub_download(self.repository, str(Path(self.filename).with_name(PEFT_CONFIG)))
             return Path(hf_hub_download(self.repository, self.filename))
