@@ -332,6 +332,9 @@ class VGRPOModule(L.LightningModule):
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """Return the module with a checkpoint's weights, after checking the file; other arguments as the class's."""
         read_sound(Path(checkpoint_path))
+        if missing := [name for name in ("policy", "objective", "reward") if name not in kwargs]:
+            call = f"{cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)})"
+            raise TypeError(f"A checkpoint has the trained weights, but not the module's parts. Pass them: {call}")
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
