@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Count, HalfOpenUnitInterval, checked
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -104,12 +103,3 @@ class EMA(L.Callback):
         if self._restored is not None and self.average is not None:
             self.average.load_state_dict(self._restored)
             self._restored = None
-
-
-@contextmanager
-def averaged_weights(trainer: L.Trainer, pl_module: VGRPOModule) -> Iterator[None]:
-    """Use the weights of the trainer's EMA callback, if it has one, within the context."""
-    with ExitStack() as stack:
-        for average in callbacks_of(trainer, EMA):
-            stack.enter_context(average.applied(pl_module))
-        yield

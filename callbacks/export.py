@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import one_line, shell_line
 from lit_vgrpo.policies.modular import readdress
 from lit_vgrpo.system.paths import write_new_folder
 from lit_vgrpo.training.folder import EXPORT
-from lit_vgrpo.training.saved_weights import evaluated_weights
+from lit_vgrpo.training.saved_weights import averaged_weights, evaluated_weights
 from lit_vgrpo.training.trainer_internals import run_folder
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from PIL import ExifTags, Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.pictures import references_of, stacked_references
 from lit_vgrpo.core.pixels import save_webp, strips, to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
@@ -23,6 +22,7 @@ from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.report.run_data import LAYOUT, TO_EDIT
 from lit_vgrpo.system.paths import new_file, write_error
 from lit_vgrpo.training.loggers import log_picture
+from lit_vgrpo.training.saved_weights import averaged_weights
 from lit_vgrpo.training.trainer_internals import run_folder
 
 if TYPE_CHECKING:

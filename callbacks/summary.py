@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
-from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.errors import UserError, counted, one_line, say, score_text
 from lit_vgrpo.report.run_data import Point, RunData, read_scores
@@ -26,7 +25,7 @@ from lit_vgrpo.system.process import commit, versions
 from lit_vgrpo.system.signals import is_stop_requested
 from lit_vgrpo.training.checkpoint import TRAINED, RunCheckpoint
 from lit_vgrpo.training.resume import SUMMARY_NAME, how_to_resume
-from lit_vgrpo.training.saved_weights import evaluated_weights
+from lit_vgrpo.training.saved_weights import averaged_weights, evaluated_weights
 from lit_vgrpo.training.trainer_internals import callbacks_of, run_folder
 
 if TYPE_CHECKING:

@@ -73,7 +73,7 @@ class VGRPOModule(L.LightningModule):
         rollout_batch_size: Images per forward pass while sampling, the last batch padded; null takes all at once.
         rollout_device: Device of an iteration's latents, pairs and embeddings; cpu saves device memory.
         failed_images: Leave images that a reward failed to score out of their group, or stop with the reason.
-        evaluate_at_start: Evaluate on the held-out prompts before training.
+        evaluate_at_start: Evaluate on the held-out prompts before training, also when a run resumes with others.
         non_finite: Stop at an update whose loss or gradient is not finite on any rank, or skip it on all ranks.
         seed: Seed of rollout noise, pairs and held-out noise.
         lr_scheduler: Any of torch's schedules, by ``class_path`` or as a function of the optimizer, stepped after every
@@ -83,6 +83,7 @@ class VGRPOModule(L.LightningModule):
 
     Attributes:
         evaluator: Samples and scores held-out images; usable without a trainer.
+        is_savable: A checkpoint of the current state continues the iteration, so that one can be saved after an error.
         ledger: Forward passes, images and time of the run so far.
         record: Metrics of the current or last iteration, for callbacks.
     """
@@ -127,7 +128,7 @@ class VGRPOModule(L.LightningModule):
         spec, queue = evaluation or objective.rollout_spec(0).as_ode(), self.scores.queue
         self.evaluator = Evaluator(policy, self.reward, untrained_reward, spec, rollout_batch_size, seed, ledger, queue)
         self.guard, self.replay = UpdateGuard(non_finite), Replay()
-        self.is_resumed = False
+        self.is_resumed = self.is_savable = False
         self.saved_iteration: dict[str, Any] | None = None  # from a checkpoint, until it continues
         self.iteration: Iteration | None = None  # None between iterations
         self.record: IterationRecord | None = None
@@ -144,8 +145,10 @@ class VGRPOModule(L.LightningModule):
         """
         optimizer: Any = self.optimizers()
         loss = torch.zeros((), device=self.device)
+        self.is_savable = True
         with self.ledger.training_step():
             iteration = self.iteration = self.restore(batch) or self.collect(batch)
+            self.is_savable = True
             record = self.record = iteration.record
             for micros in iteration.remaining_updates():
                 if record.has_advantage:
@@ -166,7 +169,9 @@ class VGRPOModule(L.LightningModule):
                     self.objective.after_update(self.policy)
                 self.optimization.step(self.lr_schedulers())
                 call_hooks(self.trainer, "on_before_zero_grad", self.trainer.optimizers[0])
+                self.is_savable = True
                 optimizer.zero_grad()
+            self.is_savable = False
             if record.updates:
                 self.objective.after_iteration(self.policy)
             self.iteration = None
@@ -188,11 +193,13 @@ class VGRPOModule(L.LightningModule):
             rollout, scores, self.advantage_std, self.advantage_aggregate, self.sampler
         )
         self.ledger.images += len(scores)
+        self.is_savable = False
         return Iteration.prepared(
             self.objective, self.policy, rollout, advantages, record, batch, self.ledger, self.replay, self.reward
         )
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.is_savable = False
         self.guard.check(self.trainer, self.policy, f"in {self.iteration}")
         self.configure_gradient_clipping(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
 
@@ -325,6 +332,9 @@ class VGRPOModule(L.LightningModule):
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """Return the module with a checkpoint's weights, after checking the file; other arguments as the class's."""
         read_sound(Path(checkpoint_path))
+        if missing := [name for name in ("policy", "objective", "reward") if name not in kwargs]:
+            call = f"{cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)})"
+            raise TypeError(f"A checkpoint has the trained weights, but not the module's parts. Pass them: {call}")
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

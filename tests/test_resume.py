@@ -12,6 +12,7 @@ from helpers import SaveAt, fit, make_data, make_module, make_trainer, repeating
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA
+from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 
 class Counting:
@@ -26,11 +27,11 @@ class Counting:
         return self._batches(policy, request)
 
 
-def run(folder, tmp_path, make, iterations, callbacks=(), ckpt=None, **data):
+def run(folder, tmp_path, make, iterations, callbacks=(), ckpt=None, trainer=None, **data):
     ema = EMA(0.5)
     module = make_module(folder, make())
     rollouts = Counting(module.objective)
-    trainer = make_trainer(tmp_path, iterations, [ema, *callbacks])
+    trainer = make_trainer(tmp_path, iterations, [ema, *callbacks], **(trainer or {}))
     trainer.fit(module, datamodule=make_data(heldout_limit=1, updates_per_iteration=2, **data), ckpt_path=ckpt)
     return module, trainer, ema, rollouts.calls
 
@@ -189,3 +190,45 @@ def test_images_of_other_sizes_are_refused(tiny_sd3, tmp_path):
     run(tiny_sd3, tmp_path, make, 2, [saver], micro_batch_size=4)
     with pytest.raises(RuntimeError, match="during iteration 2, with different prompts or sizes"):
         run(tiny_sd3, tmp_path, make, 2, ckpt=tmp_path / "middle.ckpt", micro_batch_size=4, group_size=8)
+
+
+class Fails(L.Callback):
+    """Raises once in iteration 1: in the rollout, before the updates, in the second update, or as its step ends."""
+
+    def __init__(self, where):
+        self.where, self.passes = where, 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        part, name = {"rollout": (pl_module.scores, "result"), "prepare": (pl_module.objective, "prepare")}.get(
+            self.where, (self, "fail")
+        )
+        if batch.iteration == 1:
+            setattr(part, name, self.fail)
+
+    def on_after_backward(self, trainer, pl_module):
+        self.passes += pl_module.record.iteration
+        if self.where == "update" and self.passes == 3:
+            self.fail()
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if self.where == "step" and pl_module.record.iteration == 1:
+            self.fail()
+
+    def fail(self, *args):
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize("where", ["rollout", "prepare", "update", "step"])
+def test_an_error_loses_no_iteration(tiny_sd3, tmp_path, where):
+    """Between two updates the run saves; within one, or where a method's memory has changed, it does not."""
+    make = REPLAYED["V-GRPO, replay"][0]
+    keeper = RunCheckpoint(every_n_iterations=10, best=None)
+    with pytest.raises(OSError, match="gone"):
+        run(tiny_sd3, tmp_path, make, 3, [Fails(where), keeper], trainer={"enable_checkpointing": True}, **MIDDLE)
+    saved = tmp_path / "checkpoints" / "interrupted.ckpt"
+    assert saved.exists() == (where in ("rollout", "update"))
+    if saved.exists():
+        whole, *_ = run(tiny_sd3, tmp_path, make, 3, **MIDDLE)
+        resumed, trainer, _, rollouts = run(tiny_sd3, tmp_path, make, 3, ckpt=saved, **MIDDLE)
+        assert (trainer.global_step, rollouts) == (6, 1 + (where == "rollout"))
+        assert same(weights(resumed), weights(whole))

@@ -4,9 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import fit, read_csv, weights
+from helpers import fit, make_module, read_csv, same, weights
 from lightning.pytorch.loggers import CSVLogger
 
+from lit_vgrpo import VGRPOModule
 from lit_vgrpo.callbacks import RewardLogger, SurrogateDiagnostics
 
 
@@ -42,6 +43,17 @@ def test_a_checkpoint_holds_no_frozen_tensor_and_loads_weights_only(tiny_sd3, tm
     assert size < 3 * trained + 200_000  # weights and Adam's two moments, plus names
     with pytest.raises(RuntimeError, match="lacks .* trained tensors"):  # from another recipe
         fit(tiny_sd3, tmp_path, ckpt=tmp_path / "lora.ckpt")
+
+
+def test_load_from_checkpoint_names_the_parts_that_it_needs(tiny_sd3, tmp_path):
+    module, trainer = fit(tiny_sd3, tmp_path, iterations=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(TypeError, match=r"VGRPOModule.load_from_checkpoint\(path, policy=..., reward=...\)$"):
+        VGRPOModule.load_from_checkpoint(tmp_path / "one.ckpt", objective=module.objective)
+    fresh = make_module(tiny_sd3)
+    parts = {"policy": fresh.policy, "objective": fresh.objective, "reward": fresh.reward}
+    loaded = VGRPOModule.load_from_checkpoint(tmp_path / "one.ckpt", **parts)
+    assert same(weights(loaded), weights(module))
 
 
 def test_metrics_have_one_row_an_iteration(tiny_sd3, tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import join
 from typing import Any, Self
 
 import yaml
@@ -83,6 +84,10 @@ class Command:
     def settings(self) -> list[str]:
         """The overlays and overrides as arguments."""
         return [*map(str, self.overlays), *(f"{key}={text}" for key, text in self.overrides)]
+
+    def line(self, *more: str) -> str:
+        """Return the command as a line of a shell, with more arguments."""
+        return join(["lightning", "run", f"{self.recipe}", *self.settings, *["--resume"] * self.resume, *more])
 
     def in_folder(self, run: Path) -> Self:
         """Return the command that resumes a run folder from the recipe in it."""

@@ -147,7 +147,8 @@ class RecipeCLI(LightningCLI):
         what = f"ckpt_path={path}" if self.resumption is None else f"{path}"
         checkpoint = read_checkpoint(path, what)
         inputs, allowed = inputs_of(self.model, self.datamodule), self.config.allow_changes
-        self.allowed_changes = refuse_changes(checkpoint, self.plain_recipe(), inputs, allowed, what, self.recipe.texts)
+        recipe, texts, command = self.plain_recipe(), self.recipe.texts, self.recipe.command.line("allow_changes=true")
+        self.allowed_changes = refuse_changes(checkpoint, recipe, inputs, allowed, what, texts, command)
         progress = Progress.of(checkpoint)
         if self.resumption is None and progress.is_finished(trainer.max_epochs, trainer.max_steps):
             limit = "max_epochs" if progress.is_finished(trainer.max_epochs, max_steps=-1) else "max_steps"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -48,7 +49,8 @@ def train(cli: RecipeCLI) -> int:
                 return _fail(cli, watch, error)
         except (RewardError, PromptError, FloatingPointError) as error:
             report([str(error)])
-            _report_failure(cli)
+            codes = [names for key, names in cli.guard.inputs.items() if key.startswith("model.reward ")]
+            _report_failure(cli, [file for names in codes for file in names] if isinstance(error, RewardError) else [])
             return FAILED
         except Exception as error:
             if checkpoints.training:
@@ -59,7 +61,12 @@ def train(cli: RecipeCLI) -> int:
             leave_together()
             if not cli.trainer.fit_loop.done:
                 return _fail(cli, watch, RuntimeError("Training ended early. Did a callback raise StopIteration?"))
-    return _report_outcome(cli)
+    try:
+        return _report_outcome(cli)
+    except KeyboardInterrupt:
+        if is_first_process():
+            say(f"Stopped. {last_words(cli.folder)}", error=True)
+        return 128 + signal.SIGINT
 
 
 def rehearse(cli: RecipeCLI) -> None:
@@ -105,11 +112,11 @@ def _is_lost(cli: RecipeCLI) -> bool:
     return True
 
 
-def _report_failure(cli: RecipeCLI) -> None:
+def _report_failure(cli: RecipeCLI, edited: Sequence[str] = ()) -> None:
     if is_first_process():
         _is_lost(cli)
         _finish(cli, completed=False)
-        say(f"Training failed. {last_words(cli.folder)}", error=True)
+        say(f"Training failed. {last_words(cli.folder, edited)}", error=True)
 
 
 def _refuse(cli: RecipeCLI, error: Exception) -> None:

@@ -162,7 +162,7 @@ def _series(run: RunData, metric: str, label: str, colour: int, heldout: bool) -
     ys = np.array([point.metrics[metric] for point in points], float)
     xs = {axis: np.array([point.costs.get(axis, np.nan) for point in points], float) for axis in AXES}
     if heldout:
-        sums = [run.scores.get(point.iteration, {}).get(metric) if metric == "reward" else None for point in points]
+        sums = [run.scores_at(point).get(metric) if metric == "reward" else None for point in points]
         _, low, high = np.array([interval(each) or (np.nan,) * 3 for each in sums]).T
         marks = [point.metrics.get(FINGERPRINT) for point in points]
         changes = [number for number in range(1, len(marks)) if marks[number] != marks[number - 1]]

@@ -132,6 +132,11 @@ class RunData:
         marks = [point.metrics.get(FINGERPRINT) for point in self.evaluations]
         return [point for point, mark in zip(self.evaluations, marks, strict=True) if mark == marks[-1]]
 
+    def scores_at(self, point: Point) -> PromptSums:
+        """Return each prompt's scores of an evaluation; those of a later one of the same iteration replaced them."""
+        newest = [one for one in self.evaluations if one.iteration == point.iteration][-1:]
+        return self.scores.get(point.iteration, {}) if newest == [point] else {}
+
     @cached_property
     def reward_names(self) -> list[str]:
         """Names of the rewards in the weighted sum and of the untrained ones, if they were logged."""
@@ -177,7 +182,7 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
         summary = {}
     for one in summary.get("evaluations", []):  # the last one may not be in the table
         costs = one.iteration, one.images, one.train_seconds, one.passes
-        point = evaluations.setdefault(one.iteration, Point({}, {}))
+        point = evaluations.setdefault((one.iteration, one.metrics.get(FINGERPRINT)), Point({}, {}))
         point.costs.update(_numbers(dict(zip(AXES, costs, strict=True))))
         point.metrics.update(_numbers({**one.metrics, "reward": one.reward}))
     return RunData(
@@ -185,15 +190,18 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
         recipe=recipe,
         summary=summary,
         iterations=[iterations[number] for number in sorted(iterations)],
-        evaluations=[evaluations[number] for number in sorted(evaluations)],
+        evaluations=sorted(evaluations.values(), key=lambda point: point.iteration),
         scores=read_scores(folder, left_out.append),
         is_running=is_running,
         left_out=left_out,
     )
 
 
-def _read_points(table: Path, say: Say) -> tuple[dict[int, Point], dict[int, Point]]:
-    """Return the points of training and of the evaluations by finished iterations; later rows replace earlier ones."""
+def _read_points(table: Path, say: Say) -> tuple[dict[int, Point], dict[tuple[int, float | None], Point]]:
+    """Return the points of training by finished iterations, and of the evaluations also by their fingerprints.
+
+    Later rows replace earlier ones.
+    """
     try:
         columns, rows = read_table(table) if table.exists() else ([], [])  # another logger writes no table
     except (OSError, ValueError) as error:
@@ -201,7 +209,7 @@ def _read_points(table: Path, say: Say) -> tuple[dict[int, Point], dict[int, Poi
     if columns and not {"epoch", "step"} & set(columns):
         raise UserError(f"Cannot read {table}: it has neither a column epoch nor step.")
     iterations: dict[int, Point] = {}
-    evaluations: dict[int, Point] = {}
+    evaluations: dict[tuple[int, float | None], Point] = {}
     for row in rows:
         values = _numbers(row)
         for name, cell in row.items():
@@ -213,8 +221,8 @@ def _read_points(table: Path, say: Say) -> tuple[dict[int, Point], dict[int, Poi
             costs = {"images": values.get("cost/images"), "seconds": values.get("cost/train_s"), "passes": passes}
             iterations[done] = Point(_numbers({"iterations": done, **costs}), values)
         if heldout := {name[len("heldout/") :]: value for name, value in values.items() if name.startswith("heldout/")}:
-            evaluations[done] = Point({}, heldout)
-    for done, point in evaluations.items():
+            evaluations[done, heldout.get(FINGERPRINT)] = Point({}, heldout)
+    for (done, _), point in evaluations.items():
         costs_then = iterations[done].costs if done in iterations else {"iterations": done}
         point.costs.update(dict.fromkeys(AXES, 0.0) if done == 0 else costs_then)
     return iterations, evaluations

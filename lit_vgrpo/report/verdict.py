@@ -117,7 +117,7 @@ class Verdict:
         for name in names:
             if name not in end.metrics or name in ("failed", "reward_std", FINGERPRINT):
                 continue
-            before, after = (self.run.scores.get(point.iteration, {}).get(name) for point in (start, end))
+            before, after = (self.run.scores_at(point).get(name) for point in (start, end))
             first, before = (None, None) if start is end else (start.metrics.get(name), before)
             both = interval(before), interval(after)
             change = Change(name, first, end.metrics[name], both, difference(before, after))

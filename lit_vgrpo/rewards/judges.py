@@ -14,7 +14,7 @@ from torch import Tensor
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.base import Reward, RewardError
-from lit_vgrpo.system.hub import local_folder
+from lit_vgrpo.system.hub import leave_silent_hub, local_folder
 
 EDIT_CONFIG = "config/EditReward-MiMo-VL-7B-SFT-2508.yaml"
 PACKAGES = {"HPSv3": "hpsv3", "DeQA": "accelerate", "EditReward": "EditReward"}
@@ -60,6 +60,8 @@ class PackagedJudge(Reward):
         return [] if is_here else [f"{needs}. Run: lightning serve-reward {self.model} --print-setup"]
 
     def load(self) -> None:
+        if self._score is None:
+            leave_silent_hub()
         self._score = self._score or {"HPSv3": _hpsv3, "DeQA": _deqa, "EditReward": _edit_reward}[self.model](self)
 
     def __call__(

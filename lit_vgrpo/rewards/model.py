@@ -27,6 +27,7 @@ from lit_vgrpo.system.hub import (
     headers_only,
     local_folder,
     quiet_libraries,
+    source_of,
 )
 from lit_vgrpo.system.process import bar, is_first_process
 
@@ -192,7 +193,7 @@ def weights_file(checkpoint: str, filename: str) -> Path:
         return folder if folder.is_file() else folder / filename
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(checkpoint, filename))
+    return Path(hf_hub_download(source_of(checkpoint), filename))
 
 
 def _is_file(checkpoint: str) -> bool:

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from contextvars import ContextVar
 from importlib import metadata
 from shutil import get_terminal_size
@@ -95,9 +94,3 @@ def ignore_broken_pipes() -> None:
             is_line_buffered = stream.line_buffering or stream.write_through  # PYTHONUNBUFFERED sets the latter alone
             text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=is_line_buffered)
             setattr(sys, name, text)
-
-
-def say_from_handler(text: str) -> None:
-    """Write to stderr from a signal's handler, which may interrupt another write, so that print() is not safe."""
-    with suppress(OSError):
-        os.write(2, text.encode())

@@ -60,6 +60,7 @@ class StopRequests(ABC):
         self.signals: list[int] = []
         self.is_urgent = False
         self._obeyed = 0
+        self._unanswered: list[int] = []
         self._last = -REPEAT_S
         self._is_held = False
         self._counting = threading.RLock()  # a handler may interrupt another one
@@ -92,7 +93,7 @@ class StopRequests(ABC):
 
     @abstractmethod
     def answer(self, signum: int) -> None:
-        """Report that a first request was received and waits. Called in any thread."""
+        """Report that a first request was received and waits. Called in the thread, which may print."""
 
     @abstractmethod
     def obey(self, signum: int) -> None:
@@ -152,12 +153,14 @@ class StopRequests(ABC):
                 self.is_urgent = self.is_urgent or bool(self.signals) or not self.can_wait()
                 self.signals.append(number)
                 if not self.is_urgent:
-                    self.answer(number)
+                    self._unanswered.append(number)
 
     def _poll(self) -> None:
         while not self._done.is_set():
             select.select([self._reader], [], [], POLL_S)
             self._count()
+            while self._unanswered:  # without the lock, since the main thread may hold that of the bars
+                self.answer(self._unanswered.pop())
             if len(self.signals) > 2 and not self._done.is_set():
                 self.end(self.signals[0], "It was asked to stop three times.")
 

@@ -24,7 +24,6 @@ from lit_vgrpo.core.ranges import NonNegativeInt, checked
 from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.errors import counted, one_line, say, suggestion
 from lit_vgrpo.system.paths import draft_of
-from lit_vgrpo.system.process import say_from_handler
 from lit_vgrpo.system.signals import StopRequests
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, put_in_place, read
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS
@@ -36,7 +35,7 @@ AUTO = "auto"
 UNTRAINED, TRAINED = "heldout/untrained_reward", "heldout/reward"
 DISTANCES = ("heldout/fid", "heldout/kid")
 LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
-FIRST_CTRL_C = "\nFinishing this {}, then saving. Ctrl-C again stops at once.\n"
+FIRST_CTRL_C = "Finishing this {}, then saving. Ctrl-C again stops at once."
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,9 @@ class RunCheckpoint(Checkpoint):
 
     After the first Ctrl-C the run finishes its iteration, saves and stops. After SIGTERM or SIGHUP on any rank, or
     Ctrl-C under torchrun, it finishes only its micro-batch. A second signal stops at once and, on a single rank, saves
-    mid-iteration; a third does not wait for that. Files are written atomically: a failed save leaves the earlier
-    checkpoints unchanged, and training continues. ``best.ckpt`` holds the start until an evaluation is better.
+    mid-iteration; a third does not wait for that. On a single rank, an error such as one of the reward saves, unless
+    it came while the weights were updated. Files are written atomically: a failed save leaves the earlier checkpoints
+    unchanged, and training continues. ``best.ckpt`` holds the start until an evaluation is better.
 
     Args:
         every_n_iterations: Iterations between saves of ``last.ckpt``, of which the one before becomes
@@ -112,6 +112,7 @@ class RunCheckpoint(Checkpoint):
         self._requests: _Requests | None = None
         self._leaving = self._within_update = False
         self._is_through = False
+        self._saved_step = -1
         self._seen: Any = None  # evaluation
         self._aside: str | None = None  # name for a best checkpoint of other images or rewards
 
@@ -140,6 +141,7 @@ class RunCheckpoint(Checkpoint):
             signal.getsignal(signal.SIGTERM), "signal_handlers", ()
         ):
             signal.signal(signal.SIGTERM, self._requests.on_signal)
+        self._saved_step = trainer.global_step
         self._keep_best(trainer, pl_module)  # the start, which no later evaluation may reach
 
     @override
@@ -227,8 +229,22 @@ class RunCheckpoint(Checkpoint):
             self._requests.hear_ctrl_c()
         is_asked = isinstance(exception, KeyboardInterrupt | SIGTERMException)
         is_alone = trainer.world_size == 1  # saving is collective, and the other ranks may be waiting elsewhere
-        if is_asked and is_alone and self.training and self.saved is None and not self._leaving:
+        if not (is_alone and self.training and self.saved is None and not self._leaving):
+            return
+        if is_asked:
             self._save(trainer, INTERRUPTED)
+        elif self._is_worth_saving(trainer, pl_module):
+            try:
+                self._save(trainer, INTERRUPTED)
+            except Exception as error:  # such as after an error of the GPU: it must not hide the first one
+                say(f"Cannot save: {one_line(error)}. Earlier checkpoints are kept.", error=True)
+
+    def _is_worth_saving(self, trainer: Trainer, module: Any) -> bool:
+        """Return True after an error that left the iteration as it was, if no checkpoint has this state yet."""
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        is_within = epochs.processed == epochs.completed  # not after an iteration that a StopIteration cut off
+        is_new = module.iteration is not None or trainer.global_step != self._saved_step
+        return bool(module.is_savable and is_within and is_new)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -295,6 +311,8 @@ class RunCheckpoint(Checkpoint):
             self.unsaved = trainer.strategy.broadcast(self._write(trainer, checkpoint, path))
             if name != BEST:
                 self.saved = None if self.unsaved is not None else path
+            if self.unsaved is None:
+                self._saved_step = trainer.global_step
         if self.unsaved is not None and trainer.is_global_zero:
             again = "The next save" if newest_checkpoint(run_folder(trainer)) is None else "The next save or --resume"
             say(f"{self.unsaved} Free some disk space. {again} will try again.", error=True)
@@ -335,7 +353,7 @@ class _Requests(StopRequests):
     @override
     def answer(self, signum: int) -> None:
         if signum == signal.SIGINT:
-            say_from_handler(FIRST_CTRL_C.format("micro-batch" if self._has_30_s else "iteration"))
+            say(FIRST_CTRL_C.format("micro-batch" if self._has_30_s else "iteration"), error=True)
 
     @override
     def obey(self, signum: int) -> None:

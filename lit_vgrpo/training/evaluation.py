@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -258,8 +258,7 @@ class Evaluator:
             raise TypeError(f"The evaluation got {what}. Pass datamodule=PromptDataModule(...) instead of a loader.")
         if self._bar is None:
             self._bar = bar("Evaluating", total=batch.images // rank_and_world_size()[1])
-        hashes = {id(row): row_hash(row) for row in batch.rows}  # a prompt's images share its row
-        self._asked |= {slot: hashes[id(row)] for slot, row in zip(batch.slots, batch.rows, strict=True)}
+        self._ask(batch)
         self._sources += batch.sources
         with torch.inference_mode(mode=False), torch.no_grad(), self._queue.closed_on_error():
             with self.ledger.phase("evaluation"):
@@ -269,7 +268,12 @@ class Evaluator:
             self._queue.put(images, batch.prompts, batch.rows)
         self._bar.update(len(batch.slots))
 
-    def _read_contents(self, trainer: Trainer) -> dict[str, str]:
+    def _ask(self, batch: PromptBatch) -> None:
+        hashes = {id(row): row_hash(row) for row in batch.rows}  # a prompt's images share its row
+        self._asked |= {slot: hashes[id(row)] for slot, row in zip(batch.slots, batch.rows, strict=True)}
+
+    def _read_contents(self, trainer: Trainer) -> tuple[dict[str, str], int]:
+        """Return hashes of what the batches evaluate, and their fingerprint."""
         asked = {slot: row for own in all_gather_objects(self._asked) for slot, row in own.items()}
         with self.policy.sized(*self.sides):
             size = dict(zip(("height", "width"), self.policy.image_size or (), strict=False))
@@ -279,7 +283,8 @@ class Evaluator:
             "sampling": [{**asdict(self.spec), **size}, self.policy.num_frames, self.seed],
             "weights": evaluated_weights(trainer),
         }
-        return all_gather_objects({name: hashed(part) for name, part in contents.items()} | self._rewards)[0]
+        hashes = all_gather_objects({name: hashed(part) for name, part in contents.items()} | self._rewards)[0]
+        return hashes, int(hashed(sorted(hashes.items()))[:6], 16)  # 24 bits: a float32 holds them
 
     def per_image(self, name: str) -> Tensor | None:
         """Return a metric of the last evaluation per image, ``(N,)`` by number, NaN if it has none, or ``None``."""
@@ -337,8 +342,7 @@ class Evaluator:
             logs: Also log them, at the step at which the trainer logs the finished iteration.
         """
         self.start_over()
-        batches, limit = declared(module.trainer).datamodule.val_dataloader(), module.trainer.limit_val_batches
-        for batch in islice(batches, limit if isinstance(limit, int) else int(limit * len(batches))):
+        for batch in _batches(module.trainer):
             self.add(batch)
         if len(self._queue):
             metrics = self.finish(module)
@@ -348,11 +352,18 @@ class Evaluator:
                 logger.log_metrics(metrics | epoch, step=max(trainer.global_step - 1, 0))
         return self.latest
 
+    def is_new(self, trainer: Trainer) -> bool:
+        """Return True if the run has no evaluation to compare with, as after a resume with other held-out prompts."""
+        for batch in _batches(trainer):
+            self._ask(batch)
+        is_new = bool(self._asked) and self._read_contents(trainer)[1] not in self._starts
+        self.start_over()
+        return is_new
+
     def finish(self, module: TrainingModule) -> dict[str, float]:
         """Return the means of the added batches; those of ``fit`` enter the history, with the cost of training."""
         trainer = module.trainer
-        contents = self._read_contents(trainer)
-        fingerprint = int(hashed(sorted(contents.items()))[:6], 16)  # 24 bits: a float32 holds them
+        contents, fingerprint = self._read_contents(trainer)
         is_first = trainer.state.fn == "fit" and trainer.global_step == 0
         means = self.means(module, is_first=is_first)
         newest, start = self.looks.newest, self._starts.get(fingerprint, self.looks.newest)
@@ -363,10 +374,13 @@ class Evaluator:
         mark: dict[str, float] = {f"heldout/{FINGERPRINT}": fingerprint}
         if trainer.state.fn != "fit":  # validate leaves no trace
             return means | mark
+        # The trainer's own count lags by one during validation.
+        iteration = trainer.current_epoch if module.record is None else module.record.iteration + 1
         if self.history and contents != self.contents:
             names = [name for name in self.contents | contents if self.contents.get(name) != contents.get(name)]
             what = ", ".join(names) if self.contents else "an older version did not record it"
             rule = "best.ckpt, the alarms and the report compare only evaluations of the same"
+            rule += "" if fingerprint in self._starts else f", from iteration {iteration} on"
             rank_zero_warn(f"What is evaluated changed since iteration {self.history[-1].iteration} ({what}): {rule}.")
         self._starts[fingerprint] = start
         self.latest, self.step, self.contents = means, trainer.global_step, contents
@@ -374,8 +388,7 @@ class Evaluator:
         metrics = means | mark | {"heldout/reward_std": float((scores - scores.nanmean()).square().nanmean().sqrt())}
         self.history.append(
             Evaluation(
-                # The trainer's own count lags by one during validation.
-                iteration=trainer.current_epoch if module.record is None else module.record.iteration + 1,
+                iteration=iteration,
                 reward=means["heldout/reward"],
                 images=ledger.images,
                 passes=ledger.training_passes(),
@@ -412,3 +425,9 @@ class Evaluator:
         self.latest, self.step = {}, -1
         self.history = [Evaluation(**values) for values in state["history"]]
         self.contents, self._starts = dict(state.get("contents", {})), dict(state.get("starts", {}))
+
+
+def _batches(trainer: Trainer) -> Iterator[PromptBatch]:
+    """Yield the held-out batches within the trainer's limit."""
+    batches, limit = declared(trainer).datamodule.val_dataloader(), trainer.limit_val_batches
+    yield from islice(batches, limit if isinstance(limit, int) else int(limit * len(batches)))

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from typing_extensions import override
 
+from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.errors import UserError, one_line, shell_line
 from lit_vgrpo.system.paths import new_file, read_regular, write_atomically
 from lit_vgrpo.training.resume import Progress, checked_json
@@ -32,12 +33,14 @@ from lit_vgrpo.training.resume import Progress, checked_json
 RUN_OPTIONS = {"WandbLogger": "version", "MLFlowLogger": "run_id", "CometLogger": "experiment_key"}
 """By tracker, the option of its logger that names a run to continue; the logger's ``version`` is the run."""
 TRACKERS = "trackers.json"
+MARK = f"heldout/{FINGERPRINT}"
 
 
 class MetricsTable(Logger):
     """Writes ``FOLDER/metrics.csv``, every row at once; rows wait in memory while the disk is full.
 
-    Lightning's CSVLogger deletes the file when a run is resumed.
+    All metrics of an iteration are in one row, unless one would replace another, as an evaluation of other held-out
+    prompts does. The evaluation at the start is iteration 0. Lightning's CSVLogger deletes the file on a resume.
 
     Args:
         folder: The run folder.
@@ -50,9 +53,10 @@ class MetricsTable(Logger):
         super().__init__()
         self._file = folder / "metrics.csv"
         has_rows = keep is not None and self._file.exists()
-        self._rows: list[Mapping[str, Any]] = [*filter(keep, read_table(self._file)[1])] if has_rows else []
+        kept = filter(keep, read_table(self._file)[1]) if has_rows else ()
+        self._rows: list[Mapping[str, Any]] = [*map(_numbered, kept)]
         self._columns: list[str] = []
-        self._num_written = 0
+        self._num_written = self._last_row = self._end = 0  # the others are places in the file
         self._has_failed = False
 
     @property
@@ -68,7 +72,12 @@ class MetricsTable(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Tensor | float], step: int | None = None) -> None:
         row = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        self._rows.append({**row, "step": step})
+        row = _numbered({**row, "step": step})
+        if self._rows and _is_same_iteration(self._rows[-1], row):
+            row = {**self._rows.pop(), **row}
+            if self._num_written > len(self._rows):
+                self._num_written, self._end = len(self._rows), self._last_row
+        self._rows.append(row)
         self._write()
 
     @override
@@ -80,15 +89,21 @@ class MetricsTable(Logger):
         """Append the new rows, or replace the file if there are new columns."""
         if not (new := self._rows[self._num_written :]):
             return
-        columns = sorted({*self._columns, *(name for row in new for name in row)})
+        names = {*self._columns, *(name for row in new for name in row)}
+        columns = sorted(names, key=lambda name: (name != "iteration", name))
         replaces = columns != self._columns or not self._file.exists()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with new_file(self._file, "x", newline="") if replaces else self._file.open("a", newline="") as file:
+            with new_file(self._file, "x", newline="") if replaces else self._file.open("r+", newline="") as file:
                 writer = csv.DictWriter(file, fieldnames=columns)
                 if replaces:
                     writer.writeheader()
-                writer.writerows(self._rows if replaces else new)
+                else:
+                    file.seek(self._end)
+                for row in self._rows if replaces else new:
+                    self._last_row = file.tell()
+                    writer.writerow(row)
+                self._end = file.tell()
         except OSError as error:
             if not self._has_failed:
                 reason = f"Cannot write {self._file}: {error.strerror}."
@@ -96,6 +111,23 @@ class MetricsTable(Logger):
             self._columns, self._num_written, self._has_failed = [], 0, True  # the next attempt replaces the file
             return
         self._columns, self._num_written, self._has_failed = columns, len(self._rows), False
+
+
+def _numbered(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its iteration, if that is known, and an evaluation's fingerprint as an integer."""
+    number = {} if row.get(MARK) in (None, "") else {MARK: int(float(row[MARK])), "iteration": 0}
+    number |= {} if row.get("epoch") in (None, "") else {"iteration": int(float(row["epoch"])) + 1}
+    return {**row, **number}
+
+
+def _is_same_iteration(last: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Return True if a row of metrics belongs to the last one; one without an iteration precedes or follows its row."""
+    known = [f"{one['iteration']}" for one in (last, row) if one.get("iteration") not in (None, "")]
+    follows = row.get("iteration") is None and len(known) == 1
+    if len({*known}) > 1 or (follows and (known == ["0"] or f"{last['step']}" != f"{row['step']}")):
+        return False
+    shared = [name for name in row if name not in ("step", "epoch", "iteration") and last.get(name) not in (None, "")]
+    return all(f"{last[name]}" == f"{row[name]}" for name in shared)
 
 
 class TensorBoard(TensorBoardLogger):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -191,15 +191,18 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return max(files, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def how_to_resume(folder: Path) -> str:
-    """Return the command that continues a run.
+def how_to_resume(folder: Path, edited: Sequence[str] = ()) -> str:
+    """Return the command that continues a run, also after edits of files that it compares.
 
     >>> how_to_resume(Path("runs/demo"))
     'Continue: lightning run runs/demo/config.yaml --resume'
     >>> how_to_resume(Path("my runs/demo"))
     "Continue: lightning run 'my runs/demo/config.yaml' --resume"
+    >>> how_to_resume(Path("demo"), ["reward.py"])
+    'Continue, also after an edit of reward.py: lightning run demo/config.yaml --resume allow_changes=true'
     """
-    return f"Continue: {shell_line('lightning', 'run', folder / CONFIG_NAME, '--resume')}"
+    when, allows = (f", also after an edit of {' or '.join(edited)}", ["allow_changes=true"]) if edited else ("", [])
+    return f"Continue{when}: {shell_line('lightning', 'run', folder / CONFIG_NAME, '--resume', *allows)}"
 
 
 def next_commands(folder: Path, prompt: str | None) -> dict[str, str]:
@@ -213,8 +216,8 @@ def next_commands(folder: Path, prompt: str | None) -> dict[str, str]:
     return draw | {what: shell_line("lightning", "export", folder, "--to", to)}
 
 
-def last_words(folder: Path) -> str:
-    """Return a line on the last checkpoint of a run that has ended, and how to continue."""
+def last_words(folder: Path, edited: Sequence[str] = ()) -> str:
+    """Return a line on the last checkpoint of a run that has ended, and how to continue, see :func:`how_to_resume`."""
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         return f"Nothing was saved yet. {how_to_resume(folder).replace('Continue', 'Start again')}"
@@ -222,7 +225,7 @@ def last_words(folder: Path) -> str:
         at = f" ({Progress.of(read(checkpoint))})"
     except CheckpointDamage as damage:
         at = f", but it {damage.reason}"
-    return f"The last checkpoint is {checkpoint}{at}. {how_to_resume(folder)}"
+    return f"The last checkpoint is {checkpoint}{at}. {how_to_resume(folder, edited)}"
 
 
 def _files(folder: Path) -> list[Path]:

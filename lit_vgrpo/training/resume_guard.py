@@ -37,7 +37,7 @@ from lit_vgrpo.rewards.combine import Part
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.system.paths import file_sha256, import_from_here, typed_path
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
-from lit_vgrpo.training.saved_weights import start_hashes
+from lit_vgrpo.training.saved_weights import averaged_weights, start_hashes
 from lit_vgrpo.training.teachers import teacher_hashes
 from lit_vgrpo.training.trainer_internals import declared
 
@@ -101,6 +101,14 @@ class ResumeGuard(Callback):
         self.inputs = inputs_of(cast(InputModule, pl_module), declared(trainer).datamodule)
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Before the callbacks that look at the newest evaluation.
+        module: Any = pl_module
+        if module.is_resumed and module.evaluate_at_start and module.evaluator.is_new(trainer):
+            with averaged_weights(trainer, pl_module):
+                module.evaluator.evaluate(module, logs=True)
+
+    @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[INPUTS_KEY] = self.inputs
         if self.recipe:
@@ -114,6 +122,7 @@ def refuse_changes(
     allowed: bool,
     what: str,
     texts: Mapping[Place, str],
+    command: str,
 ) -> list[str]:
     """Compare a checkpoint's recipe and input files with the current ones, and return the allowed changes.
 
@@ -122,13 +131,14 @@ def refuse_changes(
         inputs: The current hashes, see :func:`inputs_of`.
         allowed: Value of ``allow_changes``; without it, UserError lists the differences.
         what: The checkpoint's name in messages.
+        command: The command that allows changes.
     """
     saved = checkpoint.get(INPUTS_KEY, {})
     changed_settings = changes(checkpoint[RECIPE_KEY], now, texts) if RECIPE_KEY in checkpoint else []
     changed = [*changed_settings, *changed_inputs(saved, inputs)]
     if changed and not allowed:
         why = "it is a checkpoint of another recipe" if changed_settings else "it was trained with other files"
-        advice = "Restore these, or add allow_changes=true to continue with the new ones."
+        advice = f"Restore these, or continue with the new ones: {command}"
         raise UserError(f"Cannot continue from {what}: {why}.", *changed, advice)
     return changed
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lit_vgrpo.config.recipe import find_run
@@ -23,7 +24,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import LORA_FILE
 from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_STEM, SUFFIXES, lora_file_error, put_lora
 from lit_vgrpo.policies.meta import drawing_errors
-from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
+from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, leave_silent_hub, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path, typed_path
 from lit_vgrpo.system.process import report_on_first
 from lit_vgrpo.training.checkpoint_file import RECIPE_KEY, averages, read_sound
@@ -96,6 +97,16 @@ def evaluated_weights(trainer: Trainer) -> str:
     return AVERAGE if any(hasattr(callback, "average") for callback in declared(trainer).callbacks) else TRAINED
 
 
+@contextmanager
+def averaged_weights(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Use the weights of the trainer's EMA callback, if it has one, within the context."""
+    with ExitStack() as stack:
+        for callback in declared(trainer).callbacks:
+            if hasattr(callback, "average"):
+                stack.enter_context(callback.applied(module))  # type: ignore[attr-defined]
+        yield
+
+
 def _of_policy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(POLICY_PREFIX): tensor for name, tensor in tensors.items()}
 
@@ -123,6 +134,7 @@ class LoraPlace:
 
         remedy = f"Set {KEY}={self.repository}/FILE{SUFFIX}, or {KEY}=/a/local/file{SUFFIX}."
         with loading(self.repository, remedy):
+            leave_silent_hub()
             if Path(self.filename).stem == PEFT_STEM:
                 hf_hub_download(self.repository, str(Path(self.filename).with_name(PEFT_CONFIG)))
             return Path(hf_hub_download(self.repository, self.filename))

@@ -64,6 +64,12 @@ def strategy_errors(
             f"trainer.precision={precision} would cast the trained weights. Leave it out and set model.policy.dtype, "
             "such as bfloat16."
         )
+    elif precision == "bf16-mixed" and policy.dtype != torch.bfloat16:
+        yield (
+            f"trainer.precision={precision} has no effect: the policy computes in "
+            f"model.policy.dtype={str(policy.dtype).removeprefix('torch.')}. Leave it out, or set "
+            "model.policy.dtype=bfloat16."
+        )
     if is_portable:
         yield from _optimizer_errors(strategy, optimizer)
         if policy.quantisation is not None:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,24 @@ def test_a_reward_without_memory_or_with_its_own_interrupt_ends_the_run_in_a_lin
     assert "Training failed. " in err
 
 
+def test_a_run_continues_after_its_reward_is_mended(recipe, capsys):
+    """The iterations before the error are kept, and the printed command continues."""
+    code = "calls = 0\n\ndef shine(images, prompts):\n    global calls\n    calls += 1\n    assert calls < 3, 'gone'\n"
+    Path("mine.py").write_text(f"{code}    return images.mean((1, 2, 3))\n")
+    words = ["model.reward={python: 'mine:shine'}", "data.heldout=null", "trainer.max_epochs=3"]
+    assert run([recipe, *words, "trainer.enable_progress_bar=false"]) == 1
+    again = "lightning run runs/tiny/config.yaml --resume allow_changes=true"
+    kept = "The last checkpoint is runs/tiny/checkpoints/interrupted.ckpt (2 iterations, 2 optimizer steps)."
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"Training failed. {kept} Continue, also after an edit of mine.py: {again}"
+    Path("mine.py").write_text(code.replace("< 3", "> 0") + "    return images.mean((1, 2, 3))\n")
+    sys.modules.pop("mine")
+    assert run(again.split()[2:-1]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"Restore these, or continue with the new ones: {again}"
+    assert run(again.split()[2:]) == 0
+    assert "Changed: model.reward shine: mine.py changed since the checkpoint was written" in capsys.readouterr().out
+
+
 def test_what_a_reward_changes_reaches_neither_held_out_prompts_nor_later_iterations(recipe, capsys):
     words = ["data.train=shipped:prompts/shapes_train.jsonl", "data.heldout=shipped:prompts/shapes_heldout.jsonl"]
     words += ["data.heldout_limit=2", "data.prompts_per_iteration=2", "data.group_size=2", "data.micro_batch_size=4"]
@@ -252,3 +271,12 @@ def test_ctrl_c_before_the_run_listens_stops_without_a_traceback(recipe, capsys,
     monkeypatch.setattr(socket, "socketpair", lambda *_: signal.raise_signal(signal.SIGINT))
     assert run([recipe]) == 130
     assert capsys.readouterr().err.strip().endswith("Stopped.")
+
+
+def test_ctrl_c_after_the_last_iteration_says_what_is_saved(recipe, capsys):
+    code = "    def finish(self, *args):\n        raise KeyboardInterrupt\n"
+    Path("pressed.py").write_text(f"import lightning as L\n\nclass Pressed(L.Callback):\n{code}")
+    assert run([recipe, "trainer.max_epochs=1", "trainer.callbacks=[pressed.Pressed]", "data.heldout=null"]) == 130
+    saved = "The last checkpoint is runs/tiny/checkpoints/last.ckpt (1 iteration, 1 optimizer step)."
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"Stopped. {saved} Continue: lightning run runs/tiny/config.yaml --resume"

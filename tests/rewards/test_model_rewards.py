@@ -4,14 +4,18 @@ import json
 import pickle
 import shutil
 import warnings
+from importlib import import_module
 
 import clip_pixels
 import pytest
 import scorer_files
 import torch
+from fake_hub import FakeHub, Pages
 from support.pretended_gpu import pretended_gpu
 
-from lit_vgrpo.rewards import AestheticScore, CLIPScore, HPSv2, ImageReward, PickScore, PythonReward, Weighted
+from lit_vgrpo.rewards import AestheticScore, CLIPScore, HPSv2, ImageReward, PickScore, PythonReward, Weighted, judges
+from lit_vgrpo.rewards.model import weights_file
+from lit_vgrpo.system import hub
 from lit_vgrpo.system.hub import LoadError
 
 PROMPTS = ["a red cat", "a dog", "a red cat", "the long way " * 40, "a dog"]
@@ -292,3 +296,19 @@ def test_blips_own_tokens_follow_berts(tiny_reward):
     reward = tiny_reward(ImageReward)
     reward.load()
     assert reward._tokenizer.convert_tokens_to_ids(["[DEC]", "[ENC]"]) == [57, 58]
+
+
+@pytest.mark.parametrize("asks", ["file", "judge"])
+def test_a_hub_that_never_answers_costs_no_reward_minutes(tmp_path, monkeypatch, asks):
+    monkeypatch.setattr(Pages, "route", lambda page, pages: page.server.owner.closing.wait(60))
+    monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.2)
+    import_module("huggingface_hub.constants")  # otherwise imported when it is first used
+    monkeypatch.setattr(judges, "_deqa", lambda judge: None)
+    with FakeHub() as server:
+        server.use(monkeypatch, tmp_path)
+        with pytest.warns(UserWarning, match="did not answer within"):
+            if asks == "judge":
+                judges.PackagedJudge("DeQA").load()
+            else:
+                with pytest.raises(OSError, match="cache"):
+                    weights_file("owner/scorer", "head.pth")

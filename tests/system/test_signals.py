@@ -14,13 +14,14 @@ from lit_vgrpo.system.signals import StopRequests
 class Requests(StopRequests):
     def __init__(self):
         super().__init__()
-        self.obeyed, self.answered, self.ended = [], [], []
+        self.obeyed, self.answered, self.ended, self.answering = [], [], [], set()
 
     def can_wait(self):
         return True
 
     def answer(self, signum):
         self.answered.append(signum)
+        self.answering.add(threading.current_thread().name)
 
     def obey(self, signum):
         self.obeyed.append(signum)
@@ -71,6 +72,7 @@ def test_what_comes_at_once_is_one_request_but_two_of_ctrl_c(names, counted):
         send(*names)
     assert [signal.Signals(number).name for number in requests.signals] == counted
     assert requests.answered == requests.signals[:1]
+    assert requests.answering == {"stop-requests"}  # a handler may interrupt a bar, whose lines it would mix up
 
 
 def test_a_request_in_a_block_that_is_held_is_obeyed_after_it():

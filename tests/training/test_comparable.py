@@ -1,6 +1,7 @@
 """Which held-out evaluations are compared: those of the same images by the same rewards, in the history of one run."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -294,10 +295,17 @@ def copied(trained, tmp_path):
 def test_a_single_evaluation_of_other_prompts_has_no_start(tiny_sd3, copied):
     options, _ = RESUMED["other prompts"]
     with pytest.warns(UserWarning, match=CHANGED):
-        _, summary = fit(tiny_sd3, copied, 3, copied / "checkpoints/last.ckpt", **options)
+        _, summary = fit(tiny_sd3, copied, 3, copied / "checkpoints/last.ckpt", evaluate_at_start=False, **options)
     assert summary["heldout_reward_start"] is None
     assert summary["heldout_metrics_start"] == {}
     assert "distance_to_start" not in summary["heldout_metrics_end"]
+
+
+def test_prompts_held_out_from_the_resume_on_have_a_start(tiny_sd3, tmp_path):
+    fit(tiny_sd3, tmp_path, data={"heldout": None})
+    evaluator, summary = fit(tiny_sd3, tmp_path, 2, tmp_path / "checkpoints/last.ckpt")
+    assert numbers(evaluator) == [1, 2]
+    assert summary["heldout_reward_start"] == pytest.approx(evaluator.history[0].reward, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -305,18 +313,20 @@ def test_a_single_evaluation_of_other_prompts_has_no_start(tiny_sd3, copied):
 )
 def test_a_resumed_run_compares_only_evaluations_of_the_same(tiny_sd3, copied, name):
     """Other prompts have another mean, which would be the best of all or a collapse."""
-    options, what = RESUMED[name]
+    options, what = dict(RESUMED[name][0]), RESUMED[name][1]
     step, before = best_of(copied)
     last = copied / "checkpoints/last.ckpt"
     saved = torch.load(last, weights_only=True)
     (alarm,) = [state for state in saved["callbacks"].values() if "watches" in state]
     alarm["watches"]["images"] = (1, 0, torch.full((4,), -1e6), torch.ones(1))  # once more would be an alarm
     torch.save(saved, last)
-    with pytest.warns(UserWarning, match=rf"{CHANGED} 2 \({what}\): best.ckpt, the alarms and the report") as said:
-        evaluator, summary = fit(tiny_sd3, copied, 4, last, **options)
+    rule = "best.ckpt, the alarms and the report compare only evaluations of the same, from iteration 2 on."
+    with pytest.warns(UserWarning, match=rf"{CHANGED} 2 \({what}\): {rule}") as said:
+        kept = [Report(kept_images=0), *options.pop("callbacks", ())]
+        evaluator, summary = fit(tiny_sd3, copied, 4, last, callbacks=kept, **options)
     assert sum(CHANGED in str(one.message) for one in said) == 1
-    assert numbers(evaluator) == [0, 1, 2, 3, 4]
-    assert [one.iteration for one in evaluator.comparable] == [3, 4]
+    assert numbers(evaluator) == [0, 1, 2, 2, 3, 4]
+    assert [one.iteration for one in evaluator.comparable] == [2, 3, 4]
     assert summary["outcome"] == "finished"
     assert summary["alarms"] == []
     assert summary["heldout_reward_start"] == pytest.approx(evaluator.history[3].reward, abs=1e-6)
@@ -324,15 +334,16 @@ def test_a_resumed_run_compares_only_evaluations_of_the_same(tiny_sd3, copied, n
     assert "distance_to_start" not in evaluator.history[3].metrics
     assert evaluator.history[4].metrics["distance_to_start"] > 0
     # The best of the earlier evaluations is not worse, so its weights are kept.
-    assert best_of(copied)[1]["iteration"] in (3, 4)
+    assert best_of(copied)[1]["iteration"] in (2, 3, 4)
     kept = torch.load(copied / f"checkpoints/best-{before['iteration']}.ckpt", weights_only=True)
     assert kept["global_step"] == step
 
     data = read_run(copied)
-    assert [point.iteration for point in data.evaluations] == [0, 1, 2, 3, 4]
-    assert [point.iteration for point in data.comparable] == [3, 4]
+    assert [point.iteration for point in data.evaluations] == [0, 1, 2, 2, 3, 4]
+    assert [point.iteration for point in data.comparable] == [2, 3, 4]
+    assert [bool(data.scores_at(point)) for point in data.evaluations[2:]] == [False, True, True, True]
     assert Verdict(data).reward.start == pytest.approx(evaluator.history[3].reward, abs=1e-6)
-    assert " at iteration 3 to " in Verdict(data).sentence.replace("measurably:", "to")
+    assert " at iteration 2 to " in Verdict(data).sentence.replace("measurably:", "to")
     assert Verdict(data).cheating.words == summary["did_it_cheat"]["words"]
 
 
@@ -347,10 +358,10 @@ def test_a_baseline_counts_again_and_an_unchanged_one_goes_on(tiny_sd3, copied):
     data = read_run(copied)
     assert [point.iteration for point in data.comparable] == [0, 1, 2, 4]
     (curve,) = [plot for plot in plots([data]) if plot.title == "Held-out reward"]
-    assert [*np.flatnonzero(np.isnan(curve.series[0].ys))] == [3, 5]
+    assert [*np.flatnonzero(np.isnan(curve.series[0].ys))] == [3, 6]
     assert f"reward: from {data.comparable[-1].metrics['reward']:.4g} to" in curve.description.replace("sum", "reward")
     page = render([data])
-    assert page.count("(not comparable)") == 1
+    assert page.count("(not comparable)") == 2
     assert "are compared, from iteration 0 on." in page
 
 
@@ -403,9 +414,9 @@ def test_a_checkpoint_of_an_older_version_starts_a_baseline(tiny_sd3, copied):
     (copied / "metrics.csv").unlink()  # which has fingerprints too
     with pytest.warns(UserWarning, match=rf"{CHANGED} 2 \(an older version did not record it\)"):
         evaluator, summary = fit(tiny_sd3, copied, 3, path)
-    assert [one.iteration for one in evaluator.comparable] == [3]
+    assert [one.iteration for one in evaluator.comparable] == [2, 3]
     assert summary["did_it_cheat"]["words"].startswith("Not checked")
-    assert [point.iteration for point in read_run(copied).comparable] == [3]
+    assert [point.iteration for point in read_run(copied).comparable] == [2, 3]
 
 
 @pytest.mark.slow
@@ -421,11 +432,12 @@ def test_the_command_prints_one_line_and_best_ckpt_is_there(tiny_recipe, capfd):
             assert run([*more, *words[folder == "new" :]]) == 0
         assert sum(CHANGED in str(one.message) for one in warned) == 1
         printed = capfd.readouterr().out
-        assert ("Held-out reward " in printed) == (folder == "new")  # the first has one evaluation to compare
+        assert re.search(r"Held-out reward \S+ after 2 iterations, " if folder == "run" else r"\S+ before, ", printed)
         assert evaluate([folder, "--checkpoint", "best.ckpt"]) == 0
     assert [entry["iteration"] for entry in json.loads(Path("run/summary.json").read_text())["evaluations"]] == [
         0,
         1,
+        2,
         2,
         3,
     ]

@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from commands import run
 from jsonargparse import Namespace
@@ -36,17 +37,39 @@ def log(logger, *rows):
 
 
 def test_rows_go_on_after_the_checkpoint_and_new_columns_join(tmp_path):
-    log(MetricsTable(tmp_path), {"heldout": 0.5}, *({"a": float(n + 1), "epoch": n} for n in range(3)))
+    log(MetricsTable(tmp_path), {"heldout/fingerprint": 5}, *({"a": float(n + 1), "epoch": n} for n in range(3)))
     again = MetricsTable(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, logged=2)))
     log(again, {"a": 4.0, "epoch": 2}, {"b": 5.0, "epoch": 3})
     columns, rows = read_table(tmp_path / "metrics.csv")
-    assert columns == ["a", "b", "epoch", "heldout", "step"]
-    assert [(row["epoch"], row["a"], row["b"], row["heldout"]) for row in rows] == [
-        ("", "", "", "0.5"),
+    assert columns == ["iteration", "a", "b", "epoch", "heldout/fingerprint", "step"]
+    assert [(row["epoch"], row["a"], row["b"], row["heldout/fingerprint"]) for row in rows] == [
+        ("", "", "", "5"),
         ("0", "1.0", "", ""),
         ("1", "2.0", "", ""),
         ("2", "4.0", "", ""),
         ("3", "", "5.0", ""),
+    ]
+
+
+def test_an_iteration_is_one_row(tmp_path):
+    """Other callbacks log before it without its number; a resumed run may evaluate other prompts after it."""
+    table, mark = MetricsTable(tmp_path), "heldout/fingerprint"
+    table.log_metrics({"size": 4.0}, 0)
+    table.log_metrics({mark: 5}, 0)
+    for epoch in range(2):
+        table.log_metrics({"lr": 0.5}, epoch)
+        table.log_metrics({"a": 1.0, "epoch": epoch}, epoch)
+        table.log_metrics({mark: torch.tensor(5.0), "epoch": epoch}, epoch)
+    table = MetricsTable(tmp_path, lambda row: True)
+    table.log_metrics({"late": 1.0}, 1)
+    table.log_metrics({mark: 7, "epoch": 1}, 1)
+    columns, rows = read_table(tmp_path / "metrics.csv")
+    assert columns == ["iteration", "a", "epoch", mark, "late", "lr", "size", "step"]
+    assert [[row[name] for name in columns] for row in rows] == [
+        ["0", "", "", "5", "", "", "4.0", "0"],
+        ["1", "1.0", "0", "5", "", "0.5", "", "0"],
+        ["2", "1.0", "1", "5", "1.0", "0.5", "", "1"],
+        ["2", "", "1", "7", "", "", "", "1"],
     ]
 
 
@@ -58,7 +81,7 @@ def test_a_new_run_starts_a_new_table(tmp_path):
 
 def test_nothing_is_lost_while_the_header_changes(tmp_path, monkeypatch):
     logger = MetricsTable(tmp_path)
-    log(logger, {"a": 1.0})
+    log(logger, {"a": 1.0, "epoch": 0})
     before = (tmp_path / "metrics.csv").read_text()
 
     def fail(*args):
@@ -66,9 +89,9 @@ def test_nothing_is_lost_while_the_header_changes(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="metrics.csv: No space left on device. "):
         patch.setattr("lit_vgrpo.system.paths.os.replace", fail)
-        log(logger, {"b": 2.0})
+        log(logger, {"b": 2.0, "epoch": 1})
     assert (tmp_path / "metrics.csv").read_text() == before
-    log(logger, {"b": 3.0})
+    log(logger, {"b": 3.0, "epoch": 2})
     assert [row["b"] for row in read_table(tmp_path / "metrics.csv")[1]] == ["", "2.0", "3.0"]
 
 
@@ -94,7 +117,7 @@ def test_a_damaged_row_costs_no_other(tmp_path, damage, left):
 def test_an_empty_table_is_begun_anew(tmp_path):
     (tmp_path / "metrics.csv").write_text("")
     log(MetricsTable(tmp_path, rows_up_to(Progress(1, 2, 4, 1))), {"a": 1.0, "epoch": 1})
-    assert read_table(tmp_path / "metrics.csv")[1] == [{"a": "1.0", "epoch": "1", "step": "2"}]
+    assert read_table(tmp_path / "metrics.csv")[1] == [{"iteration": "2", "a": "1.0", "epoch": "1", "step": "2"}]
 
 
 class Tracker(DummyLogger):
