@@ -460,7 +460,7 @@ class AutoPolicy(Policy):
                 ours = self._inputs(z.float(), t, tensors, learned.alike(tensors, 1)[0][0])
                 pairs = zip(values_at(learned.tree, ours), values_at(learned.tree, now.inputs, row), strict=True)
                 for (leaf, mine), (_, value) in pairs:
-                    if leaf.kind in ("time", "guidance") and leaf.dim is None:  # one number for all rows
+                    if leaf.kind in ("time", "guidance") and leaf.dim is None and leaf.where is None:  # one number
                         mine, value = as_tensor(number_of(mine)), as_tensor(number_of(value))
                     share = of_texts if leaf.kind == "row" else rounding
                     refuse_difference(f"what its network gets as {leaf.name}", mine, value, share, leaf.changes_size)
@@ -470,14 +470,15 @@ class AutoPolicy(Policy):
             if is_guided:
                 with_prompt, without = made[1 - rule.negative_row], made[rule.negative_row]
                 prediction = self.guided(with_prompt, without, PROOF_SCALE)
-            refuse_difference("what its scheduler gets", self._state_of(prediction), step["model_output"], rounding)
+            taken = self._still(self._latents_of(step["model_output"]), prediction)
+            refuse_difference("what its scheduler gets", prediction, taken, rounding)
             after = solver.step(step["model_output"], solver.timesteps[number], step["sample"], return_dict=False)[0]
             refuse_difference("what its scheduler returns", after, seen.states[number], rounding)
             if number:
                 refuse_difference("its latents after a step", seen.states[number - 1], step["sample"], rounding)
         if seen.decoded is None or seen.result is None:
             raise NotLearned("does not decode with its VAE")
-        after = self._latents_of(seen.states[-1]).float()
+        after = self.sampled(self._latents_of(seen.states[-1]).float(), conds[0])
         refuse_difference("what its VAE gets", self.vae_latents(after), seen.decoded[0], rounding)
         picture = self._as_images(fake) / 2 + 0.5
         shown = seen.result[0][0]
@@ -558,6 +559,27 @@ class AutoPolicy(Policy):
     # --- predictions ------------------------------------------------------------------------------------------------
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        prediction = self._predict(z, t, cond)
+        if self.learned.from_picture is None:
+            return prediction
+        sides = [1] * (z.ndim - 1)
+        return self._still(prediction, (z - self.sampled(z, cond)) / t.clamp(min=1e-4).reshape(-1, *sides))
+
+    def _still(self, latents: Tensor, others: Tensor) -> Tensor:
+        """Return latents with other values where they are a picture's."""
+        if self.learned.from_picture is None:
+            return latents
+        index = self._copy("from_picture", self.learned.from_picture, latents.device)
+        return torch.where((index >= 0).reshape(self.learned.latent_shape), others, latents)
+
+    def sampled(self, z: Tensor, cond: Conditioning) -> Tensor:
+        if self.learned.from_picture is None:
+            return z
+        index = self._copy("from_picture", self.learned.from_picture, z.device).clamp(min=0)
+        return self._still(z, picked(cond.tensors[BESIDE].flatten(1).to(z), index).reshape(z.shape))
+
+    def _predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        """Return the network's predictions."""
         groups = self.learned.alike(cond.tensors, len(z))
         if len(groups) == 1:
             return self._pass(z, t, cond.tensors, groups[0][0])
@@ -630,7 +652,10 @@ class AutoPolicy(Policy):
             given = before_shift(t, leaf.shift) if leaf.kind == "time" else tensors["guidance"]
             values = given if (leaf.factor, leaf.offset) == (1, 0) else leaf.offset + leaf.factor * given
             values = as_type(values, one.dtype) if self.path_kind == "vp" else values  # a flow's may be rounded
-            return values.reshape(number, *[1] * (one.ndim - 1)).expand(number, *one.shape[1:])
+            values = values.reshape(number, *[1] * (one.ndim - 1)).expand(number, *one.shape[1:])
+            if leaf.where is None:
+                return values
+            return torch.where(self._copy(f"{leaf.name} where", leaf.where, z.device), values, one)
 
         inputs: dict[str, Any] = built(learned.tree, number, value_of)
         return inputs

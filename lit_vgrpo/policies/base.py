@@ -663,6 +663,10 @@ class Policy(nn.Module):
         without, with_prompt = both.chunk(2)
         return self.guided(with_prompt, without, scale)
 
+    def sampled(self, z: Tensor, cond: Conditioning) -> Tensor:
+        """Return the clean latents of those at the end of sampling ``(B, C, h, w)``."""
+        return z
+
     def guidance_factor(self, guidance: float) -> int:
         """Return the network passes per prediction: two with classifier-free guidance."""
         return 1 if guidance == 1.0 or self.embeds_guidance else 2

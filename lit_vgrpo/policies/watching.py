@@ -141,6 +141,7 @@ class Watcher:
         step: Callable[[int, Tensor], Tensor] | None = None,
         decode: Callable[[Tensor], Tensor] | None = None,
         keeps: bool = False,
+        encode: Callable[[torch.Size], Tensor] | None = None,
     ) -> Call:
         """Call the pipeline.
 
@@ -151,6 +152,7 @@ class Watcher:
                 take the step.
             decode: Returns the VAE's output; ``None`` stops before decoding.
             keeps: Keep the prompts' embeddings for later calls.
+            encode: Returns the latents that the VAE encodes, by their shape; ``None`` lets it encode.
         """
         seen, scheduler = Call(), self.scheduler()
         seen.scheduler = scheduler
@@ -200,8 +202,10 @@ class Watcher:
         arguments = dict(arguments)
         parts |= guiders_at(self.pipeline, arguments.pop(GUIDER, UNGUIDED[0]))
         vae = self.pipeline.vae
-        encode = wraps(vae.encode)(partial(encoded_latents if self.has_weights else random_latents, vae))
-        kept = self._once("encode", encode) if keeps else encode
+        own = wraps(vae.encode)(partial(encoded_latents if self.has_weights else random_latents, vae))
+        kept = self._once("encode", own) if keeps else own
+        if encode is not None:
+            kept = wraps(vae.encode)(lambda *given, **named: replaced_latents(own(*given, **named), encode))
         buffers = {} if self.has_weights else with_values(vae)
         parts["vae"] = StandIn(vae, **{**buffers, "decode": decoded, "encode": kept, "device": self.device})
         if keeps and hasattr(twin, "encode_prompt"):
@@ -344,16 +348,20 @@ def encoded_latents(vae: Any, images: Tensor, **named: Any) -> Any:
 
 def random_latents(vae: Any, images: Tensor, **named: Any) -> Any:
     """Return random latents of the shape that a VAE on the meta device encodes, the same for the same images."""
-    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-
     encoded = vae.encode(without_values(images.shape, images.dtype))
     generator = torch.Generator().manual_seed(0 if images.is_meta else int(1000 * images.double().sum()))
+    return replaced_latents(encoded, lambda shape: torch.randn(shape, generator=generator))
+
+
+def replaced_latents(encoded: Any, values: Callable[[torch.Size], Tensor]) -> Any:
+    """Return what a VAE encodes with other latents, without variance, by their shape."""
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
     if hasattr(encoded, "latent_dist"):
-        encoded.latent_dist = DiagonalGaussianDistribution(
-            torch.randn(encoded.latent_dist.parameters.shape, generator=generator)
-        )
+        mean = values(encoded.latent_dist.mean.shape)
+        encoded.latent_dist = DiagonalGaussianDistribution(torch.cat([mean, mean], dim=1), deterministic=True)
     else:
-        encoded.latent = torch.randn(encoded.latent.shape, generator=generator)
+        encoded.latent = values(encoded.latent.shape)
     return encoded
 
 

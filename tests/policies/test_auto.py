@@ -55,8 +55,6 @@ REFUSED = {
     "invert_sigmas": ("OmniGenPipeline", "MochiPipeline"),
     "expanded size": ("GlmImagePipeline",),
     "no time": (
-        "WanImageToVideoPipeline/expanded",
-        "LTXImageToVideoPipeline",
         "Cosmos2TextToImagePipeline",
         "Cosmos2VideoToWorldPipeline",
     ),
@@ -199,6 +197,17 @@ def test_wrong_learning_is_caught(what, broken):
     broken(policy.learned)
     with pytest.raises(NotLearned, match=what):
         policy._prove()
+
+
+@torch.no_grad()
+def test_a_first_frame_that_is_a_picture_stays_so():
+    policy = built("LTXImageToVideoPipeline").load()
+    z, t, cond = checks.inputs(policy)
+    picture, clean = policy.sampled(z, cond), z - t[:, None, None, None, None] * policy(z, t, cond, 3.0)
+    assert torch.allclose(clean[:, :, 0], picture[:, :, 0], atol=1e-5)
+    assert not torch.allclose(picture[:, :, 0], z[:, :, 0])
+    assert torch.equal(picture[:, :, 1:], z[:, :, 1:])
+    assert policy.learned.of_kind("time")[0].where.tolist() == [False, False, True, True]  # its tokens have no time
 
 
 @pytest.mark.parametrize("name", ["AuraFlowPipeline", pytest.param("ChromaPipeline", marks=pytest.mark.slow)])
