@@ -44,6 +44,7 @@ from lit_vgrpo.policies.loading import (
     read_index,
     small_file,
 )
+from lit_vgrpo.policies.meta import NotEstimated
 from lit_vgrpo.policies.modular import as_pipeline, has_modular_index, part_folder
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.policies.unet import PREDICTIONS, SNR_SHIFT, VP_SOLVERS, vp_misfit, vp_scheduler
@@ -412,7 +413,8 @@ class AutoPolicy(Policy):
                 nulls = [name for name, part in parts if part is None]
                 absent = [name for name in nulls if needs_part or name.startswith("text_encoder")]
                 if self.device.type == "meta" and not (needs_part and absent):  # where values do not exist
-                    raise NotImplementedError(f"{self.pipeline_class} cannot be called without weights") from error
+                    advice = "Read peak_memory_bytes in the summary.json of: lightning run RECIPE trainer.max_epochs=1"
+                    raise NotEstimated(f"{self.pipeline_class} reads values of its tensors. {advice}") from error
                 reason = f"{type(error).__name__}: {one_line(error).rstrip('.')}."
                 if absent:
                     reason += f" It has no {' and no '.join(absent)}. To take another checkpoint's, set {COMPONENTS}."
@@ -758,11 +760,10 @@ class AutoPolicy(Policy):
         return self._times(scheduler).float()
 
     def scheduler_lines(self, spec: RolloutSpec) -> list[str]:
-        lines, options = super().scheduler_lines(spec), guider_options(self._guider(spec.guidance))
-        guiders = [
-            f"pipe.{name} = pipe.{name}.new({', '.join(f'{option}={value!r}' for option, value in options.items())})"
-            for name in self.pipeline_parts(spec.guidance)
-        ]
+        lines, guiders = super().scheduler_lines(spec), list[str]()
+        for name, guider in self.pipeline_parts(spec.guidance).items():
+            options = guider_options(guider, self._guider(spec.guidance)).items()
+            guiders.append(f"pipe.{name} = pipe.{name}.new({', '.join(f'{key}={value!r}' for key, value in options)})")
         passes_times = self.path_kind == "flow" and self._schedule(spec.steps).keys() & {"sigmas", "timesteps", "mu"}
         return [*lines, *(OWN_TIMESTEPS if lines and passes_times else ()), *guiders]
 

@@ -31,6 +31,9 @@ UNGUIDED: tuple[dict[str, Any], ...] = ({"enabled": False}, {"enabled": True, "s
 """Options of a guider without guidance. Some modular pipelines fail without embeddings of a negative prompt, which they
 compute only for an enabled guider."""
 
+PROJECTED, NEVER = "adaptive_projected_guidance_start_step", 100_000
+"""Option of HunyuanImage 2.1's guider, whose rule changes at that step to one with momentum."""
+
 
 class NotLearned(LoadError):
     """A pipeline does something that a learned policy cannot do; the message is a phrase that names it."""
@@ -297,16 +300,20 @@ class Watcher:
         return tuple(sorted(found))
 
 
-def guider_options(scale: float | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options of a guider at a guidance scale, or those that are given."""
-    return scale if isinstance(scale, Mapping) else {"enabled": True, "guidance_scale": scale}
+def guider_options(guider: Any, scale: float | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of a guider at a guidance scale, or those that are given.
+
+    A rule that reads the predictions of earlier steps never starts: a policy's prediction depends on the latents alone.
+    """
+    never = {PROJECTED: NEVER} if PROJECTED in guider.config else {}
+    return scale if isinstance(scale, Mapping) else {"enabled": True, "guidance_scale": scale, **never}
 
 
 def guiders_at(pipeline: Any, scale: float | Mapping[str, Any]) -> dict[str, Any]:
     """Return the guiders among a pipeline's components, by name, see :func:`guider_options`."""
     guiders = {name: part for name, part in pipeline.components.items() if name.endswith(GUIDER) and part is not None}
     with quiet_libraries():
-        return {name: part.new(**guider_options(scale)) for name, part in guiders.items()}
+        return {name: part.new(**guider_options(part, scale)) for name, part in guiders.items()}
 
 
 def in_own_type(module: Any, *given: Any, **named: Any) -> Any:
@@ -328,7 +335,7 @@ def random_output(module: nn.Module, *given: Any, **named: Any) -> Any:
         is_real = leaf.is_floating_point()
         return torch.randn(leaf.shape, generator=generator) if is_real else torch.zeros(leaf.shape, dtype=leaf.dtype)
 
-    with AutocastOnMeta():
+    with AutocastOnMeta(masks_are_full=True):
         return tree_map(drawn, module(*tree_map(floats_to_meta, given), **tree_map(floats_to_meta, named)))
 
 

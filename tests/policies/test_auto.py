@@ -28,8 +28,9 @@ from lit_vgrpo.policies import (
 )
 from lit_vgrpo.policies.learned import leaves
 from lit_vgrpo.policies.loading import KEY
+from lit_vgrpo.policies.meta import NotEstimated, flops_per_image
 from lit_vgrpo.policies.unet import vp_scheduler
-from lit_vgrpo.policies.watching import NotLearned
+from lit_vgrpo.policies.watching import NEVER, PROJECTED, NotLearned
 from lit_vgrpo.system.hub import LoadError
 
 FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline", "Flux3ModularPipeline")
@@ -40,6 +41,8 @@ PROMPT = "three green dogs"
 WITHOUT_ADAPTERS = ("PRXPipeline", "PixArtSigmaPipeline", "PixArtAlphaPipeline", "LuminaPipeline")
 WITHOUT_ADAPTERS += ("EasyAnimatePipeline", "OmniGenPipeline", "AllegroPipeline")
 WITHOUT_ADAPTERS += ("CogView3PlusPipeline", "HunyuanDiTPipeline", "LattePipeline")
+BY_VALUE = ("PRXPipeline", "HiDreamImagePipeline", "NucleusMoEImagePipeline", "HunyuanVideo15Pipeline")
+"""Pipelines that branch on values."""
 REFUSED = {
     "consistency model": ("LatentConsistencyModelPipeline",),
     "4 images for one": ("AnimateDiffPipeline", "LattePipeline"),
@@ -367,9 +370,12 @@ def test_a_solver_with_other_times_is_refused():
 
 
 @pytest.mark.slow
-def test_a_guider_is_set_in_lines_of_python():
-    lines = built("HunyuanVideo15Pipeline").load().scheduler_lines(RolloutSpec("euler", 3, 2.0))
-    assert lines == ["pipe.guider = pipe.guider.new(enabled=True, guidance_scale=2.0)"]
+@pytest.mark.parametrize(
+    ("name", "more"), [("HunyuanVideo15Pipeline", ""), ("HunyuanImagePipeline/guided", f", {PROJECTED}={NEVER}")]
+)
+def test_a_guider_is_set_in_lines_of_python(name, more):
+    lines = built(name).load().scheduler_lines(RolloutSpec("euler", 3, 2.0))
+    assert lines[0] == f"pipe.guider = pipe.guider.new(enabled=True, guidance_scale=2.0{more})"
 
 
 def test_a_prompt_may_be_as_long_as_the_last_tokenizer_allows():
@@ -379,6 +385,22 @@ def test_a_prompt_may_be_as_long_as_the_last_tokenizer_allows():
 def test_a_network_without_adapters_is_trained_whole():
     with pytest.raises(LoadError, match="PRXTransformer2DModel without adapters. Leave out model.policy.lora_rank"):
         built("PRXPipeline", lora_rank=2).load()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_estimated"),
+    [("ErnieImagePipeline", True), *(pytest.param(name, "PRX" in name, marks=pytest.mark.slow) for name in BY_VALUE)],
+)
+def test_memory_is_estimated_or_the_run_named_that_measures_it(name, is_estimated, tmp_path):
+    entry = zoo.ZOO[name]
+    size = {key: entry.size[key] for key in ("height", "width", "num_frames") if key in entry.size}
+    policy = AutoPolicy(str(zoo.save(name, tmp_path / name)), call=dict(entry.options), **size)
+    if not is_estimated:
+        with pytest.raises(NotEstimated, match=r"reads values .* Read peak_memory_bytes .* trainer.max_epochs=1"):
+            flops_per_image(policy)
+        return
+    forward, both = flops_per_image(policy)
+    assert 2 * forward < both < 4 * forward
 
 
 def test_a_folder_is_enough(tmp_path):
