@@ -403,9 +403,10 @@ class AutoPolicy(Policy):
                 self._prove()
             except Exception as error:  # the pipeline's code may raise anything
                 self._learned.pop(key, None)
-                where = f"{KEY}={self.checkpoint}:"
+                where, options = f"{KEY}={self.checkpoint}:", " and ".join(f"call.{name}" for name in self.call)
+                without = f"Leave out model.policy.{options}" if options else ""
                 if isinstance(error, NotLearned):
-                    advice = "Write a policy class for it (docs/add_a_policy.md)."
+                    advice = f"{without + ', or write' if options else 'Write'} a policy class (docs/add_a_policy.md)."
                     raise LoadError(f"{where} {self.pipeline_class} {error}. {advice}") from error
                 if isinstance(error, LoadError):
                     raise
@@ -420,6 +421,7 @@ class AutoPolicy(Policy):
                     reason += f" It has no {' and no '.join(absent)}. To take another checkpoint's, set {COMPONENTS}."
                 if "image" in self.watcher.parameters and not self.edits:
                     reason += " If it edits pictures, set model.policy.references=1."
+                reason += f" {without}, if that is the cause." if options else ""
                 raise LoadError(f"{where} a call of {self.pipeline_class} fails. {reason}") from error
         return self._learned[key]
 

@@ -26,9 +26,11 @@ from lit_vgrpo.policies import (
     ZImagePolicy,
     checks,
 )
+from lit_vgrpo.policies.acceleration import set_attention_backend
 from lit_vgrpo.policies.learned import leaves
 from lit_vgrpo.policies.loading import KEY
 from lit_vgrpo.policies.meta import NotEstimated, flops_per_image
+from lit_vgrpo.policies.placement import restored_on_error
 from lit_vgrpo.policies.unet import vp_scheduler
 from lit_vgrpo.policies.watching import NEVER, PROJECTED, NotLearned
 from lit_vgrpo.system.hub import LoadError
@@ -252,6 +254,12 @@ def test_options_that_would_be_ignored_are_refused(options, advice):
         policy.load()
 
 
+def test_an_argument_that_changes_the_sampling_is_named():
+    advice = r"takes 5 scheduler steps .* in 6 sampling steps. Leave out model.policy.call.denoising_end, or write"
+    with pytest.raises(LoadError, match=advice):
+        AutoPolicy(zoo.build("StableDiffusionXLPipeline"), height=32, width=48, call={"denoising_end": 0.8}).load()
+
+
 def test_a_size_that_the_pipeline_rounds_is_refused():
     policy = AutoPolicy(zoo.build("FluxPipeline"), height=33, width=48, call={"max_sequence_length": 16})
     with pytest.raises(LoadError, match=r"policy.height=33 is a size at which FluxPipeline makes 32. Set height=32"):
@@ -274,6 +282,15 @@ def test_a_pipeline_in_memory_is_as_before_after_a_failed_load():
     assert not pipeline.vae.use_tiling
     AutoPolicy(pipeline, height=32, **options).load()
     assert state() != before
+
+
+def test_an_attention_backend_is_as_before_after_an_error():
+    pipeline = zoo.build("FluxPipeline")
+    processors = [*pipeline.transformer.attn_processors.values()]
+    with pytest.raises(ValueError, match="found late"), restored_on_error(pipeline):
+        set_attention_backend(pipeline.transformer, "native")
+        raise ValueError("found late")
+    assert {processor._attention_backend for processor in processors} == {None}
 
 
 def changed(pipeline, change):
