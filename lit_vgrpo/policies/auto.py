@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -48,7 +48,6 @@ from lit_vgrpo.policies.meta import NotEstimated
 from lit_vgrpo.policies.modular import as_pipeline, has_modular_index, part_folder
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.policies.unet import PREDICTIONS, SNR_SHIFT, VP_SOLVERS, vp_misfit, vp_scheduler
-from lit_vgrpo.policies.wan import joined_by_time, rows_sharing_time
 from lit_vgrpo.policies.watching import (
     GUIDER,
     Call,
@@ -201,14 +200,6 @@ class AutoPolicy(Policy):
     def network_names(self) -> tuple[str, ...]:
         second = f"{self.network_name}_2"
         return (self.network_name, *([second] if self._file(INDEX).get(second, [None])[0] is not None else []))
-
-    def joined(self, networks: Sequence[Any]) -> Any:
-        return joined_by_time(self.pipeline, networks)
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        with super().sampling(), rows_sharing_time(self.network):
-            yield
 
     @property
     def network_name(self) -> str:  # type: ignore[override]
