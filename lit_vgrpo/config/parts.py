@@ -153,7 +153,11 @@ def _misnamed_option(node: Mapping[Any, Any], owner: Any, place: Place) -> str |
             hints |= typing.get_type_hints(base.__init__)
     for option, value in options.items():
         if option not in known:
-            return unknown_option(f"{key}.{option}", owner.__name__, known)
+            message = unknown_option(f"{key}.{option}", owner.__name__, known)
+            of_auto = "" if "call" in known else " of AutoPolicy"
+            way = f" For an argument of the pipeline's call, set {key}.call.{option}{of_auto}."
+            start, listed, _ = message.partition(" Use one of")
+            return start + way if key == "model.policy" and listed else message
         if error := _misnamed(value, hints.get(option), (*place, option)):
             return error
     return None

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from shlex import join
 from typing import Any, Self
 
 import yaml
@@ -87,7 +86,7 @@ class Command:
 
     def line(self, *more: str) -> str:
         """Return the command as a line of a shell, with more arguments."""
-        return join(["lightning", "run", f"{self.recipe}", *self.settings, *["--resume"] * self.resume, *more])
+        return shell_line("lightning", "run", self.recipe, *self.settings, *["--resume"] * self.resume, *more)
 
     def in_folder(self, run: Path) -> Self:
         """Return the command that resumes a run folder from the recipe in it."""

@@ -31,6 +31,7 @@ class Policy(Protocol):
     def sampling(self) -> AbstractContextManager[None]: ...
     def scheduler(self, solver: str, steps: int) -> Any: ...
     def scheduler_times(self, scheduler: Any) -> Tensor: ...
+    def sampled(self, z: Tensor, cond: Conditioning) -> Tensor: ...
     def __call__(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float, /) -> Tensor: ...
 
 
@@ -156,7 +157,7 @@ def _ode_batches(
             z = filled(noise[part], size).to(policy.device).float()
             scheduler, schedule = schedule_of(policy, spec)
             z, kept = _integrate(policy, cond, spec, z, scheduler, schedule.to(z.device), record)
-            latents, trajectory = z[: len(noise[part])].to(noise.device), None
+            latents, trajectory = policy.sampled(z, cond)[: len(noise[part])].to(noise.device), None
             if record:
                 states = torch.stack([state[: len(latents)].to(noise.device) for state in kept], dim=1)
                 times = schedule[list(record)].to(noise.device)
@@ -231,7 +232,7 @@ def _chain_batches(
             second_time=second_time,
             predictions=asked,
         )
-        yield stored(z), called_at, trajectory
+        yield stored(policy.sampled(z, cond)), called_at, trajectory
 
 
 def _without_waiting(values: Tensor, device: torch.device) -> Tensor:

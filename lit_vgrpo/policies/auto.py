@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -44,10 +44,10 @@ from lit_vgrpo.policies.loading import (
     read_index,
     small_file,
 )
+from lit_vgrpo.policies.meta import NotEstimated
 from lit_vgrpo.policies.modular import as_pipeline, has_modular_index, part_folder
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.policies.unet import PREDICTIONS, SNR_SHIFT, VP_SOLVERS, vp_misfit, vp_scheduler
-from lit_vgrpo.policies.wan import joined_by_time, rows_sharing_time
 from lit_vgrpo.policies.watching import (
     GUIDER,
     Call,
@@ -200,14 +200,6 @@ class AutoPolicy(Policy):
     def network_names(self) -> tuple[str, ...]:
         second = f"{self.network_name}_2"
         return (self.network_name, *([second] if self._file(INDEX).get(second, [None])[0] is not None else []))
-
-    def joined(self, networks: Sequence[Any]) -> Any:
-        return joined_by_time(self.pipeline, networks)
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        with super().sampling(), rows_sharing_time(self.network):
-            yield
 
     @property
     def network_name(self) -> str:  # type: ignore[override]
@@ -402,9 +394,10 @@ class AutoPolicy(Policy):
                 self._prove()
             except Exception as error:  # the pipeline's code may raise anything
                 self._learned.pop(key, None)
-                where = f"{KEY}={self.checkpoint}:"
+                where, options = f"{KEY}={self.checkpoint}:", " and ".join(f"call.{name}" for name in self.call)
+                without = f"Leave out model.policy.{options}" if options else ""
                 if isinstance(error, NotLearned):
-                    advice = "Write a policy class for it (docs/add_a_policy.md)."
+                    advice = f"{without + ', or write' if options else 'Write'} a policy class (docs/add_a_policy.md)."
                     raise LoadError(f"{where} {self.pipeline_class} {error}. {advice}") from error
                 if isinstance(error, LoadError):
                     raise
@@ -412,12 +405,14 @@ class AutoPolicy(Policy):
                 nulls = [name for name, part in parts if part is None]
                 absent = [name for name in nulls if needs_part or name.startswith("text_encoder")]
                 if self.device.type == "meta" and not (needs_part and absent):  # where values do not exist
-                    raise NotImplementedError(f"{self.pipeline_class} cannot be called without weights") from error
+                    advice = "Read peak_memory_bytes in the summary.json of: lightning run RECIPE trainer.max_epochs=1"
+                    raise NotEstimated(f"{self.pipeline_class} reads values of its tensors. {advice}") from error
                 reason = f"{type(error).__name__}: {one_line(error).rstrip('.')}."
                 if absent:
                     reason += f" It has no {' and no '.join(absent)}. To take another checkpoint's, set {COMPONENTS}."
                 if "image" in self.watcher.parameters and not self.edits:
                     reason += " If it edits pictures, set model.policy.references=1."
+                reason += f" {without}, if that is the cause." if options else ""
                 raise LoadError(f"{where} a call of {self.pipeline_class} fails. {reason}") from error
         return self._learned[key]
 
@@ -460,7 +455,7 @@ class AutoPolicy(Policy):
                 ours = self._inputs(z.float(), t, tensors, learned.alike(tensors, 1)[0][0])
                 pairs = zip(values_at(learned.tree, ours), values_at(learned.tree, now.inputs, row), strict=True)
                 for (leaf, mine), (_, value) in pairs:
-                    if leaf.kind in ("time", "guidance") and leaf.dim is None:  # one number for all rows
+                    if leaf.kind in ("time", "guidance") and leaf.dim is None and leaf.where is None:  # one number
                         mine, value = as_tensor(number_of(mine)), as_tensor(number_of(value))
                     share = of_texts if leaf.kind == "row" else rounding
                     refuse_difference(f"what its network gets as {leaf.name}", mine, value, share, leaf.changes_size)
@@ -470,14 +465,15 @@ class AutoPolicy(Policy):
             if is_guided:
                 with_prompt, without = made[1 - rule.negative_row], made[rule.negative_row]
                 prediction = self.guided(with_prompt, without, PROOF_SCALE)
-            refuse_difference("what its scheduler gets", self._state_of(prediction), step["model_output"], rounding)
+            taken = self._still(self._latents_of(step["model_output"]), prediction)
+            refuse_difference("what its scheduler gets", prediction, taken, rounding)
             after = solver.step(step["model_output"], solver.timesteps[number], step["sample"], return_dict=False)[0]
             refuse_difference("what its scheduler returns", after, seen.states[number], rounding)
             if number:
                 refuse_difference("its latents after a step", seen.states[number - 1], step["sample"], rounding)
         if seen.decoded is None or seen.result is None:
             raise NotLearned("does not decode with its VAE")
-        after = self._latents_of(seen.states[-1]).float()
+        after = self.sampled(self._latents_of(seen.states[-1]).float(), conds[0])
         refuse_difference("what its VAE gets", self.vae_latents(after), seen.decoded[0], rounding)
         picture = self._as_images(fake) / 2 + 0.5
         shown = seen.result[0][0]
@@ -558,6 +554,27 @@ class AutoPolicy(Policy):
     # --- predictions ------------------------------------------------------------------------------------------------
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        prediction = self._predict(z, t, cond)
+        if self.learned.from_picture is None:
+            return prediction
+        sides = [1] * (z.ndim - 1)
+        return self._still(prediction, (z - self.sampled(z, cond)) / t.clamp(min=1e-4).reshape(-1, *sides))
+
+    def _still(self, latents: Tensor, others: Tensor) -> Tensor:
+        """Return latents with other values where they are a picture's."""
+        if self.learned.from_picture is None:
+            return latents
+        index = self._copy("from_picture", self.learned.from_picture, latents.device)
+        return torch.where((index >= 0).reshape(self.learned.latent_shape), others, latents)
+
+    def sampled(self, z: Tensor, cond: Conditioning) -> Tensor:
+        if self.learned.from_picture is None:
+            return z
+        index = self._copy("from_picture", self.learned.from_picture, z.device).clamp(min=0)
+        return self._still(z, picked(cond.tensors[BESIDE].flatten(1).to(z), index).reshape(z.shape))
+
+    def _predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        """Return the network's predictions."""
         groups = self.learned.alike(cond.tensors, len(z))
         if len(groups) == 1:
             return self._pass(z, t, cond.tensors, groups[0][0])
@@ -630,7 +647,10 @@ class AutoPolicy(Policy):
             given = before_shift(t, leaf.shift) if leaf.kind == "time" else tensors["guidance"]
             values = given if (leaf.factor, leaf.offset) == (1, 0) else leaf.offset + leaf.factor * given
             values = as_type(values, one.dtype) if self.path_kind == "vp" else values  # a flow's may be rounded
-            return values.reshape(number, *[1] * (one.ndim - 1)).expand(number, *one.shape[1:])
+            values = values.reshape(number, *[1] * (one.ndim - 1)).expand(number, *one.shape[1:])
+            if leaf.where is None:
+                return values
+            return torch.where(self._copy(f"{leaf.name} where", leaf.where, z.device), values, one)
 
         inputs: dict[str, Any] = built(learned.tree, number, value_of)
         return inputs
@@ -733,11 +753,10 @@ class AutoPolicy(Policy):
         return self._times(scheduler).float()
 
     def scheduler_lines(self, spec: RolloutSpec) -> list[str]:
-        lines, options = super().scheduler_lines(spec), guider_options(self._guider(spec.guidance))
-        guiders = [
-            f"pipe.{name} = pipe.{name}.new({', '.join(f'{option}={value!r}' for option, value in options.items())})"
-            for name in self.pipeline_parts(spec.guidance)
-        ]
+        lines, guiders = super().scheduler_lines(spec), list[str]()
+        for name, guider in self.pipeline_parts(spec.guidance).items():
+            options = guider_options(guider, self._guider(spec.guidance)).items()
+            guiders.append(f"pipe.{name} = pipe.{name}.new({', '.join(f'{key}={value!r}' for key, value in options)})")
         passes_times = self.path_kind == "flow" and self._schedule(spec.steps).keys() & {"sigmas", "timesteps", "mu"}
         return [*lines, *(OWN_TIMESTEPS if lines and passes_times else ()), *guiders]
 

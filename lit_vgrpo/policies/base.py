@@ -46,6 +46,7 @@ from lit_vgrpo.policies.placement import (
 )
 from lit_vgrpo.policies.prompt_encoder import PromptEncoder
 from lit_vgrpo.policies.trained import add_adapter, choose_trained, quantise, refuse_unknown_targets
+from lit_vgrpo.policies.two_networks import TwoNetworks, rows_sharing_time
 from lit_vgrpo.system.hub import LoadError, base_name, quiet_libraries
 from lit_vgrpo.system.paths import resolve_path
 
@@ -359,7 +360,10 @@ class Policy(nn.Module):
 
     def joined(self, networks: Sequence[Any]) -> Any:
         """Return the pipeline's networks, in the order of :attr:`network_names`, as one."""
-        return networks[0]
+        if len(networks) == 1:
+            return networks[0]
+        boundary = self.pipeline.config.boundary_ratio * self.pipeline.scheduler.config.num_train_timesteps
+        return TwoNetworks(networks[0], networks[1], boundary)
 
     def encoders(self) -> list[nn.Module]:
         """Return the frozen parts that encode prompts."""
@@ -663,6 +667,10 @@ class Policy(nn.Module):
         without, with_prompt = both.chunk(2)
         return self.guided(with_prompt, without, scale)
 
+    def sampled(self, z: Tensor, cond: Conditioning) -> Tensor:
+        """Return the clean latents of those at the end of sampling ``(B, C, h, w)``."""
+        return z
+
     def guidance_factor(self, guidance: float) -> int:
         """Return the network passes per prediction: two with classifier-free guidance."""
         return 1 if guidance == 1.0 or self.embeds_guidance else 2
@@ -685,11 +693,12 @@ class Policy(nn.Module):
         Swap weights before entering, not inside.
         """
         if not self.is_folded:
-            yield
+            with rows_sharing_time(self.network):
+                yield
             return
         if self._folded is None or self._folded.source is not self.network:
             self._folded = FoldedNetwork(self.network, self.compile_network is True)
-        with self._folded.sampling(), self.using(self._folded.network):
+        with self._folded.sampling(), self.using(self._folded.network), rows_sharing_time(self.network):
             yield
 
     def save(

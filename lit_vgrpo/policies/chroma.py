@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import PutStart
+from lit_vgrpo.policies.flow import FlowPolicy
 from lit_vgrpo.policies.flux import FluxPolicy
 
 MASK = "prompt_mask"  # not core.types.MASK: the network also reads the padding
@@ -36,8 +37,7 @@ class ChromaPolicy(FluxPolicy):
         single = type(block).__name__ == "ChromaSingleTransformerBlock"
         return checkpoint(block.__call__, *given, *((self._mask,) if single else ()), use_reentrant=False)
 
-    def prompt_limit(self) -> tuple[Any, int, str]:
-        return self.pipeline.tokenizer, self.max_sequence_length, type(self.pipeline.text_encoder).__name__
+    prompt_limit = FlowPolicy.prompt_limit
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         tokens, _, mask, *_ = self.pipeline_embeddings(prompts)

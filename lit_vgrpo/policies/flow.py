@@ -94,6 +94,9 @@ class FlowPolicy(Policy, ABC):
     def build_path(self) -> RectifiedFlow:
         return RectifiedFlow() if self.time_scale is None else RectifiedFlow(self.dtype, self.time_scale)
 
+    def prompt_limit(self) -> tuple[Any, int, str]:
+        return self.pipeline.tokenizer, self.max_sequence_length, type(self.pipeline.text_encoder).__name__
+
     def image_tokens(self) -> int:
         """Return the number of tokens per image or video."""
         return math.prod(self.latent_shape[1:]) // self.patch**2

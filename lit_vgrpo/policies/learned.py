@@ -39,6 +39,8 @@ class Leaf:
         factor: A time is ``offset + factor * t``; a guidance scale likewise.
         offset: See ``factor``.
         shift: The network gets the time before the scheduler's shift by this factor.
+        where: Places of a time for one image, if others have a number that is the same in each step, as the frames of a
+            picture do.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Leaf:
     factor: float = 1.0
     offset: float = 0.0
     shift: float = 1.0
+    where: Tensor | None = None
 
     @property
     def is_padded(self) -> bool:
@@ -223,10 +226,13 @@ class Learned:
         latent_shape: ``(C, h, w)`` of the policy's latents: as the VAE sees them, or in blocks of 2 x 2 if the VAE's
             scale differs within those; of a video ``(C, f, h, w)``.
         state_shape: Of the scheduler's latents, without the dimension of images.
-        from_latents: ``(n,)``: the policy's latent of each of the scheduler's; ``None`` for one order.
+        to_latents: ``(n,)``: the scheduler's latent of each of the policy's; ``None`` for one order.
         to_network: ``(N,)``: the policy's latent of each value of the network's argument, or, from ``n`` on, the value
             that the pipeline has there itself.
         to_prediction: ``(n,)``: the value of the network's output for each of the policy's latents.
+        from_picture: ``(n,)``: the value of the network's argument for each policy latent that is a picture's,
+            as of a video's first frame, and -1 for the others; ``None`` if none is. The prediction for it leads to the
+            picture, and no other map has a value for it.
         sign: Factor of the prediction.
         output_shape: Of the network's output, without the dimension of images.
         vae_scale: The VAE's latents are ``vae_scale * latents + vae_shift``; broadcasts with ``latent_shape``.
@@ -245,9 +251,10 @@ class Learned:
     tree: Any
     latent_shape: tuple[int, ...]
     state_shape: tuple[int, ...]
-    from_latents: Tensor | None
+    to_latents: Tensor | None
     to_network: Tensor | None
     to_prediction: Tensor | None
+    from_picture: Tensor | None
     sign: float
     output_shape: tuple[int, ...]
     vae_scale: Tensor
@@ -267,7 +274,11 @@ class Learned:
         self.has_beside = taken is not None and bool((taken >= size).any())
         self.block = self.vae_shape[-1] // self.latent_shape[-1]
         self.is_one_frame = len(self.vae_shape) > len(self.latent_shape)
-        self.to_latents = inverse(self.from_latents)
+        self.from_latents = inverse(self.to_latents)
+        if self.to_latents is not None and self.from_picture is not None:
+            moves = (self.from_picture < 0).nonzero()[:, 0]
+            self.from_latents = torch.zeros(math.prod(self.state_shape), dtype=torch.long)
+            self.from_latents[self.to_latents[moves]] = moves
         self.kept_shape = self.output_shape  # of the part of the output that is the prediction
         if math.prod(self.output_shape) != size:
             self.kept_shape = (size // self.output_shape[-1], self.output_shape[-1])

@@ -125,6 +125,7 @@ class Learner:
         decode: Callable[[Tensor], Tensor] | None = None,
         last: int | None = None,
         keeps: bool = True,
+        encode: Callable[[torch.Size], Tensor] | None = None,
         **more: Any,
     ) -> Call:
         """Watch a call, see :meth:`Watcher.watch`; ``last`` is the number of passes after which it ends."""
@@ -138,7 +139,7 @@ class Learner:
         given |= {"generator": torch.Generator().manual_seed(0), **self.pictures(1, 0.0), **self.arguments}
         known = self.watcher.parameters
         given = {name: value for name, value in {**given, **self.off, **more}.items() if name in known}
-        return self.watcher.watch(given, predict or ended, step, decode, keeps)
+        return self.watcher.watch(given, predict or ended, step, decode, keeps, encode)
 
     def output(self, now: Pass, code: Tensor | None, seed: int = 0) -> Any:
         """Return an output of a network with coded values, or random ones."""
@@ -240,15 +241,22 @@ class Learner:
         at = [named_values(tree, now.inputs) for now in seen.passes]
         self._find_times(tree, at, self.times(seen.scheduler).tolist(), shifts_of(seen))
         leaf, latents = self._find_latents(tree, at[1:], len(of_state), again, size)
-        predictions = decoded([taken["model_output"] for taken in seen.steps[: len(of_output)]], output.numel())
+        self.predictions = predictions = decoded(
+            [taken["model_output"] for taken in seen.steps[: len(of_output)]], output.numel()
+        )
         predictions.offset -= predictions.scale
         sign = predictions.scale[0].item()
         predictions.refuse_unless(sign, "the network's predictions")
         vae, vae_shape, vae_options = self._find_vae(state)
-        for source, what in ((latents, "its network"), (vae, "its VAE")):
-            if len(source.index[source.index >= 0].unique()) != size:
+        is_pictured = bool(self.pictures(1, 0.0)) and bool((vae.index < 0).any())
+        if is_pictured:
+            self._find_picture(tree, leaf, vae)
+        used = [source.index[source.index >= 0].unique() for source in (latents, vae)]
+        for index, what in zip(used, ("its network", "its VAE"), strict=True):
+            if not (torch.equal(index, used[0]) if is_pictured else len(index) == size):
                 raise NotLearned(f"does not pass {what} all latents")
-        if len(predictions.index) != size or (predictions.index < 0).any() or len(vae.index) != size:
+        is_other = len(vae.index) != size and not is_pictured
+        if len(predictions.index) != size or (predictions.index < 0).any() or is_other:
             raise NotLearned("has predictions, or latents to decode, of another size than its latents")
         leaf.kind = "latents"
         shape = vae_shape
@@ -261,16 +269,19 @@ class Learner:
             if all(per_channel(value)[0].numel() == 1 for value in in_blocks[1:]):
                 index, scale, shift = in_blocks
         shape, indices = tuple(index.shape), index.flatten()
-        from_latents = indices.argsort()
-        own = torch.arange(size, size + len(latents.index))
+        moves = (indices >= 0).nonzero()[:, 0]
+        from_latents = torch.zeros(size, dtype=torch.long)
+        from_latents[indices[moves]] = moves
+        own = torch.arange(len(indices), len(indices) + len(latents.index))
         to_network = torch.where(latents.index >= 0, from_latents[latents.index.clamp(min=0)], own)
         return Learned(
             tree=tree,
             latent_shape=shape,
             state_shape=tuple(state.shape[1:]),
-            from_latents=as_map(from_latents, size),
-            to_network=as_map(to_network, size),
-            to_prediction=as_map(predictions.index[indices], output.numel()),
+            to_latents=as_map(indices.clamp(min=0), size),
+            to_network=as_map(to_network, len(indices)),
+            to_prediction=as_map(predictions.index[indices.clamp(min=0)], output.numel()),
+            from_picture=torch.where(indices < 0, -1 - indices, -1) if is_pictured else None,
             sign=sign,
             output_shape=tuple(output.shape),
             vae_scale=per_channel(scale),
@@ -287,7 +298,8 @@ class Learner:
         """Mark the leaves that are a linear function of the time, or of the time before a shift."""
         for leaf, shift in product(leaves(tree), shifts):
             times = [before_shift(t, shift) for t in path_times]
-            numbers = [number_of(now[leaf.name]) for now in at]
+            where = places_that_differ(at[0][leaf.name], at[-1][leaf.name])
+            numbers = [number_of(now[leaf.name] if where is None else now[leaf.name][where]) for now in at]
             first, last = numbers[0], numbers[-1]
             if leaf.kind in ("row", "time") or first is None or last is None or first == last:
                 continue
@@ -298,7 +310,7 @@ class Learner:
             offset = float(round(offset)) if abs(offset - round(offset)) < 2e-3 * abs(factor) else offset
             error = max(abs(offset + factor * t - (n or 0.0)) for n, t in zip(numbers, times, strict=True))
             if error <= max(0.01 * abs(factor), 0.0 if as_tensor(leaf.value).is_floating_point() else 1.0):
-                leaf.kind, leaf.factor, leaf.offset, leaf.shift = "time", factor, offset, shift
+                leaf.kind, leaf.factor, leaf.offset, leaf.shift, leaf.where = "time", factor, offset, shift, where
         if not any(leaf.kind == "time" for leaf in leaves(tree)):
             raise NotLearned("passes its network no time that is a linear function of the scheduler's")
 
@@ -337,6 +349,35 @@ class Learner:
         if shape[0] != 1:
             raise NotLearned(f"decodes {shape[0]} images for one")
         return decoded(inputs, state.numel()), shape[1:], options
+
+    def _find_picture(self, tree: Any, leaf: Leaf, vae: Source) -> None:
+        """Complete the source of the VAE's input where it is a picture's latents, which the network gets as well.
+
+        There, an index of ``-1 - i`` is the network's value ``i``, and scale and offset are those of that value.
+        """
+        sizes, at_network, at_vae = list[int](), list[Tensor](), list[Tensor]()
+
+        def encode(shape: torch.Size) -> Tensor:
+            sizes.append(shape.numel())
+            return codes(sizes[0])[len(at_vae)].reshape(shape).to(self.watcher.device)
+
+        while not sizes or len(at_vae) < len(codes(sizes[0])):
+            seen = self.call(WORDS[0], 2, encode=encode)
+            if len(set(sizes)) != 1 or seen.decoded is None:
+                raise NotLearned("encodes no picture of one size, but decodes more than its latents")
+            at_network.append(named_values(tree, seen.passes[0].inputs)[leaf.name])
+            at_vae.append(seen.decoded[0])
+        network, decodes = decoded(at_network, sizes[0]), decoded(at_vae, sizes[0])
+        places = torch.full((sizes[0],), -1)
+        comes = network.index >= 0
+        places[network.index[comes]] = comes.nonzero()[:, 0]
+        still = (vae.index < 0).nonzero()[:, 0]
+        place = places[decodes.index[still].clamp(min=0)]
+        if (decodes.index[still] < 0).any() or (place < 0).any():
+            raise NotLearned("decodes values that are neither its latents nor a picture's that its network gets")
+        vae.index[still] = -1 - place
+        vae.scale[still] = decodes.scale[still] / network.scale[place]
+        vae.offset[still] = decodes.offset[still] - vae.scale[still] * network.offset[place]
 
     def packs(self, learned: Learned) -> bool:
         """Return whether the pipeline's call takes noise as the policy's latents, and packs it for its scheduler."""
@@ -447,9 +488,7 @@ class Learner:
 
     def _scheduled(self, learned: Learned, output: Tensor) -> Tensor:
         """Return what the scheduler gets of a network's output, flat."""
-        flat = output.flatten()
-        flat = flat if learned.to_prediction is None else flat[learned.to_prediction]
-        return learned.sign * (flat if learned.from_latents is None else flat[learned.from_latents])
+        return learned.sign * output.flatten()[self.predictions.index]
 
 
 def shifts_of(seen: Call) -> list[float]:
@@ -481,6 +520,14 @@ def mark_if_different(leaf: Leaf, known: Any, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise NotLearned(f"passes its network {leaf.name}={value!r} for one prompt and {known!r} for another")
         leaf.kind, leaf.changes_size = "row", True
+
+
+def places_that_differ(first: Any, last: Any) -> Tensor | None:
+    """Return where two tensors differ; ``None`` if they do so nowhere or everywhere, or are none of one shape."""
+    if not (isinstance(first, Tensor) and isinstance(last, Tensor) and first.shape == last.shape):
+        return None
+    where = first != last
+    return where if where.any() and not where.all() else None
 
 
 def number_of(value: Any) -> float | None:

@@ -37,11 +37,16 @@ class AutocastOnMeta(TorchFunctionMode):
     """Replacement of ``torch.autocast`` for meta tensors, which it does not support; attention is always fused.
 
     With float32 nothing is cast. Norms are computed in float32 on a GPU, but not on a CPU.
+
+    Args:
+        masks_are_full: Take a condition on a tensor without values for true, as where a text encoder looks for padding.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32, device_type: str = "cuda") -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, device_type: str = "cuda", masks_are_full: bool = False
+    ) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.masks_are_full = dtype, masks_are_full
         self.raised = RAISED if device_type == "cuda" else frozenset()
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -49,6 +54,8 @@ class AutocastOnMeta(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if self.masks_are_full and name == "__bool__" and args[0].is_meta:
+            return True
         if name not in INDEXED and len({leaf.is_meta for leaf in tree_leaves((args, kwargs)) if _has_values(leaf)}) > 1:
             # integers stay on the CPU, where networks read masks and sizes, until they meet others
             args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -72,9 +79,19 @@ class AutocastOnMeta(TorchFunctionMode):
 
         return tree_map(cast, values)
 
+    def __enter__(self) -> Any:
+        self._outer = torch.autocast  # fails for the device of a tensor that a network asks
+        setattr(torch, "autocast", _autocast)  # noqa: B010  # the type is not assigned to
+        return super().__enter__()
+
     def __exit__(self, *error: Any) -> None:
+        setattr(torch, "autocast", self._outer)  # noqa: B010
         self._weights.clear()
         super().__exit__(*error)
+
+
+def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    return nullcontext() if device_type == "meta" else torch.amp.autocast(device_type, *args, **kwargs)
 
 
 def _has_values(leaf: Any) -> bool:

@@ -119,9 +119,10 @@ def restored_on_error(pipeline: Any) -> Iterator[None]:
     """
     networks = [] if pipeline is None else [p for p in pipeline.components.values() if isinstance(p, nn.Module)]
     modules = {module for network in networks for module in network.modules()}
+    processors = [module.processor for module in modules if hasattr(module, "processor")]  # of attention
     kept = [
         (one, {name: _shallow(value) for name, value in vars(one).items()})
-        for one in ([pipeline, *modules] if networks else [])
+        for one in ([pipeline, *modules, *processors] if networks else [])
     ]
     tensors = [tensor for network in networks for tensor in chain(network.parameters(), network.buffers())]
     values = [(tensor, tensor.data, tensor.requires_grad) for tensor in tensors]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import Conditioning
+from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.flow import PATCH, FlowPolicy
 from lit_vgrpo.system.hub import LoadError
 
@@ -36,6 +37,8 @@ class SD3Policy(FlowPolicy):
         super().__init__(checkpoint, max_sequence_length=max_sequence_length, **options)
         self.use_t5 = use_t5
         self.left_out = () if use_t5 else ("text_encoder_3", "tokenizer_3")
+
+    prompt_limit = Policy.prompt_limit  # CLIP's
 
     def find_latent_shape(self) -> tuple[int, ...]:
         shape = super().find_latent_shape()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lit_vgrpo.core.gather import rank_and_world_size
 from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.errors import counted
@@ -98,14 +96,6 @@ class WanPolicy(FlowPolicy):
         ratio = self.pipeline.config.boundary_ratio if self.loaded else config_value(self, INDEX, "boundary_ratio")
         return ("transformer",) if ratio is None else ("transformer", "transformer_2")
 
-    def joined(self, networks: Sequence[Any]) -> Any:
-        return joined_by_time(self.pipeline, networks)
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        with super().sampling(), rows_sharing_time(self.network):
-            yield
-
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         second = {} if self.guidance_scale_2 is None else {"guidance_scale_2": self.guidance_scale_2}
         return super().pipeline_guidance(guidance, prompts) | second
@@ -134,9 +124,6 @@ class WanPolicy(FlowPolicy):
         """Return the network's latents of videos ``(B, F, 3, H, W)`` in [-1, 1]."""
         return super().vae_encode(images.transpose(1, 2))
 
-    def prompt_limit(self) -> tuple[Any, int, str]:
-        return self.pipeline.tokenizer, self.max_sequence_length, type(self.pipeline.text_encoder).__name__
-
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         return {"tokens": self.pipeline_embeddings(prompts)[0]}
 
@@ -148,61 +135,3 @@ class WanPolicy(FlowPolicy):
         if len(self.network_names) == 1:
             return self.network(**given, return_dict=False)[0]
         return self.network(z, timestep, lambda rows: {name: value[rows] for name, value in given.items()})[0]
-
-
-class TwoNetworks(nn.Module):
-    """The two networks of Wan 2.2 A14B as one, which passes each row to the network for its time.
-
-    Args:
-        transformer: Network for the times at or above the boundary.
-        transformer_2: Network for the times below it.
-        boundary: The boundary, in timesteps.
-    """
-
-    def __init__(self, transformer: Any, transformer_2: Any, boundary: float) -> None:
-        super().__init__()
-        self.transformer, self.transformer_2, self.boundary = transformer, transformer_2, boundary
-        self.rows_share_time = False
-        self.config, self._cp_plan = transformer.config, transformer._cp_plan
-        self._no_split_modules = transformer._no_split_modules
-
-    def forward(self, z: Tensor, timestep: Tensor, inputs: Callable[[Any], dict[str, Any]]) -> tuple[Tensor]:
-        """Return the predictions ``(B, C, f, h, w)``, in a tuple as diffusers' networks do.
-
-        If :attr:`rows_share_time`, a network that has no rows is skipped. Otherwise, it is skipped only in a single
-        process: collective operations on sharded weights need it in the passes of all processes.
-
-        Args:
-            z: ``(B, ...)``, for those who count rows.
-            timestep: ``(B,)``.
-            inputs: Returns a network's arguments for some of the rows.
-        """
-        if z.is_meta:  # there are no times; both networks have the same size
-            return (self.transformer(**inputs(slice(None)))[0],)
-        is_early, outputs, order = timestep >= self.boundary, [], []
-        for network, chosen in ((self.transformer, is_early), (self.transformer_2, ~is_early)):
-            rows = chosen.nonzero()[:, 0]
-            used = rows if len(rows) or self.rows_share_time or rank_and_world_size()[1] == 1 else rows.new_zeros(1)
-            if len(used):
-                outputs.append(network(**inputs(used))[0][: len(rows)])
-            order.append(rows)
-        return (torch.cat(outputs)[torch.cat(order).argsort()],)
-
-
-def joined_by_time(pipeline: Any, networks: Sequence[Any]) -> Any:
-    """Return the one or two networks of a pipeline with a ``boundary_ratio`` as one."""
-    boundary = (pipeline.config.get("boundary_ratio") or 0.0) * pipeline.scheduler.config.num_train_timesteps
-    return TwoNetworks(networks[0], networks[1], boundary) if len(networks) > 1 else networks[0]
-
-
-@contextmanager
-def rows_sharing_time(network: Any) -> Iterator[None]:
-    """Tell a network inside the block that the rows of every pass share their time."""
-    shares = isinstance(network, TwoNetworks)
-    if shares:
-        network.rows_share_time = True
-    try:
-        yield
-    finally:
-        if shares:
-            network.rows_share_time = False

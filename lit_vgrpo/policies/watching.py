@@ -31,6 +31,9 @@ UNGUIDED: tuple[dict[str, Any], ...] = ({"enabled": False}, {"enabled": True, "s
 """Options of a guider without guidance. Some modular pipelines fail without embeddings of a negative prompt, which they
 compute only for an enabled guider."""
 
+PROJECTED, NEVER = "adaptive_projected_guidance_start_step", 100_000
+"""Option of HunyuanImage 2.1's guider, whose rule changes at that step to one with momentum."""
+
 
 class NotLearned(LoadError):
     """A pipeline does something that a learned policy cannot do; the message is a phrase that names it."""
@@ -141,6 +144,7 @@ class Watcher:
         step: Callable[[int, Tensor], Tensor] | None = None,
         decode: Callable[[Tensor], Tensor] | None = None,
         keeps: bool = False,
+        encode: Callable[[torch.Size], Tensor] | None = None,
     ) -> Call:
         """Call the pipeline.
 
@@ -151,6 +155,7 @@ class Watcher:
                 take the step.
             decode: Returns the VAE's output; ``None`` stops before decoding.
             keeps: Keep the prompts' embeddings for later calls.
+            encode: Returns the latents that the VAE encodes, by their shape; ``None`` lets it encode.
         """
         seen, scheduler = Call(), self.scheduler()
         seen.scheduler = scheduler
@@ -200,8 +205,10 @@ class Watcher:
         arguments = dict(arguments)
         parts |= guiders_at(self.pipeline, arguments.pop(GUIDER, UNGUIDED[0]))
         vae = self.pipeline.vae
-        encode = wraps(vae.encode)(partial(encoded_latents if self.has_weights else random_latents, vae))
-        kept = self._once("encode", encode) if keeps else encode
+        own = wraps(vae.encode)(partial(encoded_latents if self.has_weights else random_latents, vae))
+        kept = self._once("encode", own) if keeps else own
+        if encode is not None:
+            kept = wraps(vae.encode)(lambda *given, **named: replaced_latents(own(*given, **named), encode))
         buffers = {} if self.has_weights else with_values(vae)
         parts["vae"] = StandIn(vae, **{**buffers, "decode": decoded, "encode": kept, "device": self.device})
         if keeps and hasattr(twin, "encode_prompt"):
@@ -293,16 +300,20 @@ class Watcher:
         return tuple(sorted(found))
 
 
-def guider_options(scale: float | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options of a guider at a guidance scale, or those that are given."""
-    return scale if isinstance(scale, Mapping) else {"enabled": True, "guidance_scale": scale}
+def guider_options(guider: Any, scale: float | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of a guider at a guidance scale, or those that are given.
+
+    A rule that reads the predictions of earlier steps never starts: a policy's prediction depends on the latents alone.
+    """
+    never = {PROJECTED: NEVER} if PROJECTED in guider.config else {}
+    return scale if isinstance(scale, Mapping) else {"enabled": True, "guidance_scale": scale, **never}
 
 
 def guiders_at(pipeline: Any, scale: float | Mapping[str, Any]) -> dict[str, Any]:
     """Return the guiders among a pipeline's components, by name, see :func:`guider_options`."""
     guiders = {name: part for name, part in pipeline.components.items() if name.endswith(GUIDER) and part is not None}
     with quiet_libraries():
-        return {name: part.new(**guider_options(scale)) for name, part in guiders.items()}
+        return {name: part.new(**guider_options(part, scale)) for name, part in guiders.items()}
 
 
 def in_own_type(module: Any, *given: Any, **named: Any) -> Any:
@@ -324,7 +335,7 @@ def random_output(module: nn.Module, *given: Any, **named: Any) -> Any:
         is_real = leaf.is_floating_point()
         return torch.randn(leaf.shape, generator=generator) if is_real else torch.zeros(leaf.shape, dtype=leaf.dtype)
 
-    with AutocastOnMeta():
+    with AutocastOnMeta(masks_are_full=True):
         return tree_map(drawn, module(*tree_map(floats_to_meta, given), **tree_map(floats_to_meta, named)))
 
 
@@ -344,16 +355,20 @@ def encoded_latents(vae: Any, images: Tensor, **named: Any) -> Any:
 
 def random_latents(vae: Any, images: Tensor, **named: Any) -> Any:
     """Return random latents of the shape that a VAE on the meta device encodes, the same for the same images."""
-    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-
     encoded = vae.encode(without_values(images.shape, images.dtype))
     generator = torch.Generator().manual_seed(0 if images.is_meta else int(1000 * images.double().sum()))
+    return replaced_latents(encoded, lambda shape: torch.randn(shape, generator=generator))
+
+
+def replaced_latents(encoded: Any, values: Callable[[torch.Size], Tensor]) -> Any:
+    """Return what a VAE encodes with other latents, without variance, by their shape."""
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
     if hasattr(encoded, "latent_dist"):
-        encoded.latent_dist = DiagonalGaussianDistribution(
-            torch.randn(encoded.latent_dist.parameters.shape, generator=generator)
-        )
+        mean = values(encoded.latent_dist.mean.shape)
+        encoded.latent_dist = DiagonalGaussianDistribution(torch.cat([mean, mean], dim=1), deterministic=True)
     else:
-        encoded.latent = torch.randn(encoded.latent.shape, generator=generator)
+        encoded.latent = values(encoded.latent.shape)
     return encoded
 
 

@@ -12,6 +12,11 @@ CYCLE = "model.lr_scheduler={class_path: torch.optim.lr_scheduler.OneCycleLR, in
 LINES = [
     ("model.objective.num_mc_sample=3", "model.objective.num_mc_sample is not an option of VGRPO. Did you mean num"),
     ("model.objective.rollout.stepz=3", "model.objective.rollout.stepz is not an option of RolloutSpec. Did you"),
+    (
+        "model.policy.skip_guidance_layers=[7]",
+        "model.policy.skip_guidance_layers is not an option of SD3Policy. For an argument of the pipeline's call, set "
+        "model.policy.call.skip_guidance_layers of AutoPolicy.",
+    ),
     ("model.polcy=3", "model.polcy is not an option of VGRPOModule. Did you mean policy?"),
     ("modl.x=3", "modl is not an option of a recipe. Did you mean model?"),
     ("model.objective=VGRP", "model.objective=VGRP is not a known class. Did you mean VGRPO?"),

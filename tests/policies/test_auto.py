@@ -26,10 +26,13 @@ from lit_vgrpo.policies import (
     ZImagePolicy,
     checks,
 )
+from lit_vgrpo.policies.acceleration import set_attention_backend
 from lit_vgrpo.policies.learned import leaves
 from lit_vgrpo.policies.loading import KEY
+from lit_vgrpo.policies.meta import NotEstimated, flops_per_image
+from lit_vgrpo.policies.placement import restored_on_error
 from lit_vgrpo.policies.unet import vp_scheduler
-from lit_vgrpo.policies.watching import NotLearned
+from lit_vgrpo.policies.watching import NEVER, PROJECTED, NotLearned
 from lit_vgrpo.system.hub import LoadError
 
 FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline", "Flux3ModularPipeline")
@@ -40,6 +43,8 @@ PROMPT = "three green dogs"
 WITHOUT_ADAPTERS = ("PRXPipeline", "PixArtSigmaPipeline", "PixArtAlphaPipeline", "LuminaPipeline")
 WITHOUT_ADAPTERS += ("EasyAnimatePipeline", "OmniGenPipeline", "AllegroPipeline")
 WITHOUT_ADAPTERS += ("CogView3PlusPipeline", "HunyuanDiTPipeline", "LattePipeline")
+BY_VALUE = ("PRXPipeline", "HiDreamImagePipeline", "NucleusMoEImagePipeline", "HunyuanVideo15Pipeline")
+"""Pipelines that branch on values."""
 REFUSED = {
     "consistency model": ("LatentConsistencyModelPipeline",),
     "4 images for one": ("AnimateDiffPipeline", "LattePipeline"),
@@ -55,8 +60,6 @@ REFUSED = {
     "invert_sigmas": ("OmniGenPipeline", "MochiPipeline"),
     "expanded size": ("GlmImagePipeline",),
     "no time": (
-        "WanImageToVideoPipeline/expanded",
-        "LTXImageToVideoPipeline",
         "Cosmos2TextToImagePipeline",
         "Cosmos2VideoToWorldPipeline",
     ),
@@ -201,6 +204,17 @@ def test_wrong_learning_is_caught(what, broken):
         policy._prove()
 
 
+@torch.no_grad()
+def test_a_first_frame_that_is_a_picture_stays_so():
+    policy = built("LTXImageToVideoPipeline").load()
+    z, t, cond = checks.inputs(policy)
+    picture, clean = policy.sampled(z, cond), z - t[:, None, None, None, None] * policy(z, t, cond, 3.0)
+    assert torch.allclose(clean[:, :, 0], picture[:, :, 0], atol=1e-5)
+    assert not torch.allclose(picture[:, :, 0], z[:, :, 0])
+    assert torch.equal(picture[:, :, 1:], z[:, :, 1:])
+    assert policy.learned.of_kind("time")[0].where.tolist() == [False, False, True, True]  # its tokens have no time
+
+
 @pytest.mark.parametrize("name", ["AuraFlowPipeline", pytest.param("ChromaPipeline", marks=pytest.mark.slow)])
 def test_another_size_is_learned_anew(name, monkeypatch):
     policy = built(name).load()
@@ -240,6 +254,12 @@ def test_options_that_would_be_ignored_are_refused(options, advice):
         policy.load()
 
 
+def test_an_argument_that_changes_the_sampling_is_named():
+    advice = r"takes 5 scheduler steps .* in 6 sampling steps. Leave out model.policy.call.denoising_end, or write"
+    with pytest.raises(LoadError, match=advice):
+        AutoPolicy(zoo.build("StableDiffusionXLPipeline"), height=32, width=48, call={"denoising_end": 0.8}).load()
+
+
 def test_a_size_that_the_pipeline_rounds_is_refused():
     policy = AutoPolicy(zoo.build("FluxPipeline"), height=33, width=48, call={"max_sequence_length": 16})
     with pytest.raises(LoadError, match=r"policy.height=33 is a size at which FluxPipeline makes 32. Set height=32"):
@@ -262,6 +282,20 @@ def test_a_pipeline_in_memory_is_as_before_after_a_failed_load():
     assert not pipeline.vae.use_tiling
     AutoPolicy(pipeline, height=32, **options).load()
     assert state() != before
+
+
+def test_an_attention_backend_is_as_before_after_an_error():
+    pipeline = zoo.build("FluxPipeline")
+    processors = [*pipeline.transformer.attn_processors.values()]
+
+    @restored_on_error(pipeline)
+    def use(*names):
+        for name in names:
+            set_attention_backend(pipeline.transformer, name)
+
+    with pytest.raises(LoadError, match="does not exist"):
+        use("native", "nativ")
+    assert {processor._attention_backend for processor in processors} == {None}
 
 
 def changed(pipeline, change):
@@ -358,9 +392,12 @@ def test_a_solver_with_other_times_is_refused():
 
 
 @pytest.mark.slow
-def test_a_guider_is_set_in_lines_of_python():
-    lines = built("HunyuanVideo15Pipeline").load().scheduler_lines(RolloutSpec("euler", 3, 2.0))
-    assert lines == ["pipe.guider = pipe.guider.new(enabled=True, guidance_scale=2.0)"]
+@pytest.mark.parametrize(
+    ("name", "more"), [("HunyuanVideo15Pipeline", ""), ("HunyuanImagePipeline/guided", f", {PROJECTED}={NEVER}")]
+)
+def test_a_guider_is_set_in_lines_of_python(name, more):
+    lines = built(name).load().scheduler_lines(RolloutSpec("euler", 3, 2.0))
+    assert lines[0] == f"pipe.guider = pipe.guider.new(enabled=True, guidance_scale=2.0{more})"
 
 
 def test_a_prompt_may_be_as_long_as_the_last_tokenizer_allows():
@@ -370,6 +407,22 @@ def test_a_prompt_may_be_as_long_as_the_last_tokenizer_allows():
 def test_a_network_without_adapters_is_trained_whole():
     with pytest.raises(LoadError, match="PRXTransformer2DModel without adapters. Leave out model.policy.lora_rank"):
         built("PRXPipeline", lora_rank=2).load()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_estimated"),
+    [("ErnieImagePipeline", True), *(pytest.param(name, "PRX" in name, marks=pytest.mark.slow) for name in BY_VALUE)],
+)
+def test_memory_is_estimated_or_the_run_named_that_measures_it(name, is_estimated, tmp_path):
+    entry = zoo.ZOO[name]
+    size = {key: entry.size[key] for key in ("height", "width", "num_frames") if key in entry.size}
+    policy = AutoPolicy(str(zoo.save(name, tmp_path / name)), call=dict(entry.options), **size)
+    if not is_estimated:
+        with pytest.raises(NotEstimated, match=r"reads values .* Read peak_memory_bytes .* trainer.max_epochs=1"):
+            flops_per_image(policy)
+        return
+    forward, both = flops_per_image(policy)
+    assert 2 * forward < both < 4 * forward
 
 
 def test_a_folder_is_enough(tmp_path):
