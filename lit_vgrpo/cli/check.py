@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from lit_vgrpo.options import Check
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import weight_files
 from lit_vgrpo.policies.meta import NotEstimated
+from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import resolve_path
 
 SMALLEST_NEED = 100 * 2**20
@@ -87,6 +89,9 @@ def _check_recipe(command: Command, gpu_bytes: int | None) -> Policy:
     except UserError as error:
         raise UserError(*dict.fromkeys([*error.errors, *further_errors(recipe)])) from error
     if errors := [*cli.errors(), *disk_errors(cli)]:
+        if gpu_bytes is not None:  # asked before one rents a GPU, and downloads weights
+            with suppress(NotEstimated, LoadError, ValueError):
+                say(memory_report(cli, gpu_bytes)[0])
         raise UserError(*errors)
     rehearse(cli)
     errors, learned = reward_errors(cli), cli.model.policy.description()

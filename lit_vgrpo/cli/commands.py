@@ -81,7 +81,7 @@ def add_command(name: str, options: type, panel: str, place: str, **arguments: A
             given["line"] = errors.shell_line("lightning", *(ctx.obj or []))
         if "recipe" in arguments and name != "compare":  # which also continues a race
             _find_recipe(given["words"])
-        elif "runs" in arguments or ("run" in arguments and not given.get("benchmark")):
+        elif "runs" in arguments or ("run" in arguments and not (given.get("benchmark") or given.get("share"))):
             _find_run(given["words"][0])
         with _loading():
             body = resolve_name(f"lit_vgrpo.{place}")

@@ -35,6 +35,8 @@ class OnlyWith:
 class Range(Interval):
     """Annotation of a finite number from ``least`` to ``most``; ``above`` and ``below`` are exclusive."""
 
+    __module__ = Interval.__module__  # jsonargparse leaves the annotations of no other module to pydantic
+
     def __init__(self, least: Any = None, most: Any = None, above: Any = None, below: Any = None) -> None:
         super().__init__(ge=least, le=most, gt=above, lt=below)
 

@@ -20,6 +20,7 @@ from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import error_in_user_code, is_deliberate, one_line
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import KEY, config_folder, pipeline_on_meta
+from lit_vgrpo.policies.published import published_pipeline
 from lit_vgrpo.system.hub import SMALL_FILES, LoadError, quiet_libraries
 
 LOWERED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "baddbmm", "addmm"})
@@ -136,7 +137,7 @@ def _copy_on_meta(policy: Policy, draft: Any) -> Policy:
     small = " ".join(f'--include "{pattern}"' for pattern in SMALL_FILES)
     missing = NotEstimated(f"small files of {name} are not on this machine. Run: hf download {name}{which} {small}")
     try:
-        pipeline = draft or (None if folder is None else pipeline_on_meta(policy, folder))
+        pipeline = draft or (published_pipeline(policy) if folder is None else pipeline_on_meta(policy, folder))
     except LoadError as error:  # which the policy's check reports
         raise missing from error
     if pipeline is None:

@@ -1,7 +1,9 @@
 """The memory estimate against what real networks, optimizers and methods hold."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ from all_methods import METHODS
 from commands import check
 from helpers import Brightness, repeating
 from huggingface_hub import constants
-from real_architectures import FLUX_DEV, SD35_MEDIUM, write_architecture
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory.estimate import Pass, gradient_peak, peak_of_pass
@@ -18,14 +19,16 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
+from lit_vgrpo.policies import FluxPolicy, KontextPolicy, SD3Policy, SDXLPolicy, UNetPolicy
 from lit_vgrpo.policies.meta import AutocastOnMeta, NotEstimated, policy_on_meta
+from lit_vgrpo.policies.published import KNOWN
 from lit_vgrpo.rewards import as_weighted
 from lit_vgrpo.training.memory_passes import LiveMemory, demand
 from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
 FAMILIES = {"sd3": SD3Policy, "unet": UNetPolicy, "sdxl": SDXLPolicy, "flux": FluxPolicy}
 
+ROOT = Path(__file__).parents[3]
 FLASH = "model.objective={class_path: MixGRPO, init_args: {flash: true, rollout: {solver: flow_sde, steps: 9}}}"
 
 
@@ -143,20 +146,56 @@ def test_strategies_share_out_what_they_shard(tiny_sd3, strategy, weights, gradi
 
 
 @pytest.mark.slow
-def test_the_published_sizes_come_out(sd3_folder, flux_folder, tmp_path):
-    """SD 3.5 medium has about 2.2 billion parameters and FLUX.1-dev 11.9; no weight is read or made."""
-    options = {"lora_rank": 32, "dtype": "bfloat16", "height": 512, "width": 512}
-    medium = write_architecture(tmp_path / "sd35", sd3_folder(t5=True), SD35_MEDIUM)
-    flux = write_architecture(tmp_path / "flux", flux_folder(), FLUX_DEV)
-    for policy, billions, adapter in (
-        (SD3Policy(str(medium), **options), 2.24, 18.9e6),
-        (FluxPolicy(str(flux), **options), 11.9, 53e6),
-    ):
-        twin = policy_on_meta(policy)
-        trained = sum(p.numel() for p in trainable_parameters(twin).values())
-        assert (sum(p.numel() for p in twin.network.parameters()) - trained) / 1e9 == pytest.approx(billions, rel=0.01)
-        assert trained == pytest.approx(adapter, rel=0.3)
-        assert sum(p.numel() for p in twin.encoders()[-1].parameters()) / 1e9 == pytest.approx(4.76, rel=0.01)
+@pytest.mark.parametrize(
+    ("kind", "checkpoint", "millions", "last_encoder"),
+    [
+        (SD3Policy, "stabilityai/stable-diffusion-3.5-medium", 2243, 4762),
+        (FluxPolicy, "black-forest-labs/FLUX.1-dev", 11901, 4762),
+        (KontextPolicy, "black-forest-labs/FLUX.1-Kontext-dev", 11901, 4762),
+        (SDXLPolicy, "stabilityai/stable-diffusion-xl-base-1.0", 2567, 695),
+        (UNetPolicy, "stable-diffusion-v1-5/stable-diffusion-v1-5", 860, 123),
+    ],
+)
+def test_published_sizes_are_known_without_a_file(kind, checkpoint, millions, last_encoder):
+    assert checkpoint in KNOWN
+    twin = policy_on_meta(kind(checkpoint, lora_rank=32, dtype="bfloat16", height=512, width=512))
+    trained = sum(p.numel() for p in trainable_parameters(twin).values())
+    assert (sum(p.numel() for p in twin.network.parameters()) - trained) / 1e6 == pytest.approx(millions, abs=0.5)
+    assert sum(p.numel() for p in twin.encoders()[-1].parameters()) / 1e6 == pytest.approx(last_encoder, abs=0.5)
+
+
+def recipe_text(name):
+    return (ROOT / "recipes" / f"{name}.yaml").read_text()
+
+
+ROW = re.compile(r"^\| `(\w+)`(?: †)? \| ([\d.]+) \| ([\d.]+) \| ([\w' -]+?) \|", re.MULTILINE)
+ROWS = ROW.findall((ROOT / "docs" / "memory.md").read_text())
+KNOWN_ROWS = [
+    row
+    for row in ROWS
+    if "edit" not in row[0] and any(f"checkpoint: {name}\n" in recipe_text(row[0]) for name in KNOWN)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "always", "peak", "phase"), KNOWN_ROWS, ids=[row[0] for row in KNOWN_ROWS])
+def test_documented_memory_is_the_estimate(name, always, peak, phase, capsys):
+    assert check([name, "--memory=141GiB"]) == 2  # without the weights
+    printed = capsys.readouterr()
+    assert "Cannot load" in printed.err
+    sizes = {line[:-11].strip(): shown_bytes(line[-11:]) for line in printed.out.splitlines() if line.endswith("iB")}
+    kept = sum(size for part, size in sizes.items() if not part.startswith(("+", "peak", "Available")))
+    (top,) = (part for part in sizes if part.startswith("peak"))
+    assert (kept, sizes[top]) == pytest.approx((float(always), float(peak)), abs=0.06)
+    assert top == f"peak, in {phase}"
+    said = re.search(r"estimates ([\d.]+) GiB", recipe_text(name).replace("\n# ", " "))
+    assert said is None or float(said[1]) == pytest.approx(sizes[top], abs=0.06)
+
+
+def shown_bytes(text):
+    """Return a printed size in GiB."""
+    number, unit = text.split()
+    return float(number) * {"GiB": 1, "MiB": 2**-10, "KiB": 2**-20}[unit]
 
 
 @pytest.mark.slow
