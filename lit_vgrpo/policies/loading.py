@@ -211,7 +211,7 @@ def pipeline_misfit(policy: Loadable, pipeline: Any) -> str | None:
 
 def hooks_of(network: nn.Module | None) -> list[str]:
     """Return the names of the hooks that diffusers set in a network: of caches, offloading and layerwise casting."""
-    registries = (getattr(module, "_diffusers_hook", None) for module in (network.modules() if network else ()))
+    registries = (getattr(module, "_diffusers_hook", None) for module in ([] if network is None else network.modules()))
     return sorted({name for registry in registries if registry is not None for name in registry.hooks})
 
 

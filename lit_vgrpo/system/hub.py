@@ -301,6 +301,8 @@ def _refuse_differences(network: Any, info: Mapping[str, Any], source: str) -> N
         if type(network).__name__ not in (writers or ()):  # a larger model wrote the files
             parts = {name for name, _ in network.named_children()}
             unread = {name: name for name in unread if name.partition(".")[0] in parts}
+    if any(".base_layer." in name for name in unread):
+        raise ValueError("it was saved with a LoRA in it: call fuse_lora() and unload_lora_weights() before saving")
     problems = (("missing", missing), ("not read", unread), ("of another shape", shapes))
     if texts := [f"{counted(len(n), 'weight')} {problem}, such as {n[min(n)]}" for problem, n in problems if n]:
         raise ValueError("; ".join(texts))

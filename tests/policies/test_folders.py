@@ -131,7 +131,7 @@ def with_scheduler(kind, **entries):
 
 FIRST = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q.weight"
 Q = "transformer_blocks.0.attn.to_q.weight"
-GONE = rf"2 weights missing, such as {Q[:-6]}bias; 2 weights not read, such as {Q[:-6]}base_layer.bias\."
+GONE = r"it was saved with a LoRA in it: call fuse_lora\(\) and unload_lora_weights\(\) before saving\."
 MORE, OTHER = {"extra.weight": torch.zeros(1)}, {Q: torch.zeros(3, 4)}
 VAE_FILE, CONFIG = "vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer_config.json"
 FAULTS = {
