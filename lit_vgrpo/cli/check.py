@@ -91,7 +91,9 @@ def _check_recipe(command: Command, gpu_bytes: int | None) -> Policy:
     if errors := [*cli.errors(), *disk_errors(cli)]:
         if gpu_bytes is not None:  # asked before one rents a GPU, and downloads weights
             with suppress(NotEstimated, LoadError, ValueError):
-                say(memory_report(cli, gpu_bytes)[0])
+                estimate, too_large = memory_report(cli, gpu_bytes, is_complete=False)
+                say(estimate)
+                errors = [*too_large, *errors]
         raise UserError(*errors)
     rehearse(cli)
     errors, learned = reward_errors(cli), cli.model.policy.description()

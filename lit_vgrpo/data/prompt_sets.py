@@ -54,6 +54,7 @@ class PromptSets:
         firsts, is_shared = first_of_each(keys), np.isin(keys, apart)
         stays = firsts & ~is_shared if choice.deduplicate else np.ones_like(firsts)
         self.shared = int((stays & is_shared).sum())  # training prompts that are also held-out prompts, and were kept
+        self.has_others = bool((stays & ~is_shared).any())
         aside = stays & is_held_out(keys, choice.heldout_fraction or 0.0)
         starts = np.cumsum([0, *map(len, sources)])
         if choice.heldout_fraction is not None:
@@ -97,7 +98,9 @@ class PromptSets:
             return f"No prompts are held out, so the reward is measured on training prompts alone. {advice}"
         if not self.shared:
             return None
-        return f"{self.shared:,} training prompts are also held-out prompts. Set data.deduplicate=true to drop them."
+        advice = "Set data.deduplicate=true to drop them." if self.has_others else "Set data.heldout to other prompts."
+        which = "" if self.has_others else "All "
+        return f"{which}{self.shared:,} training prompts are also held-out prompts. {advice}"
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the training prompts and their pictures in order, independent of file locations."""

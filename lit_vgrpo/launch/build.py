@@ -92,9 +92,13 @@ def train_recipe(command: Command, context: Callable[[RecipeCLI], AbstractContex
             raise UserError(*errors)
         surrounding = context(cli)
         if cli.resumption is not None and cli.resumption.is_over(cli.trainer):
-            report_on_first(
-                f"{cli.folder} is finished: {cli.resumption.progress}. To continue, add trainer.max_epochs=N."
+            done, epochs = cli.resumption.progress, cli.trainer.max_epochs
+            assert done is not None
+            limit, number = (
+                ("max_epochs", done.iterations) if done.is_finished(epochs, -1) else ("max_steps", done.optimizer_steps)
             )
+            now, more = getattr(cli.trainer, limit), f"trainer.{limit}={2 * number}"
+            report_on_first(f"{cli.folder} is finished: {done}, and trainer.{limit}={now}. To continue, add {more}.")
             return 0
         cli.save_recipe()
         if is_first_process():

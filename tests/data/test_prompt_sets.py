@@ -123,6 +123,8 @@ def test_a_prompt_of_the_held_out_file_is_said_or_left_out(file):
     assert training(data) == ["a", "b", "B", "c", "d"]
     assert data.sets.describe() == "Prompts: 5 to train on, 1 held out."
     assert data.sets.heldout_warning().startswith("3 training prompts are also held-out prompts. Set data.deduplicate")
+    same = data_module(train, heldout=train).sets.heldout_warning()
+    assert same == "All 5 training prompts are also held-out prompts. Set data.heldout to other prompts."
     data = data_module(train, heldout=apart, heldout_limit=1, deduplicate=True)
     assert (training(data), heldout(data)) == (["a", "c"], ["b"])  # "d" is no training prompt with a limit either
     assert heldout(data_module("none.txt", heldout=apart, deduplicate=True)) == ["b", "d"]

@@ -80,7 +80,8 @@ def test_a_finished_run_says_so_and_touches_nothing(tiny_recipe, capsys):
     capsys.readouterr()
     assert run(["done/config.yaml", "--resume"]) == 0
     assert capsys.readouterr().err == (
-        "done is finished: 2 iterations, 2 optimizer steps. To continue, add trainer.max_epochs=N.\n"
+        "done is finished: 2 iterations, 2 optimizer steps, and trainer.max_epochs=2. "
+        "To continue, add trainer.max_epochs=4.\n"
     )
     assert before == {path: path.stat().st_mtime_ns for path in Path("done").rglob("*") if path.is_file()}
 

@@ -99,10 +99,11 @@ class Estimate:
         return "\n".join(["Estimated memory per rank:", *(f"{name:<{width}}  {size:>10}" for name, size in rows)])
 
 
-def memory_report(cli: RecipeCLI, gpu_bytes: int | None = None) -> tuple[str, list[str]]:
+def memory_report(cli: RecipeCLI, gpu_bytes: int | None = None, is_complete: bool = True) -> tuple[str, list[str]]:
     """Return the estimate as text, and an error if the recipe needs more than its device, or a GPU of a size, has.
 
-    A GPU counts as empty, even if other processes are using it. The batch sizes must fit the world size.
+    A GPU counts as empty, even if other processes are using it. The batch sizes must fit the world size. The settings
+    that are advised are checked if the recipe ``is_complete``: without its weights, each check would miss them again.
 
     Raises:
         NotEstimated: There is no estimate; the message is the reason.
@@ -128,7 +129,7 @@ def memory_report(cli: RecipeCLI, gpu_bytes: int | None = None) -> tuple[str, li
         return text, []
     too_large = (
         f"The recipe needs about {shown(needed.peak)} per rank, in {needed.peak_phase}; {shown(free)} is available "
-        f"({name}). {advice(cli, needed, free, device, peaks)}"
+        f"({name}). {advice(cli, needed, free, device, peaks, is_complete)}"
     )
     return text, [too_large]
 
@@ -146,7 +147,9 @@ def _estimated(cli: RecipeCLI, device: torch.device, peaks: Peaks) -> Estimate:
         raise NotEstimated(f"{type(error).__name__}: {one_line(error)}") from error
 
 
-def advice(cli: RecipeCLI, needed: Estimate, free: int, device: torch.device, peaks: Peaks) -> str:
+def advice(
+    cli: RecipeCLI, needed: Estimate, free: int, device: torch.device, peaks: Peaks, is_complete: bool = True
+) -> str:
     """Return the settings that a recipe lacks to fit, as few of them as possible, and the peak with them."""
     values, command = {typed_key(place): value for place, value in leaves(cli.plain_recipe())}, cli.recipe.command
 
@@ -156,7 +159,7 @@ def advice(cli: RecipeCLI, needed: Estimate, free: int, device: torch.device, pe
         changed = replace(command, overrides=overrides)
         with suppress(UserError, NotEstimated), warnings.catch_warnings(action="ignore"):  # the recipe itself warned
             other = build_recipe(read_recipe(changed), make_folder=False, elsewhere=True)
-            return math.inf if other.errors() else _estimated(other, device, peaks).peak
+            return math.inf if is_complete and other.errors() else _estimated(other, device, peaks).peak
         return math.inf
 
     def is_left(setting: str) -> bool:
