@@ -162,19 +162,19 @@ def test_a_reward_without_memory_or_with_its_own_interrupt_ends_the_run_in_a_lin
 def test_a_run_continues_after_its_reward_is_mended(recipe, capsys):
     """The iterations before the error are kept, and the printed command continues."""
     code = "calls = 0\n\ndef shine(images, prompts):\n    global calls\n    calls += 1\n    assert calls < 3, 'gone'\n"
-    Path("mine.py").write_text(f"{code}    return images.mean((1, 2, 3))\n")
-    words = ["model.reward={python: 'mine:shine'}", "data.heldout=null", "trainer.max_epochs=3"]
+    Path("shining.py").write_text(f"{code}    return images.mean((1, 2, 3))\n")
+    words = ["model.reward={python: 'shining:shine'}", "data.heldout=null", "trainer.max_epochs=3"]
     assert run([recipe, *words, "trainer.enable_progress_bar=false"]) == 1
     again = "lightning run runs/tiny/config.yaml --resume allow_changes=true"
     kept = "The last checkpoint is runs/tiny/checkpoints/interrupted.ckpt (2 iterations, 2 optimizer steps)."
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"Training failed. {kept} Continue, also after an edit of mine.py: {again}"
-    Path("mine.py").write_text(code.replace("< 3", "> 0") + "    return images.mean((1, 2, 3))\n")
-    sys.modules.pop("mine")
+    assert last == f"Training failed. {kept} Continue, also after an edit of shining.py: {again}"
+    Path("shining.py").write_text(code.replace("< 3", "> 0") + "    return images.mean((1, 2, 3))\n")
+    sys.modules.pop("shining")
     assert run(again.split()[2:-1]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"Restore these, or continue with the new ones: {again}"
     assert run(again.split()[2:]) == 0
-    assert "Changed: model.reward shine: mine.py changed since the checkpoint was written" in capsys.readouterr().out
+    assert "Changed: model.reward shine: shining.py changed since the checkpoint was written" in capsys.readouterr().out
 
 
 def test_what_a_reward_changes_reaches_neither_held_out_prompts_nor_later_iterations(recipe, capsys):

@@ -161,8 +161,8 @@ def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
     assert main(["recipes", "sd15_aesthetic"]) == 0
     assert capsys.readouterr().out == (
         "sd15_aesthetic: SD 1.5 + V-GRPO + LAION's aesthetic predictor on the variance-preserving path, LoRA r16\n"
-        "  needs     weights of SD 1.5, CLIP ViT-L/14 and the predictor, and a 40 GB GPU; lightning check estimates "
-        "30 GiB plus\n            the reward models\n  evidence  ours, not measured\n"
+        "  needs     weights of SD 1.5, CLIP ViT-L/14 and the predictor, and a 48 GB GPU; lightning check estimates "
+        "39.7 GiB\n  evidence  ours, not measured\n"
     )
     assert main(["recipes", "tiny_shape"]) == 2
     assert "Did you mean tiny_shapes?" in capsys.readouterr().err
