@@ -122,7 +122,10 @@ def memory_report(cli: RecipeCLI, gpu_bytes: int | None = None, is_complete: boo
     peaks = Peaks()
     needed = _estimated(cli, device, peaks)
     hint = "" if size and device.type == "cuda" else " Compare with a GPU: --memory 80GiB."
-    text = f"{needed.table()}\n{f'Available: {shown(free)}, {name}.' if size else 'This machine has no GPU.'}{hint}"
+    fits = "It fits." if needed.peak <= free else "It does not fit."
+    text = (
+        f"{needed.table()}\n{f'Available: {shown(free)}, {name}. {fits}' if size else 'This machine has no GPU.'}{hint}"
+    )
     if needed.unknown:
         text += f"\nNot included, because their size is unknown: models of the reward {', '.join(needed.unknown)}."
     if not size or needed.peak <= free:

@@ -58,7 +58,7 @@ def test_a_gpu_can_be_given(tiny_recipe, capsys):
     words = [str(tiny_recipe), "model.policy.offload_encoders=true"]
     assert check([*words, "--memory", "2GiB"]) == 0
     out = capsys.readouterr().out
-    assert "Available: 1.00 GiB, the given GPU." in out
+    assert "Available: 1.00 GiB, the given GPU. It fits." in out
     assert "text encoders" not in out
     assert check([*words, "--memory=1GB"]) == 2
     assert "1GB leaves nothing: 1.00 GiB is reserved for CUDA. Give more." in capsys.readouterr().err
