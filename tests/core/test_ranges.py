@@ -175,10 +175,11 @@ Timer = checked(Timer)
         ({"spec": 5}, TypeError, "spec=5: Input should be an instance of RolloutSpec"),
         ({"spec": RolloutSpec}, TypeError, ": Input should be an instance of RolloutSpec"),
         ({"spec": {"steps": 0}}, ValueError, "steps=0: Input should be greater than or equal to 1"),
-        ({"spec": {"stepz": 1}}, TypeError, "RolloutSpec.__init__() got an unexpected keyword argument 'stepz'"),
+        ({"spec": {"stepz": 1}}, TypeError, "stepz is not an option of RolloutSpec. Did you mean steps?"),
         ({"names": "to_q"}, TypeError, "names='to_q': Input should be a valid list"),
         ({"quiet": "false"}, TypeError, "quiet='false': Input should be a valid boolean"),
-        ({"speed": 1}, TypeError, "Timer.__init__() got an unexpected keyword argument 'speed'"),
+        ({"second": 1}, TypeError, "second is not an option of Timer. Did you mean seconds?"),
+        ({"steps": 1}, TypeError, "steps is not an option of Timer. Pass spec=RolloutSpec(steps=...)."),
     ],
 )
 def test_a_message_names_the_argument(given, kind, message):
