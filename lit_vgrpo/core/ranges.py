@@ -6,6 +6,7 @@ A constructor declares ``num_times: Annotated[int, Range(least=1)] = 4``, and it
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -106,12 +107,22 @@ def _validate(name: str, value: Any, adapter: TypeAdapter[Any], hint: Any) -> No
         adapter.validate_python(value, strict=not isinstance(value, list | tuple))
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        words = [one["msg"].removeprefix(SHOULD) for one in problems]
+        words = [limit_in_words(one["msg"]).removeprefix(SHOULD) for one in problems]
         kind = TypeError if all(one["type"].endswith(("_type", "is_instance_of")) for one in problems) else ValueError
         advice = "".join(f". {member.TO_PASS}" for member in _members(hint) if hasattr(member, "TO_PASS"))
         raise kind(
             f"{name}={one_line(repr(value)):.100}: {SHOULD}{', or '.join(dict.fromkeys(words))}{advice}"
         ) from None
+
+
+def limit_in_words(message: str) -> str:
+    """Return pydantic's message with a limit as a value to use.
+
+    >>> limit_in_words("Input should be greater than or equal to 2")
+    'Input should be 2 or more'
+    """
+    message = re.sub(r"greater than or equal to (\S+)", r"\1 or more", message)
+    return re.sub(r"less than or equal to (\S+)", r"\1 or less", message)
 
 
 def _refuse_unknown(cls: type, signature: inspect.Signature, given: Iterable[str]) -> None:
