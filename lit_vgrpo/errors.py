@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -129,6 +130,18 @@ def unknown_option(key: str, owner: str, options: Iterable[str]) -> str:
     'model.objective.num_mc_sample is not an option of VGRPO. Did you mean num_mc_samples?'
     """
     return f"{key} is not an option of {owner}. {suggestion(key.rsplit('.', 1)[-1], options)}"
+
+
+def setting(section: str, **options: Any) -> str:
+    """Return how to set options of the data or the model, on the command line and in Python.
+
+    >>> setting("data", deduplicate=True)
+    'data.deduplicate=true (in Python: PromptDataModule(deduplicate=True))'
+    """
+    name = {"data": "PromptDataModule", "model": "VGRPOModule"}[section]
+    recipe = " ".join(f"{section}.{key}={json.dumps(value)}" for key, value in options.items()).replace('"', "")
+    python = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    return f"{recipe} (in Python: {name}({python}))"
 
 
 def error_in_user_code(error: BaseException) -> str | None:

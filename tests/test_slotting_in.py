@@ -62,9 +62,14 @@ def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):
         (
             {"optimizer": 1e-4},
             TypeError,
-            "^optimizer=0.0001 builds nothing. Pass a class with its options, such as",
+            r"^optimizer=0.0001 builds nothing. Pass OptimizerConfig\(lr=0.0001\), or a class with its options",
         ),
-        ({"lr_scheduler": "cosine"}, TypeError, "^lr_scheduler='cosine' builds nothing"),
+        (
+            {"lr_scheduler": "cosine"},
+            TypeError,
+            "^lr_scheduler='cosine' builds nothing. Pass a class .*CosineAnnealingLR",
+        ),
+        ({"lr": 1e-3}, TypeError, r"^lr is not an option of VGRPOModule. Pass optimizer=OptimizerConfig\(lr=...\).$"),
         ({"evaluation": 5}, TypeError, "^evaluation=5: Input should be an instance of RolloutSpec"),
         ({"untrained_reward": []}, ValueError, r"^rewards=\[\] is empty. Name at least one reward"),
     ):

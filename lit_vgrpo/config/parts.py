@@ -26,6 +26,7 @@ from jsonargparse import ArgumentParser
 from pydantic import ValidationError
 
 from lit_vgrpo.config.tree import CLASS_KEYS, Place, apply_override, class_name, expanded, leaves, typed_key
+from lit_vgrpo.core.ranges import limit_in_words
 from lit_vgrpo.errors import UserError, causes, error_in_user_code, one_line, suggestion, unknown_option
 from lit_vgrpo.system.paths import missing_module
 
@@ -227,7 +228,7 @@ def _parser_error(error: BaseException, tree: Mapping[str, Any]) -> str:
         return with_full_key(message[1], tree)
     if isinstance(reason, ValidationError):
         limit = reason.errors()[0]
-        return f"{key}={limit['input']!r}: {limit['msg']}"
+        return f"{key}={limit['input']!r}: {limit_in_words(limit['msg'])}"
     value = GIVEN.search(text)  # of a union the errors of its types, then the value
     expected = [_type_name(kind) for kind in EXPECTED.findall(text[: value.start()] if value else "")]
     if literals := [kind for kind in expected if kind.startswith("one of")]:

@@ -23,6 +23,7 @@ from lit_vgrpo.config.tree import (
     expanded_recipe,
     learn_without_class,
     leaves,
+    logger_errors,
     merged,
     replace_trained,
     replaced,
@@ -69,12 +70,14 @@ class Command:
 
     @classmethod
     def parse(cls, words: Sequence[str], resume: bool = False) -> Self:
-        """Find the files that the arguments name; raise UserError if one does not exist."""
+        """Find the files that the arguments name; raise UserError if one, or a logger's package, does not exist."""
         files = [word for word in words if not is_override(word)]
         overrides = [(key, text) for key, _, text in (w.partition("=") for w in words if is_override(w))]
         for key, text in overrides:
             if text == "None":
                 raise UserError(f"{key}=None is Python syntax. Write {key}=null.")
+            if key == "trainer.logger" and (found := logger_errors(text)):  # before the slow imports
+                raise UserError(*found)
         if not files:
             raise UserError("No recipe given. Try: lightning run tiny_shapes")
         return cls(find_recipe(files[0]), [find_overlay(name) for name in files[1:]], overrides, resume)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import yaml
@@ -37,6 +38,8 @@ LOGGERS: dict[str, Any] = {
     "TensorBoardLogger": True,  # without options, as the next: Lightning's need a folder
     "CSVLogger": False,
 }
+TRACKERS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet_ml"}
+"""Package that each of Lightning's loggers needs."""
 ASKS_FOR_SCORE = ("prompt_template", "score_pattern", "num_scores")
 
 
@@ -190,6 +193,16 @@ def expanded_logger(node: Any) -> Any:
     if isinstance(node, list):
         return [name for name in map(expanded_logger, node) if not isinstance(name, bool)]
     return LOGGERS.get(node, node) if isinstance(node, str) else node
+
+
+def logger_errors(node: Any) -> list[str]:
+    """Return a line for each logger whose package is not installed."""
+    names = [class_name(expanded_logger(one)) for one in (node if isinstance(node, list) else [node])]
+    missing = [name for name in names if name in TRACKERS and not find_spec(TRACKERS[name])]
+    return [
+        f"trainer.logger={name}: {TRACKERS[name]} is not installed. Run: pip install {TRACKERS[name]}"
+        for name in missing
+    ]
 
 
 def learn_without_class(model: Any) -> None:

@@ -6,8 +6,9 @@ A constructor declares ``num_times: Annotated[int, Range(least=1)] = 4``, and it
 from __future__ import annotations
 
 import inspect
+import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache, wraps
 from types import NoneType, UnionType
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 from annotated_types import Interval
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import one_line, unknown_option
 
 T = TypeVar("T", bound=type)
 SHOULD = "Input should be "
@@ -66,7 +67,7 @@ def checked(cls: T) -> T:
     converted copies on, and report in several lines.
 
     Raises:
-        TypeError: By the constructor, for an argument of another type.
+        TypeError: By the constructor, for an argument of another type, or one that does not exist.
         ValueError: By the constructor, for a number out of range, an unknown word, or an option without effect.
 
     >>> @checked
@@ -84,6 +85,7 @@ def checked(cls: T) -> T:
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
+            _refuse_unknown(cls, signature, kwargs)
             return init(self, *args, **kwargs)  # it raises Python's usual error
         for name, value in bound.arguments.items():
             kinds = [kind for kind in _members(_hints(cls).get(name)) if is_dataclass(kind)]
@@ -105,12 +107,31 @@ def _validate(name: str, value: Any, adapter: TypeAdapter[Any], hint: Any) -> No
         adapter.validate_python(value, strict=not isinstance(value, list | tuple))
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        words = [one["msg"].removeprefix(SHOULD) for one in problems]
+        words = [limit_in_words(one["msg"]).removeprefix(SHOULD) for one in problems]
         kind = TypeError if all(one["type"].endswith(("_type", "is_instance_of")) for one in problems) else ValueError
         advice = "".join(f". {member.TO_PASS}" for member in _members(hint) if hasattr(member, "TO_PASS"))
         raise kind(
             f"{name}={one_line(repr(value)):.100}: {SHOULD}{', or '.join(dict.fromkeys(words))}{advice}"
         ) from None
+
+
+def limit_in_words(message: str) -> str:
+    """Return pydantic's message with a limit as a value to use.
+
+    >>> limit_in_words("Input should be greater than or equal to 2")
+    'Input should be 2 or more'
+    """
+    message = re.sub(r"greater than or equal to (\S+)", r"\1 or more", message)
+    return re.sub(r"less than or equal to (\S+)", r"\1 or less", message)
+
+
+def _refuse_unknown(cls: type, signature: inspect.Signature, given: Iterable[str]) -> None:
+    known = [*signature.parameters][1:]
+    parts = {option: kind for option in known for kind in _members(_hints(cls).get(option)) if is_dataclass(kind)}
+    for name in (name for name in given if name not in known):
+        owners = [f"{option}={kind.__name__}" for option, kind in parts.items() if name in _hints(kind)]  # type: ignore[union-attr,arg-type]
+        message = f"{name} is not an option of {cls.__name__}. Pass {owners[0]}({name}=...)." if owners else None
+        raise TypeError(message or unknown_option(name, cls.__name__, known)) from None
 
 
 def _refuse_unused(cls: type, signature: inspect.Signature, given: Mapping[str, Any]) -> None:

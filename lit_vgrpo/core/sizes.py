@@ -10,6 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+MICRO_BATCH_SIZE = 8
+"""The default."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -75,7 +78,7 @@ class Sizes:
     prompts_per_iteration: int
     group_size: int
     updates_per_iteration: int = 1
-    micro_batch_size: int | Literal["auto"] = 8
+    micro_batch_size: int | Literal["auto"] = MICRO_BATCH_SIZE
     split_updates: bool = False
     ranks: int = 1
 
@@ -195,8 +198,9 @@ class Sizes:
         if self.micro_batch_size != "auto" and share % min(self.micro_batch_size, share):
             whose = "one update on a rank" if self.split_updates else "a rank"
             fitting = max(d for d in divisors(share) if d < self.micro_batch_size)
+            given = f"{self.micro_batch_size}{' (the default)' * (self.micro_batch_size == MICRO_BATCH_SIZE)}"
             return [
-                f"micro_batch_size={self.micro_batch_size} cannot split the {share} images of {whose}. "
+                f"micro_batch_size={given} cannot split the {share} images of {whose}. "
                 f"Use a divisor of {share}, such as {fitting}."
             ]
         return []

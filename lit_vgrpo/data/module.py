@@ -14,12 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.ranges import Count, GroupSize, PositiveInt, Range, Seed, checked
-from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.sizes import MICRO_BATCH_SIZE, Sizes
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import GroupSampler, HeldOutDataset, IterationDataset, LocalSampler, held_out_error
 from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, read_heldout
 from lit_vgrpo.data.prompts import Row, Rows, text_of
 from lit_vgrpo.data.source import Sources, as_sources
+from lit_vgrpo.errors import setting
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.paths import resolve_path
 
@@ -39,8 +40,8 @@ class PromptDataModule(L.LightningDataModule):
         group_size: Images per prompt, at least 2.
         heldout: Prompts for evaluation, likewise; null for no evaluation, unless ``heldout_fraction`` is given.
         updates_per_iteration: Optimizer steps of one iteration.
-        micro_batch_size: Maximum number of images in a rank's forward and backward pass; ``auto`` finds the largest
-            that fits into memory before training.
+        micro_batch_size: Maximum number of images in a rank's forward and backward pass; it must divide the images of
+            an update on a rank, unless they are fewer. ``auto`` finds the largest that fits into memory.
         split_updates: Every update uses a different share of the images, instead of all of them.
         heldout_images_per_prompt: Images per held-out prompt.
         heldout_limit: Use only the first N held-out prompts.
@@ -62,7 +63,7 @@ class PromptDataModule(L.LightningDataModule):
         group_size: GroupSize,
         heldout: Sources | None = None,
         updates_per_iteration: Count = 1,
-        micro_batch_size: Count | Literal["auto"] = 8,
+        micro_batch_size: Count | Literal["auto"] = MICRO_BATCH_SIZE,
         split_updates: bool = False,
         heldout_images_per_prompt: Count = 1,
         heldout_limit: PositiveInt | None = None,
@@ -140,7 +141,8 @@ class PromptDataModule(L.LightningDataModule):
         """Return this rank's share of the held-out images, as for validation; raise ValueError if there are none."""
         loader = self.val_dataloader()
         if isinstance(loader, list):
-            raise ValueError("Testing and prediction need held-out prompts. Set data.heldout.")
+            example = setting("data", heldout="prompts.txt")
+            raise ValueError(f"Testing and prediction need held-out prompts. Set {example}.")
         return loader
 
     predict_dataloader = test_dataloader

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lit_vgrpo.data.prompts import Row, Rows, TableRows, open_prompts, text_of
 from lit_vgrpo.data.source import PromptError, PromptSource
+from lit_vgrpo.errors import setting
 
 CHECKED_ROWS = 10_000
 """Rows of a table whose fields are checked before a run; prompts are all checked."""
@@ -94,11 +95,12 @@ class PromptSets:
     def heldout_warning(self) -> str | None:
         """Return why the held-out reward does not measure new prompts, or ``None``."""
         if self.heldout is None:
-            advice = "Set data.heldout to a file of other prompts, or data.heldout_fraction=0.1."
+            advice = f"Set data.heldout to a file of other prompts, or {setting('data', heldout_fraction=0.1)}."
             return f"No prompts are held out, so the reward is measured on training prompts alone. {advice}"
         if not self.shared:
             return None
-        advice = "Set data.deduplicate=true to drop them." if self.has_others else "Set data.heldout to other prompts."
+        drop = f"To drop them, set {setting('data', deduplicate=True)}."
+        advice = drop if self.has_others else "Set data.heldout to other prompts."
         which = "" if self.has_others else "All "
         return f"{which}{self.shared:,} training prompts are also held-out prompts. {advice}"
 

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lit_vgrpo.callbacks import FID
-from lit_vgrpo.config.tree import leaves, typed_key
+from lit_vgrpo.config.tree import leaves, logger_errors, typed_key
 from lit_vgrpo.core.pictures import PICTURE, named_pictures, picture_files, picture_size
 from lit_vgrpo.errors import counted, suggestion, unknown_option
 from lit_vgrpo.policies.base import Policy
@@ -42,6 +42,7 @@ def setting_errors(recipe: Mapping[str, Any]) -> list[str]:
     """Return the errors of settings that the parser accepts, in a recipe as plain values."""
     known = [*KEYS, *(typed_key(place) for place, _ in leaves(recipe) if place[0] in KEYS)]
     errors = [unknown_option(key, "a recipe", known) for key in recipe if key not in KEYS]
+    errors += logger_errors((recipe.get("trainer") or {}).get("logger"))
     for target, source in LINKED.items():
         section, _, name = target.partition(".")
         if isinstance(recipe.get(section), dict) and name in recipe[section]:

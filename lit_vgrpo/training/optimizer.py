@@ -140,7 +140,11 @@ def direct(make: Callable[..., Any], option: str = "optimizer") -> Callable[...,
     if isinstance(make, torch.optim.Optimizer | LRScheduler):
         raise TypeError(f"{name}(...) is already built. Pass a function that builds it, such as partial({name}, ...).")
     if not callable(make):
-        how = "Pass a class with its options, such as partial(torch.optim.SGD, lr=0.01)."
+        example, how = "torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100", "Pass"
+        if option == "optimizer":
+            example, lr = "torch.optim.SGD, lr=0.01", make if isinstance(make, float) else 1e-4
+            how = f"Pass OptimizerConfig(lr={lr}), or"
+        how += f" a class with its options, such as partial({example})."
         raise TypeError(f"{option}={one_line(repr(make)):.80} builds nothing. {how}")
     if isinstance(make, partial) and not isinstance(make.func, type) and make.args and isinstance(make.args[-1], type):
         return partial(make.args[-1], **make.keywords)

@@ -12,6 +12,7 @@ from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.errors import setting
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
@@ -69,8 +70,8 @@ def errors_under(module: TrainingModule, trainer: Trainer, sizes: Sizes, has_hel
     ]
     if module.reward.compares and has_heldout and module.evaluator.observed.compares:
         errors.append(
-            "model.reward compares images of a group and scores no held-out images. Set model.untrained_reward to a "
-            "reward that does, such as PickScore, or data.heldout=null to train without evaluations."
+            "model.reward compares images of a group and scores no held-out images. Set the model's untrained_reward "
+            f"to one that does, such as PickScore, or train without evaluations: {setting('data', heldout=None)}."
         )
     fits = not sizes.errors(ranks)  # their errors are the data module's
     if module.reward.compares and fits and sizes.plan(ranks).ranks_per_group > 1:
@@ -217,10 +218,9 @@ def moved_option(trainer: Trainer) -> str | None:
     clipping = {name: getattr(trainer, name) for name in ("gradient_clip_val", "gradient_clip_algorithm")}
     given = {name: getattr(value, "value", value) for name, value in clipping.items() if value is not None}
     if given:
-        moved = " and ".join(f"model.{name}={value}" for name, value in given.items())
-        return f"trainer.{next(iter(given))} is now an option of the model. Replace it by {moved}."
+        return f"trainer.{next(iter(given))} is now an option of the model. Replace it by {setting('model', **given)}."
     if (asked := trainer.accumulate_grad_batches) != 1:
-        return f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use data.micro_batch_size."
+        return f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use micro_batch_size."
     return None
 
 
@@ -228,12 +228,12 @@ def limit_error(module: TrainingModule, trainer: Trainer, sizes: Sizes, has_held
     """Return why a limit of the trainer cannot be kept or has no effect, or ``None``."""
     trainer = declared(trainer)
     if has_heldout and trainer.limit_val_batches == 0:
-        return "trainer.limit_val_batches=0 disables data.heldout. Set data.heldout=null instead."
+        return f"trainer.limit_val_batches=0 disables data.heldout. Set {setting('data', heldout=None)} instead."
     for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
         low, high = getattr(trainer, least), getattr(trainer, most)
         if not trainer.fast_dev_run and low and high and 0 < high < low:
             return f"trainer.{least}={low} has no effect with {most}={high}. Set {most} to at least {low}."
-    fewer = "Leave it out; use data.prompts_per_iteration for less work, or trainer.fast_dev_run=true for a trial run."
+    fewer = "Leave it out; use fewer prompts_per_iteration, or the trainer's fast_dev_run for a trial run."
     if trainer.overfit_batches:
         return f"trainer.overfit_batches={trainer.overfit_batches} would drop images already made. {fewer}"
     if (moved := moved_option(trainer)) is not None:

@@ -85,7 +85,9 @@ import sys
 from lit_vgrpo.cli.main import main
 main(["run", "--help"])
 refused = ["run tiny_shape", "check tiny_shape", "check-reward tiny_shape", "check tiny_shapes --memory big"]
-refused += ["recipes --gpu big", "report no_run", "export no_run --to x", "sample no_run", "eval no_run"]
+sys.modules["wandb"] = None  # as if it were not installed
+refused += ["run tiny_shapes trainer.logger=wandb", "recipes --gpu big", "report no_run", "eval no_run"]
+refused += ["export no_run --to x", "sample no_run"]
 assert [main(line.split()) for line in refused] == [2] * len(refused)
 sys.exit(str({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.modules)))
 """

@@ -20,6 +20,11 @@ small = st.integers(1, 40)
             "micro_batch_size=24 cannot split the 64 images of a rank. Use a divisor of 64, such as 16.",
         ),
         (
+            Sizes(3, 4),
+            1,
+            "micro_batch_size=8 (the default) cannot split the 12 images of a rank. Use a divisor of 12, such as 6.",
+        ),
+        (
             Sizes(8, 4, 5, 4, split_updates=True),
             1,
             "updates_per_iteration=5 cannot divide 32 images. Use a divisor of 32, or split_updates=false.",

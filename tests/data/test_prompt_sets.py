@@ -122,7 +122,8 @@ def test_a_prompt_of_the_held_out_file_is_said_or_left_out(file):
     data = data_module(train, heldout=apart, heldout_limit=1)
     assert training(data) == ["a", "b", "B", "c", "d"]
     assert data.sets.describe() == "Prompts: 5 to train on, 1 held out."
-    assert data.sets.heldout_warning().startswith("3 training prompts are also held-out prompts. Set data.deduplicate")
+    drop = "To drop them, set data.deduplicate=true (in Python: PromptDataModule(deduplicate=True))."
+    assert data.sets.heldout_warning() == f"3 training prompts are also held-out prompts. {drop}"
     same = data_module(train, heldout=train).sets.heldout_warning()
     assert same == "All 5 training prompts are also held-out prompts. Set data.heldout to other prompts."
     data = data_module(train, heldout=apart, heldout_limit=1, deduplicate=True)

@@ -51,20 +51,20 @@ def counting(module):
 @pytest.mark.parametrize(
     ("limit", "error"),
     [
-        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5 is less than an iteration. Leave it out; use data"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5 is less than an iteration. Leave it out; use fewer"),
         (
             {"gradient_clip_val": 1.0},
-            "trainer.gradient_clip_val is now an option of the model. .* model.gradient_clip_val=1.0.",
+            r"trainer.gradient_clip_val is now an option of the model. .*model.gradient_clip_val=1.0 \(in Python: V",
         ),
         (
             {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"},
-            "Replace it by model.gradient_clip_val=2 and model.gradient_clip_algorithm=value.",
+            r"VGRPOModule\(gradient_clip_val=2, gradient_clip_algorithm='value'\)",
         ),
         ({"overfit_batches": 1}, "overfit_batches=1 would drop images"),
         ({"overfit_batches": 1, "fast_dev_run": True}, "overfit_batches=1 would drop images"),
         ({"limit_val_batches": 0}, "limit_val_batches=0 disables data.heldout. Set data.heldout=null"),
         ({"min_epochs": 3}, "trainer.min_epochs=3 has no effect with max_epochs=1. Set max_epochs to at least 3."),
-        ({"accumulate_grad_batches": 3}, "accumulate_grad_batches=3 is set by the sizes. Leave it out; use data"),
+        ({"accumulate_grad_batches": 3}, "accumulate_grad_batches=3 is set by the sizes. Leave it out; use micro"),
         ({"max_steps": 3}, "max_steps=3 ends within an iteration .* multiple of 2, such as 4."),
     ],
 )

@@ -193,10 +193,13 @@ def test_mlflow_has_one_run_of_a_resumed_run(tiny_recipe, capfd):
     assert "run_id: null" in Path("runs/tiny/config.yaml").read_text()
 
 
-@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_missing_tracker_is_one_line_with_the_command(tiny_recipe, capsys):
-    assert run([str(tiny_recipe), "trainer.logger=WandbLogger"]) == 2
-    assert capsys.readouterr().err.startswith("trainer.logger: Requirement 'wandb>=")
+def test_a_missing_tracker_is_one_line_with_the_command(tiny_recipe, capsys, monkeypatch):
+    for package in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert run([str(tiny_recipe), "trainer.logger=[wandb, csv, {class_path: MLFlowLogger}]"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "trainer.logger=WandbLogger: wandb is not installed. Run: pip install wandb" in lines
+    assert "trainer.logger=MLFlowLogger: mlflow is not installed. Run: pip install mlflow" in lines
 
 
 @pytest.mark.slow
