@@ -64,9 +64,15 @@ def built_part(tree: Mapping[str, Any], key: str, hint: Any, parse_only: bool = 
 
 
 def part_of_words(words: Sequence[str], key: str, hint: Any) -> Any:
-    """Build the part that words name: ``PickScore checkpoint=/a/folder``; raise UserError with the first error."""
-    node = expanded(words[0])
-    tree: dict[Any, Any] = {key: {"class_path": node} if isinstance(node, str) else node}
+    """Build the part that words name: ``PickScore checkpoint=/a/folder``; raise UserError with the first error.
+
+    The first word may also be a value as in a recipe, ``{python: "my_module:my_function"}``.
+    """
+    tree: dict[Any, Any] = {key: words[0]}
+    if words[0].startswith("{"):
+        apply_override(tree, key, words[0])
+    node = expanded(tree[key])
+    tree[key] = {"class_path": node} if isinstance(node, str) else node
     for word in words[1:]:
         name, equals, text = word.removeprefix("--").partition("=")
         if not equals:

@@ -37,8 +37,9 @@ def test_a_class_of_the_current_folder(here, monkeypatch):
     assert type(build_reward(["rewards_of_this_folder.Mine"]).rewards[0]).__name__ == "Mine"
 
 
-def test_a_function_with_options():
-    (reward,) = build_reward(["python:own_rewards:score", "images=pil", "options={'gain': 2}"]).rewards
+@pytest.mark.parametrize("first", ["python:own_rewards:score", "{python: 'own_rewards:score'}"])
+def test_a_function_with_options(first):
+    (reward,) = build_reward([first, "images=pil", "options={'gain': 2}"]).rewards
     assert isinstance(reward, PythonReward)
     assert (reward.function, reward.images, reward.options) == ("own_rewards:score", "pil", {"gain": 2})
 
