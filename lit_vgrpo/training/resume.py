@@ -208,9 +208,14 @@ def how_to_resume(folder: Path, edited: Sequence[str] = ()) -> str:
     return f"Continue{when}: {shell_line('lightning', 'run', folder / CONFIG_NAME, '--resume', *allows)}"
 
 
-def next_commands(folder: Path, prompt: str | None) -> dict[str, str]:
-    """Return the commands that use a run's weights, by their purpose; ``None`` leaves out drawing a prompt."""
+def next_commands(folder: Path, prompt: str | None, has_start: bool = True) -> dict[str, str]:
+    """Return the commands that use a run's weights, by their purpose; ``None`` leaves out drawing a prompt.
+
+    ``has_start`` is false if no evaluation before training compares with the newest one.
+    """
     name, draw = folder.resolve().name, dict[str, str]()
+    if not has_start:
+        draw["Score the images before and after training"] = shell_line("lightning", "eval", folder, "--reference")
     if prompt is not None:
         draw["Draw a prompt"] = shell_line("lightning", "sample", folder, "--prompt", prompt)
     what, to = "Write the weights for diffusers", f"{name}_export"
