@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -157,8 +156,8 @@ class RewardLogger(L.Callback):
                 f", so no step is taken. The reward is constant ({float(scored.mean()):.4g}) within each group."
             )
         for name, message in record.errors.items():
-            share = "all" if math.isnan(record.parts[name]["mean"]) else "some"
-            rank_zero_warn(f'Reward "{name}" failed for {share} images of iteration {record.iteration + 1}: {message}')
+            failed = f"{record.parts[name]['failed']:.0f} of {record.images} images of iteration {record.iteration + 1}"
+            rank_zero_warn(f'Reward "{name}" failed for {failed}: {message}')
         metrics = {
             "reward/mean": mean_score(scored),
             "reward/std": float(scored.std(correction=0)),

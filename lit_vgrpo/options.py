@@ -16,6 +16,8 @@ from typer import Option
 
 from lit_vgrpo.errors import UserError
 
+HUB_PREFIX = "hub:"
+
 
 def _read_path(text: str) -> Path:
     return Path(text).expanduser()

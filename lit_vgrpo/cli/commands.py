@@ -18,7 +18,8 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from lit_vgrpo import __version__, errors, options
-from lit_vgrpo.system.process import bar, is_first_process
+from lit_vgrpo.options import HUB_PREFIX
+from lit_vgrpo.system.process import bar, is_first_process, report_on_first
 
 START, TRAIN, LOOK, SHARE = "Start", "Train", "Look", "Share"
 
@@ -82,7 +83,9 @@ def add_command(name: str, options: type, panel: str, place: str, **arguments: A
         if "recipe" in arguments and name != "compare":  # which also continues a race
             _find_recipe(given["words"])
         elif "runs" in arguments or ("run" in arguments and not (given.get("benchmark") or given.get("share"))):
-            _find_run(given["words"][0])
+            _find_run(given["words"][0], "runs" in arguments)
+        if not (to := given.get("to") or HUB_PREFIX).startswith(HUB_PREFIX):
+            _find_vacant(to)
         with _loading():
             body = resolve_name(f"lit_vgrpo.{place}")
         return int(body(options(**given)))
@@ -99,11 +102,18 @@ def _find_recipe(words: list[str]) -> None:
     Command.parse(words)
 
 
-def _find_run(word: str) -> None:
+def _find_run(word: str, or_several: bool) -> None:
     """Raise UserError for a run that does not exist, before the slow imports."""
-    from lit_vgrpo.config.recipe import find_run
+    from lit_vgrpo.config.recipe import find_run, find_runs
 
-    find_run(word)
+    find_runs(word) if or_several else find_run(word)
+
+
+def _find_vacant(folder: str) -> None:
+    """Raise UserError for a folder that is not empty, before the slow imports."""
+    from lit_vgrpo.system.paths import vacant_folder
+
+    vacant_folder(folder)
 
 
 def _print_version(asked: bool) -> None:
@@ -169,16 +179,16 @@ def run(recipe: RecipeArg, words: Words = None, resume: options.Resume = False) 
 
     command = Command.parse([recipe, *(words or [])], resume)
     if STAGES in loaded(command.recipe):
-        with _loading():
+        with _loading(recipe):
             from lit_vgrpo.apps.curriculum.curriculum import run_curriculum
         return run_curriculum(command)
-    with _loading():
+    with _loading(recipe):
         from lit_vgrpo.launch.build import train_recipe
     return train_recipe(command)
 
 
 Voted = Annotated[list[str], Argument(metavar="RUN|RECIPE")]
-Shown = Annotated[list[str], Argument(help="Run folders, shown side by side.")]
+Shown = Annotated[list[str], Argument(help="Run folders, such as runs/tiny_shapes, or a folder of runs.")]
 Evaluated = Annotated[str, Argument(help="Run folder; with --benchmark also a pipeline folder or hub name.")]
 More = Annotated[list[str] | None, Argument(metavar="[RUN|MODEL|key=value]", help="More runs or models; overrides.")]
 Scored = Annotated[list[str] | None, Argument(metavar="[IMAGE|FOLDER|key=value]")]
@@ -196,11 +206,16 @@ add_command("serve-reward", options.ServeReward, SHARE, "apps.serve.command:serv
 
 
 @contextmanager
-def _loading() -> Iterator[None]:
-    """Announce slow imports, and disable garbage collection during them: they create a million permanent objects."""
+def _loading(recipe: str = "") -> Iterator[None]:
+    """Announce slow imports, and disable garbage collection during them: they create a million permanent objects.
+
+    Without a terminal, which shows a bar, a line names the ``recipe``.
+    """
     if "torch" in sys.modules:
         yield
         return
+    if recipe and not sys.stderr.isatty():
+        report_on_first(f"Loading {recipe} ...")
     gc.disable()
     try:
         with bar("Loading the libraries", total=1):

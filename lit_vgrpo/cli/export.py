@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from lit_vgrpo.cli.saved_policy import ChosenRun, build_policy, load_saved_policy, recipe_of
 from lit_vgrpo.errors import UserError, one_line, say, shell_line
-from lit_vgrpo.options import Export
+from lit_vgrpo.options import HUB_PREFIX, Export
 from lit_vgrpo.policies.base import DTYPES, Policy
 from lit_vgrpo.policies.export import merge_adapter, save_comfyui, save_kohya, save_pipeline
 from lit_vgrpo.policies.modular import readdress
@@ -20,7 +20,6 @@ from lit_vgrpo.training.folder import candidates
 
 DIFFUSERS, KOHYA, COMFYUI = "diffusers", "kohya", "comfyui"
 MODELS = {KOHYA: "the UNets of SD 1.x, 2.x and XL", COMFYUI: "Lumina 2 and Wan"}
-HUB_PREFIX = "hub:"
 
 
 def export(options: Export) -> int:

@@ -39,7 +39,7 @@ def write_starter(text: str, source: str | None = None, checkpoint: str | None =
     if not name:
         raise UserError(f"{text!r} cannot name a run. Use letters, digits, '_', '-' and '.': lightning init {NAME}")
     folder = vacant_folder(text)
-    files = _starter(name) if source is None else _copy_of(source, name)
+    files = _starter(name, folder) if source is None else _copy_of(source, name)
     if checkpoint is not None:
         place = json.dumps(str(local.absolute()) if (local := local_folder(checkpoint)) is not None else checkpoint)
         files[RECIPE] = POLICY.sub(lambda _: LEARNED.format(checkpoint=place), files[RECIPE], count=1)
@@ -47,7 +47,7 @@ def write_starter(text: str, source: str | None = None, checkpoint: str | None =
         for file, content in files.items():
             (draft / file).write_text(content, encoding="utf-8")
     enter = shell_line("cd", folder)
-    say(f"Wrote {', '.join(files)} to {folder}.")
+    say(f"Wrote {', '.join(files)} to {shell_line(folder)}.")
     if source is not None or checkpoint is not None:
         say(f"Find errors and estimate memory, then train:\n  {enter} && lightning check {RECIPE} --memory 80GiB")
         say(f"  lightning run {RECIPE}")
@@ -60,8 +60,10 @@ def write_starter(text: str, source: str | None = None, checkpoint: str | None =
     return 0
 
 
-def _starter(name: str) -> dict[str, str]:
-    return {file: (shipped_root() / STARTER / file).read_text(encoding="utf-8").replace(NAME, name) for file in FILES}
+def _starter(name: str, folder: Path) -> dict[str, str]:
+    files = {file: (shipped_root() / STARTER / file).read_text(encoding="utf-8") for file in FILES}
+    enter = shell_line("cd", folder.resolve().name)
+    return {file: text.replace(f"cd {NAME} ", f"{enter} ").replace(NAME, name) for file, text in files.items()}
 
 
 def _copy_of(source: str, name: str) -> dict[str, str]:

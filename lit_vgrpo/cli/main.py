@@ -84,5 +84,8 @@ def _lines(error: Exception) -> list[str]:
     if hasattr(error, "format_message"):
         message = error.format_message()
         hint = " Overrides are written key=value." if "No such option" in message else ""
+        if message.startswith("Missing "):
+            parameter, command = getattr(error, "param", None), getattr(error, "ctx", None)
+            hint = f" {getattr(parameter, 'help', None) or ''} Try: lightning help {getattr(command, 'info_name', '')}"
         return [message + "." * (message[-1] not in ".?") + hint]
     return [f"{error} (--debug shows the traceback)"]

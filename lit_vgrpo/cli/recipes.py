@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
@@ -42,7 +43,8 @@ def list_recipes(names: Sequence[str], task: str | None = None, gpu: int | None 
     if task is None and gpu is None:
         for number, _, card, name, path in fitting:
             start = f"{name:<23} {[*TASKS][number]:<12} {card:<16} "
-            say(start + textwrap.shorten(Header.of_file(path).title, max(20, _width() - len(start)), placeholder="..."))
+            width = max(20, _width() - len(start)) if sys.stdout.isatty() else sys.maxsize
+            say(start + textwrap.shorten(Header.of_file(path).title, width, placeholder="..."))
         say("Needs, expected result and evidence: lightning recipes NAME, or with --task or --gpu")
         return 0
     for (number, _, card), group in groupby(fitting, key=lambda one: one[:3]):

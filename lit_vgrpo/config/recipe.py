@@ -165,6 +165,16 @@ def find_run(text: str) -> tuple[Path, Path | None]:
     raise UserError(f"{text} {error}. {advice}")
 
 
+def find_runs(text: str) -> list[Path]:
+    """Return the run folder that a path belongs to, or the runs of a recipe below a folder that is none."""
+    path = typed_path(text)
+    if path.is_dir() and not (path / CONFIG_NAME).is_file():
+        files = sorted(path.rglob(CONFIG_NAME))  # a tracker's files may have this name too
+        if runs := [file.parent for file in files if f"\n{FOUND_IN}:" in file.read_text(errors="replace")]:
+            return runs
+    return [find_run(text)[0]]
+
+
 def find_overlay(text: str) -> Path:
     """Return the file of an overlay: a path, or a shipped name such as ``strategy/zero2``."""
     if text.partition(".")[0] in SECTIONS and Path(text).suffix not in SUFFIXES:

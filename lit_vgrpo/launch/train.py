@@ -154,7 +154,8 @@ def _report_outcome(cli: RecipeCLI) -> int:
                 say(f"The weights for diffusers: {cli.folder / EXPORT} (see its README.md)")
             if not stopped and newest_checkpoint(cli.folder) is not None:
                 rows = [] if cli.model.policy.edits else cli.datamodule.heldout_samples(1)
-                commands = next_commands(cli.folder, rows[0]["prompt"] if rows else None)
+                has_start = not any(one.iteration for one in cli.model.evaluator.comparable[:1])
+                commands = next_commands(cli.folder, rows[0]["prompt"] if rows else None, has_start)
                 say("\n  ".join(["Next:", *(f"{line}  # {what}" for what, line in commands.items())]))
         if stopped:
             word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"

@@ -86,6 +86,19 @@ class Change:
         return None if self.start is None else self.end - self.start
 
     @property
+    def ends(self) -> list[str]:
+        """The start, if there is one, and the end, as text, all with their intervals or none."""
+        both = [(self.start, self.intervals[0])] * (self.start is not None) + [(self.end, self.intervals[1])]
+        known = all(ends for _, ends in both)
+        return [f"{score(value)} {brackets(ends)}" if known else score(value) for value, ends in both]
+
+    @property
+    def decimals(self) -> int | None:
+        """Decimals of the ends as text, which the change has too; ``None`` if one is in powers of ten."""
+        texts = [score(value) for value in (self.start, self.end) if value is not None]
+        return None if "e" in "".join(texts) else max(len(text.partition(".")[2]) for text in texts)
+
+    @property
     def direction(self) -> int:
         """1 or -1 if the change, or its interval if there is one, is above or below 0; 0 if both ends print alike."""
         if score(self.start) == score(self.end):
@@ -197,9 +210,7 @@ class Verdict:
         """The result in a line, for a list of runs."""
         if self.reward is None:
             return f"{self.headline}."
-        start = "" if self.reward.start is None else f"{score(self.reward.start)} to "
-        end = f"{score(self.reward.end)} {brackets(self.reward.intervals[1])}".rstrip()
-        return f"{self.headline}: {start}{end} {self.evaluated}."
+        return f"{self.headline}: {' to '.join(self.reward.ends)} {self.evaluated}."
 
     @property
     def sentence(self) -> str:
@@ -214,15 +225,14 @@ class Verdict:
             return f"No held-out evaluation yet after {cost}."
         is_newest = self.compared[-1].iteration == run.num_iterations
         when = f"after {cost}" if is_newest else f"{self.evaluated}, not evaluated since; the run has {cost}"
-        end = f"{score(reward.end)} {brackets(reward.intervals[1])}".rstrip()
-        if reward.start is None:
+        *start, end = reward.ends
+        if not start:
             return f"Held-out reward {end} {when}."
         at = f" at iteration {first}" if (first := self.compared[0].iteration) else ""
-        start = f"{score(reward.start)} {brackets(reward.intervals[0])}".rstrip() + at
         verb = {1: "rose from", -1: "fell from", 0: "did not change measurably:"}[reward.direction]
-        change = f"{score(reward.change, '+')} {brackets(reward.difference, '+')}".rstrip()
+        change = f"{score(reward.change, '+', reward.decimals)} {brackets(reward.difference, '+', reward.decimals)}"
         so_far = " so far" if run.outcome == RUNNING else ""
-        return f"Held-out reward {verb} {start} to {end}{so_far}{self._and_signs}: {change} {when}."
+        return f"Held-out reward {verb} {start[0]}{at} to {end}{so_far}{self._and_signs}: {change.rstrip()} {when}."
 
     @property
     def help(self) -> list[str]:
@@ -290,16 +300,21 @@ def listed(parts: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
 
-def score(value: float | None, sign: str = "") -> str:
-    """Return a reward as text, or a dash for none."""
+def score(value: float | None, sign: str = "", decimals: int | None = None) -> str:
+    """Return a reward as text, with these decimals if given, or a dash for none.
+
+    >>> score(-0.000742), score(-0.000742, "+", 3), score(-0.0001, "+", 3)
+    ('\u22120.000742', '\u22120.001', '+0.000')
+    """
     if value is None:
         return NONE
-    return score_text(value, sign).replace("-", MINUS)
+    text = score_text(value, sign) if decimals is None else f"{round(value, decimals) + 0.0:{sign}.{decimals}f}"
+    return text.replace("-", MINUS)
 
 
-def brackets(ends: Interval | None, sign: str = "") -> str:
+def brackets(ends: Interval | None, sign: str = "", decimals: int | None = None) -> str:
     """Return an interval in brackets; empty for none."""
-    return "" if ends is None else f"[{score(ends.low, sign)}, {score(ends.high, sign)}]"
+    return "" if ends is None else f"[{score(ends.low, sign, decimals)}, {score(ends.high, sign, decimals)}]"
 
 
 def amount(value: float | None) -> str:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from lit_vgrpo.errors import UserError, one_line, suggestion
+from lit_vgrpo.errors import UserError, one_line, shell_line, suggestion
 
 SHIPPED_PREFIX = "shipped:"
 CONFIG_NAME = "config.yaml"
@@ -177,7 +177,7 @@ def vacant_folder(text: str) -> Path:
     folder = typed_path(text)
     if any(folder.iterdir()) if folder.is_dir() else folder.exists():
         what = "is not empty" if folder.is_dir() else "is a file"
-        raise UserError(f"{text} {what} and will not be overwritten. Choose a new folder.")
+        raise UserError(f"{shell_line(text)} {what} and will not be overwritten. Choose a new folder.")
     return folder
 
 

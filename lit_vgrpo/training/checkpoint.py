@@ -26,7 +26,7 @@ from lit_vgrpo.errors import counted, one_line, say, suggestion
 from lit_vgrpo.system.paths import draft_of
 from lit_vgrpo.system.signals import StopRequests
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, put_in_place, read
-from lit_vgrpo.training.folder import BEST, CHECKPOINTS
+from lit_vgrpo.training.folder import BEST, CHECKPOINTS, INTERRUPTED, LAST, PREVIOUS
 from lit_vgrpo.training.resume import newest_checkpoint
 from lit_vgrpo.training.trainer_internals import run_folder
 from lit_vgrpo.training.watchdog import Watch
@@ -34,7 +34,6 @@ from lit_vgrpo.training.watchdog import Watch
 AUTO = "auto"
 UNTRAINED, TRAINED = "heldout/untrained_reward", "heldout/reward"
 DISTANCES = ("heldout/fid", "heldout/kid")
-LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
 FIRST_CTRL_C = "Finishing this {}, then saving. Ctrl-C again stops at once."
 
 

@@ -379,9 +379,10 @@ class Evaluator:
         if self.history and contents != self.contents:
             names = [name for name in self.contents | contents if self.contents.get(name) != contents.get(name)]
             what = ", ".join(names) if self.contents else "an older version did not record it"
-            rule = "best.ckpt, the alarms and the report compare only evaluations of the same"
-            rule += "" if fingerprint in self._starts else f", from iteration {iteration} on"
-            rank_zero_warn(f"What is evaluated changed since iteration {self.history[-1].iteration} ({what}): {rule}.")
+            baseline = "are compared with the earlier ones of the same"
+            if fingerprint not in self._starts:
+                baseline = "are a new baseline, and are not compared with earlier ones"
+            rank_zero_warn(f"The held-out evaluation changed ({what}): those from iteration {iteration} on {baseline}.")
         self._starts[fingerprint] = start
         self.latest, self.step, self.contents = means, trainer.global_step, contents
         scores, ledger = self._of_images["heldout/reward"], self.ledger

@@ -21,7 +21,8 @@ from lit_vgrpo.training.trainer_internals import move_root_dir, run_folder
 
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
-BEST = "best.ckpt"
+BEST, LAST = "best.ckpt", "last.ckpt"
+PREVIOUS, INTERRUPTED = "previous.ckpt", "interrupted.ckpt"
 EXPORT = "export"
 WRITTEN = ("report.html", "summary.json", "metrics.csv", "samples", CHECKPOINTS, EXPORT)
 """Results in a run folder."""

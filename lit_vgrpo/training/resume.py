@@ -18,9 +18,11 @@ from lit_vgrpo.core.records import Evaluation
 from lit_vgrpo.errors import UserError, counted, shell_line
 from lit_vgrpo.system.paths import read_regular
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, read_sound
-from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, EXPORT, WRITTEN, no_checkpoint
+from lit_vgrpo.training.folder import BEST, CHECKPOINTS, CONFIG_NAME, EXPORT, INTERRUPTED, LAST, WRITTEN, no_checkpoint
 
 SUMMARY_NAME = "summary.json"
+PREFERRED = (BEST, LAST, INTERRUPTED)
+"""Checkpoints of equal progress, the preferred one last; others come before them."""
 ENDED = ("finished", "diverged")
 """Outcomes of a run that reached its last iteration."""
 Whole = Annotated[int, Range(0, 2**53)]
@@ -157,14 +159,15 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
     Raises:
         UserError: There are checkpoints, but none is sound: starting from the beginning would overwrite them.
     """
-    readable: list[tuple[Progress, float, Path]] = []
+    readable: list[tuple[Progress, int, float, Path]] = []
     files = _files(folder)
     for path in files:
         try:
-            readable.append((Progress.of(read(path)), path.stat().st_mtime, path))
+            rank = PREFERRED.index(path.name) if path.name in PREFERRED else -1
+            readable.append((Progress.of(read(path)), rank, path.stat().st_mtime, path))
         except CheckpointDamage as damage:
             say(f"Skipped {path}: it {damage.reason}.")
-    for progress, _, path in sorted(readable, reverse=True):
+    for progress, _, _, path in sorted(readable, reverse=True):
         try:
             read_sound(path)
             return Resumption(folder, path, progress)
@@ -205,9 +208,14 @@ def how_to_resume(folder: Path, edited: Sequence[str] = ()) -> str:
     return f"Continue{when}: {shell_line('lightning', 'run', folder / CONFIG_NAME, '--resume', *allows)}"
 
 
-def next_commands(folder: Path, prompt: str | None) -> dict[str, str]:
-    """Return the commands that use a run's weights, by their purpose; ``None`` leaves out drawing a prompt."""
+def next_commands(folder: Path, prompt: str | None, has_start: bool = True) -> dict[str, str]:
+    """Return the commands that use a run's weights, by their purpose; ``None`` leaves out drawing a prompt.
+
+    ``has_start`` is false if no evaluation before training compares with the newest one.
+    """
     name, draw = folder.resolve().name, dict[str, str]()
+    if not has_start:
+        draw["Score the images before and after training"] = shell_line("lightning", "eval", folder, "--reference")
     if prompt is not None:
         draw["Draw a prompt"] = shell_line("lightning", "sample", folder, "--prompt", prompt)
     what, to = "Write the weights for diffusers", f"{name}_export"

@@ -38,7 +38,8 @@ def test_every_command_has_help(name, capsys):
     ("args", "line"),
     [
         (["rum"], "No such command 'rum'. Did you mean 'run'?"),
-        (["run"], "Missing argument"),
+        (["run"], "Missing argument 'recipe'. Shipped recipe, file or run folder. Try: lightning help run"),
+        (["report"], "Missing argument 'runs'. Run folders, such as runs/tiny_shapes, or a folder of runs. Try: light"),
         (["run", "tiny_shapes", "--trainer.max_epochs=3"], "No such option: --trainer.max_epochs. Overrides are"),
         (["run", "tiny_shapes", "--resum"], "No such option: --resum (Possible options: --resume). Overrides"),
         (["sample", "x", "--count", "0"], "Invalid value for '--count': Input should be greater than or equal to 1."),
@@ -81,13 +82,17 @@ def test_exit_codes(error, status, line, monkeypatch, capsys):
 
 def test_help_and_a_mistyped_name_import_nothing_heavy():
     code = """
-import sys
+import sys, tempfile
+from pathlib import Path
 from lit_vgrpo.cli.main import main
 main(["run", "--help"])
 refused = ["run tiny_shape", "check tiny_shape", "check-reward tiny_shape", "check tiny_shapes --memory big"]
 sys.modules["wandb"] = None  # as if it were not installed
 refused += ["run tiny_shapes trainer.logger=wandb", "recipes --gpu big", "report no_run", "eval no_run"]
 refused += ["export no_run --to x", "sample no_run"]
+run = tempfile.mkdtemp()
+Path(run, "config.yaml").touch()
+refused += [f"export {run} --to {run}"]
 assert [main(line.split()) for line in refused] == [2] * len(refused)
 sys.exit(str({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.modules)))
 """

@@ -52,7 +52,10 @@ def test_two_marked_lines_make_it_a_real_recipe(written, tmp_path):
 
 def test_a_folder_may_have_any_name(here, capsys):
     assert main(["init", "my run (2)"]) == 0
-    assert "cd 'my run (2)' && lightning run recipe.yaml" in capsys.readouterr().out
+    enter, out = "cd 'my run (2)' && lightning run recipe.yaml\n", capsys.readouterr().out
+    assert " to 'my run (2)'.\n" in out
+    assert enter in out
+    assert enter in Path("my run (2)/recipe.yaml").read_text()
     assert read_recipe(Command.parse(["my run (2)/recipe.yaml"])).values["name"] == "my_run_2_"
 
 

@@ -219,6 +219,7 @@ def test_commands_on_a_run_write_where_they_were_started(recipe, tmp_path, monke
     words = ["model.reward=wanders.Wanders", "trainer.devices=2", "name=two"]
     done = run_command("run", recipe, *words, cwd=tmp_path)  # a process, since its ranks start the same command
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"Loading {recipe} ...\n") == 1
     assert (tmp_path / "runs/two/summary.json").is_file()
 
 

@@ -134,10 +134,16 @@ def test_a_header_has_the_command_the_needs_and_what_the_settings_rest_on(recipe
 
 
 def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "120")  # entries wrap to the terminal
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["recipes"]) == 0
+    piped = capsys.readouterr().out.splitlines()
+    assert all(any(line.endswith(Header.of_file(path).title) for line in piped) for path in FILES)
+    monkeypatch.setenv("COLUMNS", "120")  # entries wrap to the terminal
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout.isatty", lambda: True)
+        assert main(["recipes"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    assert len(lines) < 45
+    assert len(piped) - 1 == len(lines) < 45
     assert max(map(len, lines)) <= 120
     rows = [line.split(maxsplit=2) for line in lines]
     assert sorted(name for name, _, _ in rows) == [path.stem for path in FILES]

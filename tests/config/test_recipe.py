@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.config.recipe import Command, find_recipe, read_recipe, refuse_overrides
+from lit_vgrpo.config.recipe import Command, find_recipe, find_runs, read_recipe, refuse_overrides
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import shipped, shipped_root
 
@@ -33,6 +33,16 @@ def test_overrides_that_a_subcommand_refuses():
         refuse_overrides(["tiny_shapes", "name=x", "data.name=y"], {"name": "is set. Leave it out."})
     with pytest.raises(UserError, match="^a.b.c is set.$"):
         refuse_overrides(["a.b.c=1", "a.bc=1"], {"a.b": "is set."})
+
+
+def test_a_folder_of_runs_stands_for_the_runs_below(here):
+    for name, text in (("a", "found_in: []"), ("b/1_first", "found_in: []"), ("a/wandb/files", "wandb_version: 1")):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.yaml").write_text(f"name: x\n{text}\n")
+    assert [path.relative_to(here) for path in find_runs("runs")] == [Path("runs/a"), Path("runs/b/1_first")]
+    assert find_runs("runs/a/wandb/files") == [here / "runs/a/wandb/files"]
+    with pytest.raises(UserError, match="^b is not a run. "):
+        find_runs("b")
 
 
 @pytest.mark.parametrize("name", ["tiny_shapes", "tiny_shapes.yaml", "recipes/tiny_shapes.yaml"])

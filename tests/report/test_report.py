@@ -130,8 +130,8 @@ def test_the_numbers_are_those_of_the_summary(inside):
     assert f"{start} \u2192 {end}" in text
     change = Verdict(read_run(Path("runs/tiny"))).reward
     brackets = [verdict.brackets(own) for own in (*change.intervals, change.difference)]
-    assert f"{brackets[0]} to {brackets[1]}, change {verdict.score(change.change, '+')} " in text
-    assert f"[{verdict.score(change.difference.low, '+')}, " in text
+    assert f"{brackets[0]} to {brackets[1]}, change {verdict.score(change.change, '+', change.decimals)} " in text
+    assert f"[{verdict.score(change.difference.low, '+', change.decimals)}, " in text
     assert found["date"][:10] in text
     assert f"CPU time {verdict.duration(found['cpu_seconds'])}" in text
     assert f"Did it cheat? {found['did_it_cheat']['words']}" in text
@@ -281,7 +281,7 @@ def test_a_killed_run_has_a_report(inside):
     assert report(["runs/tiny"]) == 0
     page = Parsed("runs/tiny/report.html")
     assert "still running, or was killed" in page.text
-    assert "Iterations 4 " in page.text  # the row of the evaluation says so; that of the training is cut off
+    assert "Iterations 3 " in page.text  # the row of the last one is cut off
     assert f"iteration 2: {HELDOUT[0]}" in [image["alt"] for image in page.all("img")]
     assert "lightning run runs/tiny/config.yaml --resume" in page.text
 
@@ -406,9 +406,11 @@ def test_refusals(inside, capsys):
     capsys.readouterr()
     config = Path("runs/other/config.yaml")
     config.write_text(config.read_text().replace("heldout: heldout.txt", "heldout: others.txt"))
-    assert report(["runs/tiny", "runs/other"]) == 0
-    line = "Not compared with each other, since data.heldout differs: tiny / other"
-    assert capsys.readouterr().out.splitlines()[0] == line
+    assert report(["runs"]) == 0  # all below
+    line, *lines = capsys.readouterr().out.splitlines()
+    assert line == "Not compared with each other, since data.heldout differs: blind / other / tiny"
+    shown = [line for name in ("blind", "other", "tiny") for line in (f"--- {name}", f"runs/{name}")]
+    assert [one.partition(":")[0] for one in lines] == [*shown, "Written"]
     Path("runs/tiny/metrics.csv").write_text("a,b\n1,2\n")
     assert_one_line(report, ["runs/tiny"], capsys, "Cannot read runs/tiny/metrics.csv")
 
@@ -422,6 +424,8 @@ def test_a_result_says_when_it_was_measured():
     page = render([once])
     assert "Held-out reward before training: [0.100, 0.200]. In" in page
     assert '<th scope="col" class="n">Before training</th></tr>' in page
+    twice = RunData(Path("run"), {}, {}, rows, [start, end], {4: {"reward": [(4.0, 1), (4.2, 1)]}})
+    assert Verdict(twice).brief.endswith(": 0.100 to 4.100 after 4 iterations.")  # an interval for both or none
     twice = RunData(Path("run"), {}, {}, rows, [start, end])
     assert " after 4 iterations, not evaluated since; the run has 6 iterations." in Verdict(twice).sentence
     assert "Held-out reward before and after 4 iterations" in render([twice])
@@ -431,6 +435,19 @@ def test_a_result_says_when_it_was_measured():
     assert "9 held-out images could not be scored at the last evaluation." in Verdict(lost).alarms
     done = RunData(Path("run"), {}, {}, rows[:4], [start, end])
     assert Verdict(done).sentence.endswith(": +4.000 after 4 iterations.")
+
+
+def test_a_change_has_the_decimals_of_its_ends_and_a_plot_the_name_of_its_curve():
+    ends = [
+        {"reward": 0.1, "sharpness": 0.0207, "saturation": 900.0},
+        {"reward": 0.2, "sharpness": 0.02, "saturation": 1000.0},
+    ]
+    points = [Point({"iterations": 4 * n}, {**HONEST, **values}) for n, values in enumerate(ends)]
+    rows = [Point({"iterations": n}, {"policy/anchor_distance": n / 9, "time/iteration_s": 1.0}) for n in range(1, 5)]
+    one = RunData(Path("run"), {}, {}, rows, points)
+    page = render([one])
+    assert all(f'<td class="n">{text} <' in page for text in ("\u22120.001", "+100"))
+    assert [plot.title for plot in plots([one])] == ["Held-out reward", "Distance to the anchor"]
 
 
 def test_runs_with_the_same_answer_share_a_line():

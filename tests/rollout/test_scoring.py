@@ -81,7 +81,7 @@ def test_images_are_scored_in_the_order_of_the_rollout(tiny_sd3, tmp_path):
 
 def test_every_part_is_logged_with_what_it_did(tiny_sd3, tmp_path):
     module = make_module(tiny_sd3, reward=Weighted([Threaded(fails=4), JPEGCompressibility()]))
-    with pytest.warns(UserWarning, match='Reward "threaded" failed'):
+    with pytest.warns(UserWarning, match='Reward "threaded" failed for 2 of 8 images of iteration 1: '):
         train(module, tmp_path)
     row = [row for row in rows_of(tmp_path) if row.get("reward/mean")][-1]
     assert float(row["reward/threaded/failed"]) == float(row["reward/failed"]) == 2

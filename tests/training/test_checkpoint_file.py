@@ -76,6 +76,19 @@ def test_what_is_no_checkpoint_of_ours(tmp_path, content, why):
         read(path)
 
 
+def test_of_equal_progress_the_checkpoint_that_a_stopped_run_named_wins(tmp_path):
+    names = ["interrupted.ckpt", "last.ckpt", "best.ckpt", "epoch=0.ckpt"]
+    progress = {"current": {"processed": 3, "ready": 3}}
+    loop = {"epoch_progress": progress, "epoch_loop.batch_progress": {"is_last_batch": True}}
+    content = {**WHOLE, "loops": {"fit_loop": loop}, "lit_vgrpo": {"ledger": {"images": 8}}}
+    (tmp_path / "checkpoints").mkdir()
+    for name in names:  # the last evaluation may save best.ckpt after the others
+        checkpoint_file.write(content, tmp_path / "checkpoints" / name)
+    for name in names:
+        assert last_good_checkpoint(tmp_path, print).checkpoint == tmp_path / "checkpoints" / name
+        (tmp_path / "checkpoints" / name).unlink()
+
+
 def test_only_a_regular_file_is_a_checkpoint(tmp_path):
     """Opening a FIFO would block, here as at the end of a run that finds one in its way."""
     (tmp_path / "checkpoints" / "folder.ckpt").mkdir(parents=True)

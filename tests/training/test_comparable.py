@@ -37,7 +37,7 @@ from lit_vgrpo.training.loggers import MetricsTable
 from lit_vgrpo.training.resume_guard import hashed, row_hash
 
 HELDOUT = {"heldout_limit": 4, "eval_batch_size": 1}
-CHANGED = "What is evaluated changed since iteration"
+CHANGED = "The held-out evaluation changed"
 
 
 @pytest.fixture(scope="module")
@@ -320,8 +320,8 @@ def test_a_resumed_run_compares_only_evaluations_of_the_same(tiny_sd3, copied, n
     (alarm,) = [state for state in saved["callbacks"].values() if "watches" in state]
     alarm["watches"]["images"] = (1, 0, torch.full((4,), -1e6), torch.ones(1))  # once more would be an alarm
     torch.save(saved, last)
-    rule = "best.ckpt, the alarms and the report compare only evaluations of the same, from iteration 2 on."
-    with pytest.warns(UserWarning, match=rf"{CHANGED} 2 \({what}\): {rule}") as said:
+    rule = "those from iteration 2 on are a new baseline, and are not compared with earlier ones."
+    with pytest.warns(UserWarning, match=rf"{CHANGED} \({what}\): {rule}") as said:
         kept = [Report(kept_images=0), *options.pop("callbacks", ())]
         evaluator, summary = fit(tiny_sd3, copied, 4, last, callbacks=kept, **options)
     assert sum(CHANGED in str(one.message) for one in said) == 1
@@ -412,7 +412,7 @@ def test_a_checkpoint_of_an_older_version_starts_a_baseline(tiny_sd3, copied):
         state.pop("fingerprint", None)
     torch.save(saved, path)
     (copied / "metrics.csv").unlink()  # which has fingerprints too
-    with pytest.warns(UserWarning, match=rf"{CHANGED} 2 \(an older version did not record it\)"):
+    with pytest.warns(UserWarning, match=rf"{CHANGED} \(an older version did not record it\)"):
         evaluator, summary = fit(tiny_sd3, copied, 3, path)
     assert [one.iteration for one in evaluator.comparable] == [2, 3]
     assert summary["did_it_cheat"]["words"].startswith("Not checked")
@@ -432,6 +432,8 @@ def test_the_command_prints_one_line_and_best_ckpt_is_there(tiny_recipe, capfd):
             assert run([*more, *words[folder == "new" :]]) == 0
         assert sum(CHANGED in str(one.message) for one in warned) == 1
         printed = capfd.readouterr().out
+        for text in (printed, Path(folder, "report.html").read_text()):
+            assert (f"lightning eval {folder} --reference" in text) == (folder == "run")  # not compared with its start
         assert re.search(r"Held-out reward \S+ after 2 iterations, " if folder == "run" else r"\S+ before, ", printed)
         assert evaluate([folder, "--checkpoint", "best.ckpt"]) == 0
     assert [entry["iteration"] for entry in json.loads(Path("run/summary.json").read_text())["evaluations"]] == [

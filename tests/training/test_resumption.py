@@ -98,7 +98,7 @@ def test_without_a_checkpoint_it_starts_from_the_beginning(tiny_recipe, capsys):
     for _ in range(2):  # once without the folder, once with one that holds a recipe and a table alone
         assert start(tiny_recipe, "new", 1, "--resume") == 0
         assert "No checkpoint yet: starting from the beginning." in capsys.readouterr().out
-        assert [row["epoch"] for row in logged("new")] == ["", "0", "0"]
+        assert [row["iteration"] for row in logged("new")] == ["0", "1"]
         shutil.rmtree("new/checkpoints")
         Path("new/summary.json").unlink()  # as after a kill
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.config.recipe import find_run, is_override
+from lit_vgrpo.config.recipe import find_runs, is_override
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.options import Report
 from lit_vgrpo.report.page import MARK, render
@@ -23,7 +23,7 @@ def report(options: Report) -> int:
     """Write or serve the report of runs: ``RUN [RUN ...] [--out FILE.html] [--serve] [--port 8008]``."""
     if settings := [word for word in options.words if is_override(word)]:
         raise UserError(f"{settings[0]} has no effect on a report. Give run folders only.")
-    folders = [find_run(word)[0] for word in options.words]
+    folders = list(dict.fromkeys(folder for word in options.words for folder in find_runs(word)))
     runs = [read_run(folder) for folder in folders]
     if options.serve:
         require_packages()
@@ -43,6 +43,8 @@ def report(options: Report) -> int:
     if len(groups) > 1:
         say(apart)
     for group in groups:
+        if len(groups) > 1:
+            say(f"--- {', '.join(run.name for run in group)}")
         verdicts = [Verdict(run) for run in group]
         for verdict in sorted(verdicts, key=lambda one: one.reward.end if one.reward else -math.inf, reverse=True):
             run = verdict.run
