@@ -89,7 +89,10 @@ class SampleGrid(L.Callback):
                 rows = torch.cat([self._reference[:, None], images.unflatten(0, (-1, columns))], dim=1)
                 given = stacked_references(self._rows)
                 if given is not None:
-                    rows = torch.cat([rows, given.flatten(0, -4).unflatten(0, (len(rows), -1))], dim=1)
+                    given = given.flatten(0, -4).unflatten(0, (len(rows), -1))
+                    if rows.ndim == 6:  # beside a video, a picture stands still
+                        given = given[:, :, None].expand(-1, -1, rows.shape[2], -1, -1, -1)
+                    rows = torch.cat([rows, given], dim=1)
                 labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
                 labels += [] if given is None else [""] * (columns - 1) + [TO_EDIT]
                 prompts = [row["prompt"] for row in self._rows]

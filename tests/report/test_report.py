@@ -406,10 +406,12 @@ def test_refusals(inside, capsys):
     capsys.readouterr()
     config = Path("runs/other/config.yaml")
     config.write_text(config.read_text().replace("heldout: heldout.txt", "heldout: others.txt"))
-    assert report(["runs"]) == 0  # all below
+    for name in ("other", "tiny"):
+        shutil.copytree(f"runs/{name}", f"both/{name}")
+    assert report(["both"]) == 0  # all below
     line, *lines = capsys.readouterr().out.splitlines()
-    assert line == "Not compared with each other, since data.heldout differs: blind / other / tiny"
-    shown = [line for name in ("blind", "other", "tiny") for line in (f"--- {name}", f"runs/{name}")]
+    assert line == "Not compared with each other, since data.heldout differs: other / tiny"
+    shown = [line for name in ("other", "tiny") for line in (f"--- {name}", f"both/{name}")]
     assert [one.partition(":")[0] for one in lines] == [*shown, "Written"]
     Path("runs/tiny/metrics.csv").write_text("a,b\n1,2\n")
     assert_one_line(report, ["runs/tiny"], capsys, "Cannot read runs/tiny/metrics.csv")

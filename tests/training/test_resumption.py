@@ -39,7 +39,7 @@ def end(folder):
 def logged(folder):
     with (Path(folder) / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    wanted = ("step", "epoch", "reward/mean", "heldout/reward", "policy/loss", "cost/images")
+    wanted = ("iteration", "step", "epoch", "reward/mean", "heldout/reward", "policy/loss", "cost/images")
     return [{key: row[key] for key in wanted} for row in rows]
 
 
