@@ -169,8 +169,9 @@ def find_runs(text: str) -> list[Path]:
     """Return the run folder that a path belongs to, or the runs of a recipe below a folder that is none."""
     path = typed_path(text)
     if path.is_dir() and not (path / CONFIG_NAME).is_file():
-        files = sorted(path.rglob(CONFIG_NAME))  # a tracker's files may have this name too
-        if runs := [file.parent for file in files if f"\n{FOUND_IN}:" in file.read_text(errors="replace")]:
+        # a tracker's files may have this name too, and a FIFO would block
+        files = [file for file in sorted(path.rglob(CONFIG_NAME)) if file.is_file()]
+        if runs := [file.parent for file in files if f"\n{FOUND_IN}:".encode() in file.read_bytes()]:
             return runs
     return [find_run(text)[0]]
 
