@@ -40,6 +40,13 @@ def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
     assert "/none is not a folder. Set model.policy.checkpoint" in found
 
 
+def test_a_trainer_that_cannot_be_built_hides_no_error_of_the_model(tiny_recipe, capsys):
+    assert check([str(tiny_recipe), "trainer.devices=0", "model.evaluation.solver=cps"]) == 2
+    found = "\n".join(lines(capsys))
+    assert "Trainer(devices=0)" in found
+    assert "model.evaluation.solver=cps is not an ODE solver of SD3Policy" in found
+
+
 SNR = "trainer.callbacks=[{class_path: SurrogateDiagnostics, init_args: {snr_every_n_iterations: 1}}]"
 HTTP = "model.reward={class_path: HTTPReward, init_args: {url: '%s'}}"
 OPTIMIZER = "model.optimizer={class_path: torch.optim.%s}"
