@@ -59,7 +59,7 @@ MISTAKES = [
     ([OPTIMIZER % "SparseAdam"], "model.optimizer=SparseAdam cannot take a step: SparseAdam does not support dense gr"),
     ([OPTIMIZER % "LBFGS"], "model.optimizer=LBFGS cannot take a step: it needs the loss several times. Use Adam"),
     ([OPTIMIZER % "Muon"], "model.optimizer cannot be built: Muon only supports 2D parameters whereas we found a para"),
-    (["model.optimizer=1e-4"], "model.optimizer=0.0001 names no class. Write {class_path: NAME, init_args: {OPTI"),
+    (["model.optimizer=1e-4"], "model.optimizer=0.0001 names no class. Did you mean model.optimizer.lr=0.0001?"),
     ([WATCHED], "model.lr_scheduler.monitor=foo: runs log no metric with this name. Use one of: "),
     ([PLATEAU], "model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {cl"),
     ([f"{ROLLOUT}.noise_level=0.7"], f"{ROLLOUT}.noise_level=0.7 has no effect with solver=None. Set noise_level="),
