@@ -22,6 +22,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 EXPECTED_ERRORS = (UserError, ValueError, ImportError, OSError)
 """Errors shown as a message only; others are bugs and show a traceback."""
 
+INVALID = r"^Invalid value for '([^']+)': (?:Value error, )?(.*?)(?:, unable to .*)?$"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command.
@@ -85,9 +87,7 @@ def _lines(error: Exception) -> list[str]:
         return error.errors
     if hasattr(error, "format_message"):
         message = limit_in_words(error.format_message())
-        message = re.sub(
-            r"^Invalid value for '([^']+)': (?:Value error, )?(.*?)(?:, unable to .*)?$", r"\1: \2", message
-        )
+        message = re.sub(INVALID, r"\1: \2", message)
         hint = " Overrides are written key=value." if "No such option" in message else ""
         if message.startswith("Missing "):
             parameter, command = getattr(error, "param", None), getattr(error, "ctx", None)

@@ -118,7 +118,7 @@ class RolloutSpec:
     tail: Annotated[float, Range(above=0, most=1), OnlyWith("solver", *ODE_OF)] | None = None
 
     def __post_init__(self) -> None:
-        if self.solver not in (None, *SOLVERS):
+        if self.solver is not None and self.solver not in SOLVERS:
             raise ValueError(f"solver={self.solver} does not exist. {suggestion(self.solver, SOLVERS)}")
         if self.window is not None and not 0 <= self.window[0] < self.window[1] <= self.steps:
             raise ValueError(
