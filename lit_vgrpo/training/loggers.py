@@ -274,7 +274,8 @@ def _options_of(value: Any) -> Any:
         return {str(key): _options_of(item) for key, item in value.items()}
     if not type(value).__module__.startswith("lit_vgrpo."):
         return str(value) if isinstance(value, torch.dtype) else getattr(value, "__name__", type(value).__name__)
-    names = {name for cls in type(value).__mro__ for name in inspect.signature(cls.__init__).parameters} - NOT_LOGGED
+    makers = [vars(cls)["__init__"] for cls in type(value).__mro__ if "__init__" in vars(cls)]
+    names = {name for maker in makers for name in inspect.signature(maker).parameters} - NOT_LOGGED
     attributes = {**vars(value), **vars(value).get("_modules", {})}
     kept = {name: _options_of(option) for name, option in attributes.items() if name in names}
     return {"class": type(value).__name__, **kept}
