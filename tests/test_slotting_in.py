@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import yaml
 from helpers import Brightness, make_data, make_module, make_trainer, weights
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
@@ -41,6 +42,12 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
     assert {"reward", "held-out"} <= trainer.progress_bar_metrics.keys()  # of Lightning's own bar
     assert {"reward/mean", "reward/failed", "policy/loss", "heldout/reward"} <= trainer.callback_metrics.keys()
     table = Path(trainer.logger.log_dir, "metrics.csv").read_text().splitlines()
+    settings = yaml.safe_load(Path(trainer.logger.log_dir, "hparams.yaml").read_text())
+    assert settings["model"]["policy"]["checkpoint"] == str(tiny_sd3)
+    assert settings["rewards"] == {"brightness": 1.0}
+    assert settings["model"]["policy"]["decode_dtype"] == "torch.float32"
+    assert settings["model"]["objective"]["num_mc_samples"] == 2
+    assert (settings["optimizer"]["lr"], settings["sizes"]["group_size"]) == (1e-2, 4)
     assert {"reward/brightness", "policy/grad_norm", "cost/images", "time/iteration_s"} <= set(table[0].split(","))
     # Another fit of the same trainer, or one that was given a logger of rewards, has one all the same.
     trainer.fit_loop.max_epochs = 3

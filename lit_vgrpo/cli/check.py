@@ -11,19 +11,21 @@ from pathlib import Path
 import torch
 
 from lit_vgrpo.config.header import Header
-from lit_vgrpo.config.parts import with_full_key
+from lit_vgrpo.config.parts import built_part, with_full_key
 from lit_vgrpo.config.recipe import STAGES, Command, Recipe, loaded, read_recipe
 from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import build_recipe, part_errors
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.launch.train import rehearse
+from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.options import Check
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import weight_files
 from lit_vgrpo.policies.meta import NotEstimated
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.training.settings import module_errors
 
 SMALLEST_NEED = 100 * 2**20
 CHECKPOINTS_AT_ONCE = 4
@@ -116,7 +118,10 @@ def _check_recipe(command: Command, gpu_bytes: int | None) -> Policy:
 def further_errors(recipe: Recipe) -> list[str]:
     """Return the errors in the parts of a recipe that cannot be built, and in their files."""
     errors, parts = part_errors(recipe.values)
-    problems = [error for key in ("model.policy", "model.reward") if parts.get(key) for error in parts[key].check()]
+    try:
+        problems = module_errors(built_part(recipe.values, "model", VGRPOModule), parts["data"].sizes)
+    except (UserError, KeyError, AttributeError):
+        problems = [error for key in ("model.policy", "model.reward") if parts.get(key) for error in parts[key].check()]
     data = recipe.values.get("data")
     if isinstance(data, dict):
         problems += prompt_errors(data.get("train"), data.get("heldout"))

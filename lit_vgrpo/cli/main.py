@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import traceback
 import warnings
 
 from lit_vgrpo.cli.commands import app
+from lit_vgrpo.core.ranges import limit_in_words
 from lit_vgrpo.errors import RewardError, UserError, error_in_user_code, report
 from lit_vgrpo.system.paths import started_here
 from lit_vgrpo.system.process import ignore_broken_pipes, is_first_process
@@ -19,6 +21,8 @@ from lit_vgrpo.system.process import ignore_broken_pipes, is_first_process
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 EXPECTED_ERRORS = (UserError, ValueError, ImportError, OSError)
 """Errors shown as a message only; others are bugs and show a traceback."""
+
+INVALID = r"^Invalid value for '([^']+)': (?:Value error, )?(.*?)(?:, unable to .*)?$"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +86,8 @@ def _lines(error: Exception) -> list[str]:
     if isinstance(error, UserError):
         return error.errors
     if hasattr(error, "format_message"):
-        message = error.format_message()
+        message = limit_in_words(error.format_message())
+        message = re.sub(INVALID, r"\1: \2", message)
         hint = " Overrides are written key=value." if "No such option" in message else ""
         if message.startswith("Missing "):
             parameter, command = getattr(error, "param", None), getattr(error, "ctx", None)

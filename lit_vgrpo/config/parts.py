@@ -127,6 +127,8 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
     if owner is None:
         if all(map(is_dataclass, classes)):
             return None
+        if isinstance(node, float) and (settings := next(filter(is_dataclass, classes), None)):
+            return f"{key}={node} names no class. Did you mean {key}.{next(iter(options_of_class(settings)))}={node}?"
         form = "{class_path: NAME, init_args: {OPTION: VALUE}}"
         form = f"[{form}]" if "list[" in str(hint) and not isinstance(place[-1], int) else form
         return f"{key}{'' if isinstance(node, Mapping) else f'={node}'} names no class. Write {form}."

@@ -21,6 +21,9 @@ VP_SDES = ("ddim_sde",)
 ODE_OF = {"flow_sde": "euler", "cps": "euler", "dance_sde": "euler", "ddim_sde": "ddim"}
 """The ODE solver that each SDE becomes without noise."""
 
+SOLVERS = dict.fromkeys(("euler", "dpm++", "unipc", "ddim", *ODE_OF))
+"""Names of all solvers; the classes of policies add theirs."""
+
 DEFAULT_NOISE = {"flow_sde": 0.7, "cps": 0.8, "dance_sde": 0.3, "ddim_sde": 1.0}
 """The published noise level of each SDE."""
 

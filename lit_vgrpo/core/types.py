@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeInt, OnlyWith, Range, checked
 from lit_vgrpo.core.sizes import group_layout
-from lit_vgrpo.core.solvers import ODE_OF, tail_steps
+from lit_vgrpo.core.solvers import ODE_OF, SOLVERS, tail_steps
 from lit_vgrpo.core.surrogate import Pairs
+from lit_vgrpo.errors import suggestion
 
 MASK = "mask"
 """The conditioning's tensor ``(B, L)`` that is 1 at a prompt's tokens and 0 at padding."""
@@ -117,6 +118,8 @@ class RolloutSpec:
     tail: Annotated[float, Range(above=0, most=1), OnlyWith("solver", *ODE_OF)] | None = None
 
     def __post_init__(self) -> None:
+        if self.solver is not None and self.solver not in SOLVERS:
+            raise ValueError(f"solver={self.solver} does not exist. {suggestion(self.solver, SOLVERS)}")
         if self.window is not None and not 0 <= self.window[0] < self.window[1] <= self.steps:
             raise ValueError(
                 f"window={list(self.window)} contains no step of {self.steps}. Use [first, stop) within 0 and "

@@ -22,6 +22,7 @@ from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.probability_paths import ProbabilityPath
 from lit_vgrpo.core.ranges import BatchSize, OnlyWith, PositiveFloat, Range, checked
 from lit_vgrpo.core.sharding import is_sharded
+from lit_vgrpo.core.solvers import SOLVERS
 from lit_vgrpo.core.types import Conditioning, RolloutSpec, is_of_prompt
 from lit_vgrpo.policies.acceleration import FoldedNetwork, compile_network, lora_layers, set_attention_backend
 from lit_vgrpo.policies.export import save_adapter, save_pipeline
@@ -136,6 +137,11 @@ class Policy(nn.Module):
     latent_shape: tuple[int, ...]
     """``(C, h, w)``, or ``(C, f, h, w)`` for a video."""
     size_in: str = "model.policy"  # the section with height and width, for messages
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        named = (vars(cls).get(name) for name in ("solvers", "sde_solvers"))
+        SOLVERS.update(dict.fromkeys(solver for names in named if isinstance(names, tuple) for solver in names))
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from lightning.pytorch import loggers
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -33,6 +34,7 @@ from lit_vgrpo.training.resume import Progress, checked_json
 RUN_OPTIONS = {"WandbLogger": "version", "MLFlowLogger": "run_id", "CometLogger": "experiment_key"}
 """By tracker, the option of its logger that names a run to continue; the logger's ``version`` is the run."""
 TRACKERS = "trackers.json"
+NOT_LOGGED = {"connection", "key", "token", "url"}
 MARK = f"heldout/{FINGERPRINT}"
 
 
@@ -254,6 +256,29 @@ def log_recipe(loggers: Sequence[Logger], recipe: dict[str, Any], folder: Path) 
     runs = [(type(one).__name__, str(one.version)) for one in loggers if type(one).__name__ in RUN_OPTIONS]
     if runs:
         write_atomically(folder / TRACKERS, json.dumps(runs))
+
+
+def log_settings(loggers: Iterable[Logger], parts: Mapping[str, Any]) -> None:
+    """Log the class and the options of the parts of a run that no recipe describes to every logger."""
+    for logger in loggers:
+        logger.log_hyperparams({key: _options_of(part) for key, part in parts.items()})
+
+
+def _options_of(value: Any) -> Any:
+    """Return the class of an object, and this package's options that it keeps under their names, without addresses."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_options_of(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _options_of(item) for key, item in value.items()}
+    if not type(value).__module__.startswith("lit_vgrpo."):
+        return str(value) if isinstance(value, torch.dtype) else getattr(value, "__name__", type(value).__name__)
+    makers = [vars(cls)["__init__"] for cls in type(value).__mro__ if "__init__" in vars(cls)]
+    names = {name for maker in makers for name in inspect.signature(maker).parameters} - NOT_LOGGED
+    attributes = {**vars(value), **vars(value).get("_modules", {})}
+    kept = {name: _options_of(option) for name, option in attributes.items() if name in names}
+    return {"class": type(value).__name__, **kept}
 
 
 def continue_trackers(settings: Iterable[Any], folder: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -159,15 +159,8 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
     Raises:
         UserError: There are checkpoints, but none is sound: starting from the beginning would overwrite them.
     """
-    readable: list[tuple[Progress, int, float, Path]] = []
     files = _files(folder)
-    for path in files:
-        try:
-            rank = PREFERRED.index(path.name) if path.name in PREFERRED else -1
-            readable.append((Progress.of(read(path)), rank, path.stat().st_mtime, path))
-        except CheckpointDamage as damage:
-            say(f"Skipped {path}: it {damage.reason}.")
-    for progress, _, _, path in sorted(readable, reverse=True):
+    for progress, path in _by_progress(files, say):
         try:
             read_sound(path)
             return Resumption(folder, path, progress)
@@ -192,6 +185,18 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """Return the last written checkpoint, sound or not."""
     files = [path for path in _files(folder) if path.is_file()]
     return max(files, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _by_progress(files: Iterable[Path], say: Callable[[str], None]) -> list[tuple[Progress, Path]]:
+    """Return readable checkpoints with their progress, the most advanced first, and report the others."""
+    readable: list[tuple[Progress, int, float, Path]] = []
+    for path in files:
+        try:
+            rank = PREFERRED.index(path.name) if path.name in PREFERRED else -1
+            readable.append((Progress.of(read(path)), rank, path.stat().st_mtime, path))
+        except CheckpointDamage as damage:
+            say(f"Skipped {path}: it {damage.reason}.")
+    return [(progress, path) for progress, _, _, path in sorted(readable, reverse=True)]
 
 
 def how_to_resume(folder: Path, edited: Sequence[str] = ()) -> str:
@@ -226,14 +231,11 @@ def next_commands(folder: Path, prompt: str | None, has_start: bool = True) -> d
 
 def last_words(folder: Path, edited: Sequence[str] = ()) -> str:
     """Return a line on the last checkpoint of a run that has ended, and how to continue, see :func:`how_to_resume`."""
-    checkpoint = newest_checkpoint(folder)
-    if checkpoint is None:
+    if not (files := _files(folder)):
         return f"Nothing was saved yet. {how_to_resume(folder).replace('Continue', 'Start again')}"
-    try:
-        at = f" ({Progress.of(read(checkpoint))})"
-    except CheckpointDamage as damage:
-        at = f", but it {damage.reason}"
-    return f"The last checkpoint is {checkpoint}{at}. {how_to_resume(folder, edited)}"
+    skipped: list[str] = []
+    found = [f"The last checkpoint is {path} ({progress})." for progress, path in _by_progress(files, skipped.append)]
+    return " ".join([*skipped, *found[:1], how_to_resume(folder, edited)])
 
 
 def _files(folder: Path) -> list[Path]:

@@ -37,6 +37,7 @@ from lit_vgrpo.rewards.combine import Part
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.system.paths import file_sha256, import_from_here, typed_path
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
+from lit_vgrpo.training.loggers import log_settings
 from lit_vgrpo.training.saved_weights import averaged_weights, start_hashes
 from lit_vgrpo.training.teachers import teacher_hashes
 from lit_vgrpo.training.trainer_internals import declared
@@ -87,6 +88,10 @@ class ResumeGuard(Callback):
         with suppress(MisconfigurationException, NotImplementedError):
             if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
                 trainer.strategy.checkpoint_io = FileCheckpointIO()
+        if stage == "fit" and not self.recipe:  # the command logs the whole recipe
+            module, data = cast(Any, pl_module), declared(trainer).datamodule
+            parts = {"model": module, "rewards": module.reward.weight_of, "optimizer": module.optimization.optimizer}
+            log_settings(trainer.loggers, {**parts, "data": data, "sizes": getattr(data, "sizes", None)})
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -40,6 +40,13 @@ def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
     assert "/none is not a folder. Set model.policy.checkpoint" in found
 
 
+def test_a_trainer_that_cannot_be_built_hides_no_error_of_the_model(tiny_recipe, capsys):
+    assert check([str(tiny_recipe), "trainer.devices=0", "model.evaluation.solver=cps"]) == 2
+    found = "\n".join(lines(capsys))
+    assert "Trainer(devices=0)" in found
+    assert "model.evaluation.solver=cps is not an ODE solver of SD3Policy" in found
+
+
 SNR = "trainer.callbacks=[{class_path: SurrogateDiagnostics, init_args: {snr_every_n_iterations: 1}}]"
 HTTP = "model.reward={class_path: HTTPReward, init_args: {url: '%s'}}"
 OPTIMIZER = "model.optimizer={class_path: torch.optim.%s}"
@@ -52,7 +59,7 @@ MISTAKES = [
     ([OPTIMIZER % "SparseAdam"], "model.optimizer=SparseAdam cannot take a step: SparseAdam does not support dense gr"),
     ([OPTIMIZER % "LBFGS"], "model.optimizer=LBFGS cannot take a step: it needs the loss several times. Use Adam"),
     ([OPTIMIZER % "Muon"], "model.optimizer cannot be built: Muon only supports 2D parameters whereas we found a para"),
-    (["model.optimizer=1e-4"], "model.optimizer=0.0001 names no class. Write {class_path: NAME, init_args: {OPTI"),
+    (["model.optimizer=1e-4"], "model.optimizer=0.0001 names no class. Did you mean model.optimizer.lr=0.0001?"),
     ([WATCHED], "model.lr_scheduler.monitor=foo: runs log no metric with this name. Use one of: "),
     ([PLATEAU], "model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {cl"),
     ([f"{ROLLOUT}.noise_level=0.7"], f"{ROLLOUT}.noise_level=0.7 has no effect with solver=None. Set noise_level="),

@@ -91,6 +91,7 @@ LINES = [
     ("model.objective.time_shift=3", "model.objective.time_shift=3.0 has no effect with times=sampler."),
     ("model.objective.rollout.noise_level=0.7", "model.objective.rollout.noise_level=0.7 has no effect with solver="),
     ("model.objective.rollout.window=[1,2]", "model.objective.rollout.window=(1, 2) has no effect with solver="),
+    ("model.objective.rollout.solver=ueler", "model.objective.rollout.solver=ueler does not exist. Did you mean eu"),
     ("model.evaluation.noise_level=0.7", "model.evaluation.noise_level=0.7 has no effect with solver=None."),
     ("model.evaluation.shared_noise=true", "model.evaluation.shared_noise has no effect: held-out images form no"),
     ("model.objective.clip=0.01", "model.objective.clip=0.01 has no effect with updates_per_iteration=1"),

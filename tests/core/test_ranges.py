@@ -179,6 +179,7 @@ Timer = checked(Timer)
         ({"names": "to_q"}, TypeError, "names='to_q': Input should be a valid list"),
         ({"quiet": "false"}, TypeError, "quiet='false': Input should be a valid boolean"),
         ({"second": 1}, TypeError, "second is not an option of Timer. Did you mean seconds?"),
+        ({"spec": {"solver": "ueler"}}, ValueError, "solver=ueler does not exist. Did you mean euler?"),
         ({"steps": 1}, TypeError, "steps is not an option of Timer. Pass spec=RolloutSpec(steps=...)."),
     ],
 )

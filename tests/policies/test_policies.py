@@ -16,7 +16,7 @@ from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.policies import Conditioning
+from lit_vgrpo.policies import Conditioning, SD3Policy
 from lit_vgrpo.policies.checks import inputs_count
 from lit_vgrpo.policies.export import lora_options
 from lit_vgrpo.policies.meta import AutocastOnMeta
@@ -65,6 +65,13 @@ def test_unknown_solvers_are_refused(family):
     for solver in {"euler", "dpm++", "unipc", "ddim", "heun"} - set(family.shared.solvers):
         with pytest.raises(ValueError, match="does not exist on"):
             family.shared.scheduler(solver, 3)
+
+
+def test_a_policys_own_solver_can_be_chosen():
+    with pytest.raises(ValueError, match="solver=own_ode does not exist"):
+        RolloutSpec("own_ode")
+    type("Own", (SD3Policy,), {"solvers": ("own_ode",)})
+    assert RolloutSpec("own_ode").solver == "own_ode"
 
 
 @of_each_network

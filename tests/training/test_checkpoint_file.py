@@ -10,7 +10,7 @@ import torch
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.training import checkpoint_file
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, FileCheckpointIO, put_in_place, read, read_sound
-from lit_vgrpo.training.resume import last_good_checkpoint
+from lit_vgrpo.training.resume import last_good_checkpoint, last_words
 
 CONTENT = {"state_dict": {"w": torch.arange(1000.0)}, "loops": {}, "global_step": 1, "optimizer_states": []}
 WHOLE = {**CONTENT, "lit_vgrpo": {}}
@@ -86,6 +86,7 @@ def test_of_equal_progress_the_checkpoint_that_a_stopped_run_named_wins(tmp_path
         checkpoint_file.write(content, tmp_path / "checkpoints" / name)
     for name in names:
         assert last_good_checkpoint(tmp_path, print).checkpoint == tmp_path / "checkpoints" / name
+        assert f"The last checkpoint is {tmp_path / 'checkpoints' / name} (3 iterations" in last_words(tmp_path)
         (tmp_path / "checkpoints" / name).unlink()
 
 
