@@ -24,6 +24,8 @@ LEARNED = """  policy:
     dtype: bfloat16
     gradient_checkpointing: true
 """
+ODE_SOLVER = re.compile(r"(?<=\{)solver: (?:euler|dpm\+\+|unipc|ddim), ")
+"""Chosen for a recipe's own pipeline; without it, another pipeline's own solver is used."""
 NAME = "my_run"
 """Name in the files, replaced by the new folder's."""
 
@@ -42,7 +44,8 @@ def write_starter(text: str, source: str | None = None, checkpoint: str | None =
     files = _starter(name, folder) if source is None else _copy_of(source, name)
     if checkpoint is not None:
         place = json.dumps(str(local.absolute()) if (local := local_folder(checkpoint)) is not None else checkpoint)
-        files[RECIPE] = POLICY.sub(lambda _: LEARNED.format(checkpoint=place), files[RECIPE], count=1)
+        recipe = POLICY.sub(lambda _: LEARNED.format(checkpoint=place), files[RECIPE], count=1)
+        files[RECIPE] = ODE_SOLVER.sub("", recipe)
     with write_new_folder(folder, "Choose another folder.") as draft:
         for file, content in files.items():
             (draft / file).write_text(content, encoding="utf-8")

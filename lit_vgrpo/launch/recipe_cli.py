@@ -142,7 +142,7 @@ class RecipeCLI(LightningCLI):
 
     def _check_checkpoint(self) -> None:
         path, trainer = self.ckpt_path, self.trainer
-        if path is None:
+        if path is None or (self.resumption is not None and self.resumption.is_over(trainer)):
             return
         what = f"ckpt_path={path}" if self.resumption is None else f"{path}"
         checkpoint = read_checkpoint(path, what)

@@ -105,6 +105,7 @@ class AutoPolicy(Policy):
     """
 
     default_lora_targets: ClassVar[tuple[str, ...]] = ()
+    pipeline_takes_one: ClassVar[bool] = True  # in some pipelines, a batch's padding changes an image
     may_lack: ClassVar[tuple[str, ...]] = ("processor", "text_encoder", *(f"text_encoder_{n}" for n in (2, 3, 4)))
 
     def __init__(
@@ -137,10 +138,6 @@ class AutoPolicy(Policy):
     @property
     def edits(self) -> bool:  # type: ignore[override]
         return self.references > 0
-
-    @property
-    def pipeline_takes_one(self) -> bool:  # type: ignore[override]
-        return self.learned.calls_one
 
     @property
     def pipeline_options(self) -> dict[str, Any]:  # type: ignore[override]
@@ -510,11 +507,10 @@ class AutoPolicy(Policy):
         seen = self._call(self.negative_prompt, rule.passes, **self._guided_arguments(3.0))
         return self._rows(seen, rule.negative_row)
 
-    def _guided_arguments(self, scale: float, prompts: int = 1) -> dict[str, Any]:
+    def _guided_arguments(self, scale: float) -> dict[str, Any]:
         rule = self.learned.guidance
         takes = "negative_prompt" in self.watcher.parameters and (self.negative_prompt or rule.needs_negative)
-        several = [self.negative_prompt] * prompts if prompts > 1 else self.negative_prompt
-        return {**rule.arguments(scale), **({"negative_prompt": several} if takes else {})}
+        return {**rule.arguments(scale), **({"negative_prompt": self.negative_prompt} if takes else {})}
 
     @property
     def embedding_key(self) -> str:
@@ -705,7 +701,7 @@ class AutoPolicy(Policy):
         if rule.rule == "none" or (guidance == 1.0 and rule.rule != "input"):
             given = rule.off
         else:
-            given = self._guided_arguments(guidance, 1 if self.learned.calls_one else prompts)
+            given = self._guided_arguments(guidance)
         return {name: value for name, value in given.items() if name != GUIDER}
 
     def pipeline_parts(self, guidance: float) -> dict[str, Any]:
@@ -727,7 +723,8 @@ class AutoPolicy(Policy):
         if solver == self.solvers[0]:
             return self._flow_scheduler(solver, steps)
         middles = [self._times(self._flow_scheduler(name, LONG)).median() for name in (self.solvers[0], solver)]
-        if abs(middles[0] - middles[1]) > SAME_MIDDLE:
+        is_apart = any(leaf.shift != 1 for leaf in self.learned.of_kind("time"))  # from the noise levels
+        if is_apart or abs(middles[0] - middles[1]) > SAME_MIDDLE:
             own = f"{type(base).__name__} of {self.pipeline_class}"
             raise ValueError(f"solver={solver!r} cannot follow the times of the {own}. Use {self.solvers[0]}.")
         return self._flow_scheduler(solver, steps)

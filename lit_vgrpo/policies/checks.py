@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -48,13 +48,24 @@ def checks_of(policy: Policy) -> Iterator[tuple[str, Check]]:
     yield "noise, time and prompt reach the prediction", inputs_count
     yield "prompts change the images", prompts_show
     yield "a row does not depend on its batch", rows_do_not_depend_on_the_batch
-    for solver in policy.solvers:
+    for solver in solvers_of(policy):
         for guidance in (1.0, GUIDANCE) if policy.guidance_error() is None else (1.0,):
             shown = f"the pipeline samples the same image: {solver}, guidance {guidance:g}"
             yield shown, partial(pictures_are_the_pipelines, solver=solver, guidance=guidance)
     yield "the path agrees with the solver's last step", path_agrees_with_the_solver
     yield "gradients reach the trained weights only", gradient_reaches_what_is_trained
     yield "diffusers reads the saved weights", saved_weights_are_read_back
+
+
+def solvers_of(policy: Policy) -> list[str]:
+    """Return the solvers of a loaded policy, without those that its pipeline's times rule out."""
+    first, *others = policy.solvers
+    found = [first]
+    for solver in others:
+        with suppress(ValueError):
+            policy.scheduler(solver, STEPS)
+            found.append(solver)
+    return found
 
 
 def inputs(policy: Policy, size: int = 2) -> tuple[Tensor, Tensor, Conditioning]:
@@ -101,19 +112,20 @@ def _require_same(actual: Tensor, expected: Tensor, advice: str) -> str:
 
 def times_are_in_range(policy: Policy) -> str:
     """Check that every solver's times are in (0, 1], decrease, and have the same shift."""
-    for solver in policy.solvers:
+    solvers = solvers_of(policy)
+    for solver in solvers:
         times = policy.scheduler_times(policy.scheduler(solver, STEPS))
         if len(times) != STEPS:
             raise Broken(f"{solver} calls the network {len(times)} times for {STEPS} steps")
         if not (times.max() <= 1 and times.min() > 0 and (times.diff() < 0).all()):
             raise Broken(f"{solver} has the times {times.tolist()}: scheduler_times uses other units")
     middles = {
-        solver: policy.scheduler_times(policy.scheduler(solver, LONG_WALK)).median().item() for solver in policy.solvers
+        solver: policy.scheduler_times(policy.scheduler(solver, LONG_WALK)).median().item() for solver in solvers
     }
     if max(middles.values()) - min(middles.values()) > SAME_SHIFT:
         said = ", ".join(f"{solver} {middle:.3f}" for solver, middle in middles.items())
         raise Broken(f"half of the steps are above {said}: the solvers shift their times differently")
-    return f"{times[0]:.3f} to {times[-1]:.3f}, half above {middles[policy.solvers[0]]:.3f}"
+    return f"{times[0]:.3f} to {times[-1]:.3f}, half above {middles[solvers[0]]:.3f}"
 
 
 @torch.no_grad()
@@ -183,7 +195,8 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
     noise, _, _ = inputs(policy)
     drawn = policy.decode(_sampled(policy, PROMPTS[:2], noise, solver, guidance))
     given, parts = pictures_for(policy, PROMPTS[:2]), []
-    for rows in (slice(0, 1), slice(1, 2)) if policy.pipeline_takes_one else (slice(0, 2),):
+    size = 1 if policy.pipeline_takes_one else 2
+    for rows in (slice(i, i + size) for i in range(0, 2, size)):
         edited = None if given is None else torch.stack(given[rows]).to(policy.device).float() / 255
         with quiet_libraries(), _pipeline_with(policy, solver, guidance) as pipeline:
             parts.append(pipeline(**call_of(policy, PROMPTS[rows], noise[rows], STEPS, guidance, edited))[0])
@@ -299,11 +312,11 @@ def call_of(
     pipeline = policy.pipeline
     known = call_parameters(pipeline)
     shared = [name for name in vars(policy) if name in known]  # max_sequence_length, which a subclass may pass on
+    height, width = (side * policy.pixels_per_latent for side in noise.shape[-2:])
     options: dict[str, Any] = {
         **{name: getattr(policy, name) for name in shared},
-        "prompt": list(prompts),
-        "height": noise.shape[-2] * policy.pixels_per_latent,
-        "width": noise.shape[-1] * policy.pixels_per_latent,
+        "prompt": prompts[0] if policy.pipeline_takes_one else list(prompts),
+        **({"height": height, "width": width} if "height" in known else {}),
         "num_inference_steps": steps,
         "latents": policy.pipeline_latents(noise.clone()),
         "output_type": "pt",
@@ -325,7 +338,8 @@ def _scheduler_of_the_pipeline(policy: Policy, solver: str, steps: int) -> Any:
         trailing = {"timestep_spacing": "trailing", "clip_sample": False, "set_alpha_to_one": True}
         return DDIMScheduler.from_config(base.config, **trailing)
     # Not all other schedulers accept the pipeline's arguments.
-    chosen.set_timesteps = lambda num_inference_steps=None, device=None, sigmas=None, mu=None: None
+    chosen.set_timesteps = lambda num_inference_steps=None, device=None, timesteps=None, sigmas=None, mu=None: None
+    chosen.register_to_config(**{name: value for name, value in base.config.items() if name not in chosen.config})
     return chosen
 
 

@@ -240,7 +240,6 @@ class Learned:
         vae_shape: Of the VAE's input, without the dimension of images.
         vae_options: Other arguments of the VAE's ``decode``.
         takes_one: Images need separate passes.
-        calls_one: The pipeline's call takes one prompt.
         packs: The pipeline's call takes noise in the layout of the policy's latents; ``None`` while it is not known.
         example: A pass with one image.
         guidance: The rule of guidance.
@@ -265,7 +264,6 @@ class Learned:
     example: Pass
     guidance: Guidance = field(default_factory=Guidance)
     decoded_shape: tuple[int, ...] = ()
-    calls_one: bool = False
     packs: bool | None = None
     copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 

@@ -158,9 +158,8 @@ class Learner:
             NotLearned: Something does not fit.
         """
         self._turn_guidance_off()
-        tree, takes_one, calls_one = self._find_rows()
+        tree, takes_one = self._find_rows()
         learned = self._find_sources(tree, takes_one)
-        learned.calls_one = calls_one
         learned.guidance = self._find_guidance(learned)
         return learned
 
@@ -186,21 +185,20 @@ class Learner:
 
     # --- rows of prompts and pictures -------------------------------------------------------------------------------
 
-    def _find_rows(self) -> tuple[Any, bool, bool]:
-        """Return the network's arguments as leaves, whether images need separate passes, and prompts separate calls."""
+    def _find_rows(self) -> tuple[Any, bool]:
+        """Return the network's arguments as leaves, and whether images need separate passes."""
         first = self.first.passes[0].inputs
         others = [self.call(words, 2, last=1).passes[0].inputs for words in WORDS[1:]]
         for words in EDGES:
             with suppress(Exception):  # some pipelines refuse such prompts
                 others.append(self.call(words, 2, last=1).passes[0].inputs)
-        tree, takes_one, calls_one = arguments_of(first, twice(first)), True, False
+        tree, takes_one = arguments_of(first, twice(first)), True
         for given in self._two_images():
             with suppress(NotLearned, ValueError, TypeError, RuntimeError, IndexError):
                 two = self.call(given.pop("prompt"), 2, last=1, **given).passes[0]
                 if len(rows_of(self.output(two, None))) == 2:
                     tree, takes_one = arguments_of(first, two.inputs), False
                     break
-            calls_one = True
         known = named_values(tree, first)
         if self.pictures(1, 0.0):
             others.append(self.call(WORDS[0], 2, last=1, **self.pictures(1, 1.0)).passes[0].inputs)
@@ -212,7 +210,7 @@ class Learner:
             leaf.kind == "row" and leaf.dim is None and not leaf.is_listed and not leaf.changes_size
             for leaf in leaves(tree)
         )
-        return tree, takes_one, calls_one or takes_one
+        return tree, takes_one
 
     def _two_images(self) -> list[dict[str, Any]]:
         """Return the arguments of calls that may pass the network two images at once."""

@@ -78,7 +78,7 @@ def test_a_finished_run_says_so_and_touches_nothing(tiny_recipe, capsys):
     assert start(tiny_recipe, "done", 2) == 0
     before = {path: path.stat().st_mtime_ns for path in Path("done").rglob("*") if path.is_file()}
     capsys.readouterr()
-    assert run(["done/config.yaml", "--resume"]) == 0
+    assert run(["done/config.yaml", "--resume", "model.optimizer.lr=0.5"]) == 0  # a change that would have no effect
     assert capsys.readouterr().err == (
         "done is finished: 2 iterations, 2 optimizer steps, and trainer.max_epochs=2. "
         "To continue, add trainer.max_epochs=4.\n"

@@ -73,6 +73,11 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
     active: dict[str, tuple[Run, subprocess.Popen[bytes]]] = {}
     caught: list[int] = []  # handled between polls, so that no started process is lost
     say(f"{len(runs) - len(waiting)} of {len(runs)} runs are already finished.", error=True)
+    if others := sum(map(is_complete, waiting)):
+        say(
+            f"{counted(others, 'finished run')} had other settings: repeated; the old one is kept as NAME.old.",
+            error=True,
+        )
     ended = bar("Runs", total=len(runs), initial=len(runs) - len(waiting))
     with handle_stop_signals(lambda signum, frame: caught.append(signum)):
         try:

@@ -96,13 +96,20 @@ class CompareOptions(Compare):
         self.jobs = self.jobs or (min(2, os.cpu_count() or 1) if trainer.get("accelerator") == "cpu" else 1)
         name = "sweep" if self.sweep else "compare"
         self.out = self.out or Path("runs", f"{name}-{self.command.recipe.stem}")
-        earlier = self.out / f"{name}.json"
+        self._refuse_others_results(self.out / f"{name}.json")
+
+    def _refuse_others_results(self, earlier: Path) -> None:
+        """Raise UserError if a file has the results of another comparison, whose runs would be repeated."""
+        mine, other = {"--iterations": self.iterations, "--evaluate-every": self.evaluate_every}, ""
         try:
-            is_other = earlier.exists() and json.loads(read_regular(earlier)).get("task") != self.task
-        except (OSError, ValueError, AttributeError):
-            is_other = True
-        if is_other:
-            raise UserError(f"{earlier} has results of another recipe or override. Choose another folder: --out DIR.")
+            found = json.loads(read_regular(earlier)) if earlier.exists() else {"task": self.task}
+            theirs = {option: found.get(option[2:].replace("-", "_"), value) for option, value in mine.items()}
+            other = " ".join(f"{option} {theirs[option]}" for option in mine if theirs[option] != mine[option])
+            other = "another recipe or override" if found["task"] != self.task else other
+        except (OSError, ValueError, AttributeError, KeyError):
+            other = "another recipe or override"
+        if other:
+            raise UserError(f"{earlier} has results of {other}. Choose another folder: --out DIR.")
 
     @property
     def task(self) -> list[str]:

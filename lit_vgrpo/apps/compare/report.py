@@ -177,6 +177,8 @@ def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Seq
     for target in options.targets:
         table = target_table(each, mean, target, options.base_method)
         parts += [f"## To reach {target:g}", markdown_table(table)]
+        if (start := runs["start"].max()) >= target:
+            parts.append(f"The start, {reward_cell(start)}, already reaches it. Choose a higher target.")
     if searches := [f"- {one.method}: {one.budget or 'unknown'}" for one in entrants if one.settings == "tuned"]:
         parts += ["## Search for the tuned settings", "\n".join(searches)]
     warning = [ONE_SEED] if len(options.seeds) == 1 else []

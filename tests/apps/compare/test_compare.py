@@ -77,6 +77,11 @@ def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, 
     recipe = yaml.safe_load((race / "recipes" / "other-published.yaml").read_text())
     assert recipe["data"]["updates_per_iteration"] == 2
 
+    overlay(other, {"num_mc_samples": 1, "clip": 0.02}, updates=2)
+    assert compare([*words, str(other)]) == 0
+    assert "1 finished run had other settings: repeated" in capsys.readouterr().err
+    assert (race / "runs" / "other-published-seed0.old" / "summary.json").is_file()
+
 
 @pytest.mark.slow
 def test_a_sweep_goes_on_from_finished_runs(tiny_recipe, tmp_path, capsys):

@@ -77,6 +77,10 @@ def test_results_of_another_recipe_or_override_are_not_replaced(tmp_path):
     file = tmp_path / "compare.json"
     file.write_text(json.dumps({"task": parsed(*words).task}))
     parsed(*words, "--methods", "nft", "--iterations", "3")
+    file.write_text(json.dumps({"task": parsed(*words).task, "iterations": 3, "evaluate_every": 2}))
+    parsed(*words, "--methods", "nft", "--iterations", "3", "--evaluate-every", "2")
+    with pytest.raises(UserError, match="compare.json has results of --iterations 3. Choose another folder: --out DIR"):
+        parsed(*words, "--iterations", "4", "--evaluate-every", "2")
     parsed("--sweep", *words[1:])  # other files
     for other in (["data.group_size=4", *words[1:]], words[1:]):
         with pytest.raises(UserError, match="compare.json has results of another recipe or override. Choose another f"):
