@@ -23,7 +23,11 @@ EXTENDING = Path(__file__).parents[1].joinpath("docs", "extending.md").read_text
 BLOCKS = re.findall(r"```python\n(.*?)```", EXTENDING, flags=re.DOTALL)
 
 
-def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
+def raises(settings):
+    raise RuntimeError("another value")
+
+
+def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path, monkeypatch):
     stopper = L.pytorch.callbacks.EarlyStopping("reward/mean", patience=50, mode="max")
     keeper = L.pytorch.callbacks.ModelCheckpoint(tmp_path, monitor="heldout/reward", mode="max", filename="best")
     callbacks = [stopper, keeper, RunSummary(), Report()]
@@ -51,7 +55,9 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
     assert {"reward/brightness", "policy/grad_norm", "cost/images", "time/iteration_s"} <= set(table[0].split(","))
     # Another fit of the same trainer, or one that was given a logger of rewards, has one all the same.
     trainer.fit_loop.max_epochs = 3
-    trainer.fit(make_module(tiny_sd3), datamodule=make_data())
+    monkeypatch.setattr(logger, "log_hyperparams", raises)  # as MLflow's, for other values
+    with pytest.warns(UserWarning, match="CSVLogger did not take the run's settings: another value"):
+        trainer.fit(make_module(tiny_sd3), datamodule=make_data())
     assert sum(isinstance(callback, RewardLogger) for callback in trainer.callbacks) == 1
 
 

@@ -261,7 +261,10 @@ def log_recipe(loggers: Sequence[Logger], recipe: dict[str, Any], folder: Path) 
 def log_settings(loggers: Iterable[Logger], parts: Mapping[str, Any]) -> None:
     """Log the class and the options of the parts of a run that no recipe describes to every logger."""
     for logger in loggers:
-        logger.log_hyperparams({key: _options_of(part) for key, part in parts.items()})
+        try:
+            logger.log_hyperparams({key: _options_of(part) for key, part in parts.items()})
+        except Exception as error:  # MLflow takes no other values in a second fit
+            rank_zero_warn(f"{type(logger).__name__} did not take the run's settings: {one_line(error)}")
 
 
 def _options_of(value: Any) -> Any:
