@@ -108,7 +108,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     if close := get_close_matches(word, known, n=1):
         return close[0]
     folded = {name.lower(): name for name in known}
-    return next((folded[close] for close in get_close_matches(word.lower(), folded, n=1)), None)
+    if close := get_close_matches(word.lower(), folded, n=1):
+        return folded[close[0]]
+    return next((name for name in known if len(word) > 2 and word.lower() in name.lower()), None)  # NFT: DiffusionNFT
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

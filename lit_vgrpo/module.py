@@ -339,7 +339,9 @@ class VGRPOModule(L.LightningModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         self.configure_model()  # spawned processes return their weights to a process that has loaded none
-        return super().load_state_dict(state_dict, *args, **kwargs)
+        keys, trained = super().load_state_dict(state_dict, *args, **kwargs), self._trained_names()
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]  # Lightning warns of the others
+        return keys
 
 
 def without_sizes(line: str) -> str:

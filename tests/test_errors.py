@@ -15,7 +15,13 @@ PRINT_THEMSELVES = ("errors.py", "cli/commands.py", "policies/verify.py")
 
 @pytest.mark.parametrize(
     ("word", "expected"),
-    [("max_epoch", "max_epochs"), ("SD3Polcy", "SD3Policy"), ("sd3policy", "SD3Policy"), ("zzz", None)],
+    [
+        ("max_epoch", "max_epochs"),
+        ("SD3Polcy", "SD3Policy"),
+        ("sd3policy", "SD3Policy"),
+        ("unet", "UNetPolicy"),
+        ("zzz", None),
+    ],
 )
 def test_nearest(word, expected):
     assert nearest(word, ["max_epochs", "SD3Policy", "UNetPolicy"]) == expected

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lit_vgrpo import VGRPO, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
 from lit_vgrpo.callbacks import EMA, Report, RewardLogger, RunSummary
+from lit_vgrpo.cli.main import main
 from lit_vgrpo.training.loggers import read_table
 
 EXTENDING = Path(__file__).parents[1].joinpath("docs", "extending.md").read_text(encoding="utf-8")
@@ -41,6 +42,8 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path, monkeypatch)
     assert "<dt>Iterations</dt><dd>2</dd>" in page
     assert "<dt>Images</dt><dd>16</dd>" in page
     assert "it has no <code>config.yaml</code>" in page
+    assert main(["report", str(tmp_path), f"--out={tmp_path / 'again.html'}"]) == 0
+    assert "<dt>Iterations</dt><dd>2</dd>" in (tmp_path / "again.html").read_text()
     assert trainer.global_step == 2
     assert (tmp_path / "best.ckpt").is_file()
     assert {"reward", "held-out"} <= trainer.progress_bar_metrics.keys()  # of Lightning's own bar

@@ -39,7 +39,7 @@ def sample_images(options: Sample) -> int:
     free = (path for path in candidates(run.folder / "sample") if not path.exists())
     folder = next(free) if options.out is None else vacant_folder(str(options.out))
     if (is_file := folder.suffix.lower() in PICTURES) and (len(rows) * options.count > 1 or folder.suffix != ".png"):
-        raise UserError(f"--out {options.out} is a file. Name a folder, or for one image a .png.")
+        raise UserError(f"--out {options.out} is the name of a file. Name a folder, or for a single image a .png.")
     recipe = recipe_of(run.folder, run.words, USED, "sampling")
     policy, spec = build_policy(recipe), spec_of(recipe, options)
     try:

@@ -41,6 +41,8 @@ FOUND_IN = "found_in"
 """Key of a run's ``config.yaml``: folders, relative to it, in which the run found paths and modules."""
 SECTIONS = {"model": "model.objective=VGRPO", "data": "data.group_size=8", "trainer": "trainer.max_epochs=20"}
 """Parts of a recipe, each a mapping, with an example of an option."""
+RESULTS = ("metrics.csv", "summary.json")
+"""Files of which a report can be made, also without a recipe."""
 SUFFIXES = (".yaml", ".yml")
 PATH_KEYS = ("train", "heldout", "path", "checkpoint", "start_from")
 """Options whose value may be a file or folder name without a dot or slash."""
@@ -166,13 +168,18 @@ def find_run(text: str) -> tuple[Path, Path | None]:
 
 
 def find_runs(text: str) -> list[Path]:
-    """Return the run folder that a path belongs to, or the runs of a recipe below a folder that is none."""
+    """Return the run folder that a path belongs to, or the runs of a recipe below a folder that is none.
+
+    The folder of a Trainer in Python is a run, too.
+    """
     path = typed_path(text)
     if path.is_dir() and not (path / CONFIG_NAME).is_file():
         # a tracker's files may have this name too, and a FIFO would block
         files = [file for file in sorted(path.rglob(CONFIG_NAME)) if file.is_file()]
         if runs := [file.parent for file in files if f"\n{FOUND_IN}:".encode() in file.read_bytes()]:
             return runs
+        if any((path / name).is_file() for name in RESULTS):
+            return [path]
     return [find_run(text)[0]]
 
 

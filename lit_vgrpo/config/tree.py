@@ -38,7 +38,7 @@ LOGGERS: dict[str, Any] = {
     "TensorBoardLogger": True,  # without options, as the next: Lightning's need a folder
     "CSVLogger": False,
 }
-TRACKERS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet_ml"}
+TRACKERS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet_ml", "LitLogger": "litlogger"}
 """Package that each of Lightning's loggers needs."""
 ASKS_FOR_SCORE = ("prompt_template", "score_pattern", "num_scores")
 

@@ -148,14 +148,19 @@ def _picture_file(named: object, source: PromptSource, where: str) -> str:
 # --- text files ------------------------------------------------------------------------------------------------------
 
 
-def _read_text(source: PromptSource, kind: Kind, edits: bool) -> Rows:
-    file = resolve_path(source.path)
+def _decoded(file: Path) -> str:
+    """Return the text of a file; raise PromptError with the line if it is not UTF-8."""
     content = file.read_bytes()
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = len(LINE_END.split(content[: error.start].decode("utf-8-sig")))
         raise PromptError(f"{file} line {line}: not UTF-8. Save the file as UTF-8.") from error
+
+
+def _read_text(source: PromptSource, kind: Kind, edits: bool) -> Rows:
+    file = resolve_path(source.path)
+    text = _decoded(file)
     records = list(islice(_PARSERS[kind](text, source, file), source.limit))
     if kind == "txt" and (marked := [number for number, row in records if row[PROMPT].startswith("# ")]):
         what = f'{file} line {marked[0]} starts with "# " and is a prompt, since a .txt has no comments'
@@ -268,6 +273,9 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
         return saved[split] if isinstance(saved, dict) else saved
     except Exception as error:  # the library raises anything on damaged files
         cause = error.__cause__ or error
+        if isinstance(cause, UnicodeDecodeError):
+            for file in sorted(file for suffix in _PARSERS for file in Path(place).rglob(f"*.{suffix}")):
+                _decoded(file)
         raise PromptError(f"{source.path} cannot be read as a dataset ({one_line(repr(cause))[:200]}).") from error
 
 

@@ -255,7 +255,11 @@ class RecipeCLI(LightningCLI):
         """Return lines on the prompts that were read, and on those that a reward cannot score."""
         rows = [*self.datamodule.training_rows(), *self.datamodule.heldout_rows()]
         unscorable = [line for found in self.unscorable for line in found.lines()]
-        return [self.datamodule.sets.describe(), *unscorable, *self.model.evaluator.observed.truncations(rows)]
+        sets, asked = self.datamodule.sets, self.datamodule.sizes.prompts_per_iteration
+        known = sum(map(len, sets.training.sources))
+        repeated = f"An iteration repeats prompts: it has {asked} (data.prompts_per_iteration), the files {known}."
+        lines = [sets.describe(), *[repeated] * (known < asked), *unscorable]
+        return [*lines, *self.model.evaluator.observed.truncations(rows)]
 
     def opening(self) -> list[str]:
         """Return the lines to print before training."""

@@ -26,7 +26,7 @@ PREFERRED = (BEST, LAST, INTERRUPTED)
 ENDED = ("finished", "diverged")
 """Outcomes of a run that reached its last iteration."""
 Whole = Annotated[int, Range(0, 2**53)]
-Number = Annotated[float, Range(-1e30, 1e30)]
+Number = Annotated[float, Range(-1e50, 1e50)]  # also a sum of many float32 scores
 OF_SUMMARY: dict[str, Any] = {
     **dict.fromkeys(("outcome", "weights", "device", "date"), str),
     **dict.fromkeys(("iterations", "images", "peak_memory_bytes", "world_size"), Whole),

@@ -65,8 +65,10 @@ def strategy_errors(
             "such as bfloat16."
         )
     elif precision == "bf16-mixed" and policy.dtype != torch.bfloat16:
+        # Lightning replaces 16-mixed on a CPU
+        typed = precision if strategy.root_device.type != "cpu" else "16-mixed or bf16-mixed"
         yield (
-            f"trainer.precision={precision} has no effect: the policy computes in "
+            f"trainer.precision={typed} has no effect: the policy computes in "
             f"model.policy.dtype={str(policy.dtype).removeprefix('torch.')}. Leave it out, or set "
             "model.policy.dtype=bfloat16."
         )

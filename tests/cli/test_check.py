@@ -212,9 +212,10 @@ def test_the_plan_is_that_of_the_world_size(tiny_recipe, capsys, devices):
 def test_prompts_that_a_reward_truncates_are_named_once(tiny_recipe, tiny_clip, capsys):
     Path("long.txt").write_text(f"a red circle\n{'very ' * 99}long\n")
     reward = f"model.reward={{class_path: PickScore, init_args: {{checkpoint: '{tiny_clip}'}}}}"
-    assert check([str(tiny_recipe), reward, "data.train=long.txt"]) == 0
+    assert check([str(tiny_recipe), reward, "data.train=long.txt", "data.prompts_per_iteration=4"]) == 0
     out = capsys.readouterr().out
     assert out.count("prompts are longer than the ") == 1
+    assert "An iteration repeats prompts: it has 4 (data.prompts_per_iteration), the files 2." in out
     assert re.search(r'^Reward "pickscore": 1 of \d+ prompts are longer than the \d+ tokens that it reads', out, re.M)
 
 

@@ -30,7 +30,7 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
     [
         ("model.policy.checkpoint=shipped:../x", "model.policy.checkpoint: shipped:../x leaves the shipped"),
         ("trainer.precision=17", "trainer.precision=17: expected one of"),
-        ("trainer.precision=bf16-mixed", "trainer.precision=bf16-mixed has no effect: the policy computes in model"),
+        ("trainer.precision=bf16-mixed", "trainer.precision=16-mixed or bf16-mixed has no effect: the policy comp"),
         ("trainer.precision=bf16-true", "trainer.precision=bf16-true would cast the trained weights. Leave it"),
         ("trainer.plugins=HalfPrecision", "trainer.precision=16-true would cast the trained weights."),
         ("trainer.plugins=AsyncCheckpointIO", "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on"),

@@ -121,8 +121,11 @@ def test_nothing_is_overwritten(inside, capsys):
     capsys.readouterr()
     for words, line in (
         (["--out=out/one.png"], "out/one.png is a file and will not be overwritten."),
-        (["--out=out/two.png", "--count=2"], "--out out/two.png is a file. Name a folder, or for one image"),
-        (["--out=out/one.jpg"], "--out out/one.jpg is a file. Name a folder, or for one image"),
+        (
+            ["--out=out/two.png", "--count=2"],
+            "--out out/two.png is the name of a file. Name a folder, or for a single",
+        ),
+        (["--out=out/one.jpg"], "--out out/one.jpg is the name of a file. Name a folder, or for a single"),
     ):
         assert_one_line(sample_images, [*asked, *words], capsys, line)
 

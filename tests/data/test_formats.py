@@ -189,6 +189,8 @@ def test_a_folder_of_data_files_is_a_dataset(write, datasets_cache, suffix):
     assert "Unknown split" in refused(PromptSource(str(folder), split="tests"))
     assert 'no column "caption"' in refused(PromptSource(str(folder), column="caption"))
     assert "BuilderConfig 'big' not found" in refused(PromptSource(str(folder), config="big"))
+    latin = write("latin/p.txt", "a\ncaf\u00e9\n".encode("latin-1"))
+    assert refused(PromptSource(str(latin.parent))) == f"{latin} line 2: not UTF-8. Save the file as UTF-8."
 
 
 def test_a_folder_that_datasets_saved_is_read_where_it_lies(tmp_path, datasets_cache):

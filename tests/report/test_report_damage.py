@@ -177,3 +177,5 @@ def test_a_line_that_was_cut_off_is_no_damage(run, capsys):
     path.write_bytes(path.read_bytes()[:-20])
     assert reported(capsys) == (0, [])
     assert list(read_scores(Path("r"))) == [0]
+    path.write_text('{"iteration":3,"scores":{"reward":[[3e38,1],[-6e38,2]]}}\n')
+    assert list(read_scores(Path("r"))) == [3]

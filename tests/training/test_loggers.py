@@ -194,17 +194,19 @@ def test_mlflow_has_one_run_of_a_resumed_run(tiny_recipe, capfd):
 
 
 def test_a_missing_tracker_is_one_line_with_the_command(tiny_recipe, capsys, monkeypatch):
-    for package in ("wandb", "mlflow"):
+    for package in ("wandb", "mlflow", "litlogger"):
         monkeypatch.setitem(sys.modules, package, None)
-    assert run([str(tiny_recipe), "trainer.logger=[wandb, csv, {class_path: MLFlowLogger}]"]) == 2
+    assert run([str(tiny_recipe), "trainer.logger=[wandb, csv, {class_path: MLFlowLogger}, LitLogger]"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert "trainer.logger=WandbLogger: wandb is not installed. Run: pip install wandb" in lines
     assert "trainer.logger=MLFlowLogger: mlflow is not installed. Run: pip install mlflow" in lines
+    assert "trainer.logger=LitLogger: litlogger is not installed. Run: pip install litlogger" in lines
 
 
 @pytest.mark.slow
 def test_litlogger_needs_a_login_and_gets_metrics_recipe_and_grids(tiny_recipe, monkeypatch, capsys):
     tracker, auth = MagicMock(), SimpleNamespace(api_key=None, auth_token=None, load=lambda: False)
+    tracker.__spec__ = "installed"
     monkeypatch.setitem(sys.modules, "litlogger", tracker)
     monkeypatch.setitem(sys.modules, "lightning_sdk.lightning_cloud.login", SimpleNamespace(Auth=lambda: auth))
     logger = "trainer.logger={class_path: LitLogger, init_args: {name: x}}"
