@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import os
@@ -14,7 +13,6 @@ from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from symtable import SymbolTable, symtable
 from typing import Any, Protocol, cast
 
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -294,54 +292,19 @@ def _content_of(value: Any) -> Any:
         return [value.weight, value.clip, value.reward]
     if isinstance(value, set | frozenset):  # in any order
         return sorted(map(str, value))
-    if not isinstance(value, Reward):  # such as a function or a pattern, without its module and address in memory
-        return re.sub(r" at 0x\w+|(?<=<)[\w.]+\.(?=\w+ object)", "", str(value))
-    state, known = dict(vars(value)), inspect.signature(type(value)).parameters
-    code: Any = type(value)
+    if not isinstance(value, Reward):  # such as a function or a pattern, without its address in memory
+        return re.sub(r" at 0x\w+", "", str(value))
+    code: Any = value.function if isinstance(value, PythonReward) else type(value)
     source: Any = None
     with suppress(Exception, SystemExit):  # reported where it is called
-        if isinstance(value, PythonReward):
-            code = state["function"] = value.func
-        source = _source_code(code)
+        file = _source_of(value)
+        source = file_sha256(file) if file else code.__module__ == "__main__" and inspect.getsource(code)
+    state, known = vars(value), inspect.signature(type(value)).parameters
     options = {name: state[key] for name in known for key in (f"_{name}", name) if key in state}
     if len(options) < len(known):
         options |= {name: x for name, x in state.items() if not name.startswith("_")}
     kept = {name: _content_at(x) for name, x in options.items() if name not in NO_OPTIONS}
     return [type(value).__qualname__, value.name, source, kept]
-
-
-def _source_code(code: Any) -> str | None:
-    """Return the statements of its module that a function or class depends on, or ``None`` for code of this package.
-
-    A script changes for many reasons besides its reward.
-    """
-    code = code if hasattr(code, "__qualname__") else type(code)
-    if code.__module__.startswith("lit_vgrpo."):
-        return None
-    statements: list[ast.stmt] = []
-    with suppress(OSError, TypeError):  # the module of a notebook has no file
-        statements = ast.parse(inspect.getsource(sys.modules[code.__module__])).body
-    tables = {one: symtable(ast.unparse(one), "reward", "exec") for one in statements}
-    names, kept = {code.__qualname__.partition(".")[0]}, set[ast.stmt]()
-    while more := {one for one in tables if one not in kept and names & _bound_names(one, tables[one])}:
-        kept |= more
-        names = names.union(*(_used_names(tables[one]) for one in more))
-    return "\n".join(ast.unparse(one) for one in statements if one in kept) or inspect.getsource(code)
-
-
-def _bound_names(statement: ast.stmt, table: SymbolTable) -> set[str]:
-    """Return the global names that a statement defines, or whose value it changes, as ``names[0] = 1`` does."""
-    changed = [*getattr(statement, "targets", ()), getattr(statement, "target", None)]
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        changed = [statement.value.func]  # such as model.eval()
-    changed_names = {node.id for one in changed if one for node in ast.walk(one) if isinstance(node, ast.Name)}
-    return changed_names | {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
-
-
-def _used_names(table: SymbolTable) -> set[str]:
-    """Return the global names that a statement refers to, also within its functions."""
-    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
-    return own.union(*map(_used_names, table.get_children()))
 
 
 def _content_at(value: Any) -> Any:
