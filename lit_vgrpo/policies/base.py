@@ -300,6 +300,10 @@ class Policy(nn.Module):
         self.pipeline = pipeline
         self.prompt_encoder = PromptEncoder(self)
         self.network = self.joined([getattr(pipeline, name) for name in self.network_names])
+        kinds = {type(getattr(module, "processor", None)).__name__ for module in self.network.modules()}
+        if self.dtype == torch.float16 and any("LinearAttn" in kind for kind in kinds):  # as Sana's
+            why = "overflows under autocast, also where the pipeline in float16 does not. Use bfloat16 or float32."
+            raise LoadError(f"model.policy.dtype=float16: the linear attention of {type(self).__name__} {why}")
         for encoder in self.encoders():
             cast(encoder, self.dtype)
             encoder.register_forward_pre_hook(unmasked_on_meta, with_kwargs=True)

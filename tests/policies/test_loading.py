@@ -163,6 +163,11 @@ def test_float16_keeps_in_float32_what_would_overflow(families):
     assert 0 < (found - expected).norm() / expected.norm() < 0.01
 
 
+def test_float16_is_refused_where_linear_attention_overflows(families):
+    with pytest.raises(LoadError, match="dtype=float16: the linear attention of SanaPolicy overflows under autocast"):
+        families("sana").load(dtype="float16")
+
+
 def test_float16_is_not_trained_without_a_gradient_scaler(tiny_sd3, tmp_path):
     module = make_module(tiny_sd3, policy_options={"dtype": "float16", "lora_rank": 2})
     with pytest.raises(ValueError, match=r"dtype=float16: gradients underflow, .* trainer.precision=16-mixed, which"):
