@@ -178,7 +178,7 @@ def find_runs(text: str) -> list[Path]:
         files = [file for file in sorted(path.rglob(CONFIG_NAME)) if file.is_file()]
         if runs := [file.parent for file in files if f"\n{FOUND_IN}:".encode() in file.read_bytes()]:
             return runs
-        if any((path / name).is_file() for name in RESULTS):
+        if not (path / CONFIG_NAME).exists() and any((path / name).is_file() for name in RESULTS):
             return [path]
     return [find_run(text)[0]]
 
