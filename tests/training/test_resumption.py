@@ -199,7 +199,8 @@ def test_a_checkpoint_of_another_recipe_is_refused_with_what_differs(tiny_recipe
     checkpoint = "run/checkpoints/last.ckpt"
     changed = ["model.optimizer.lr=0.001", "model.policy.lora_rank=2", "trainer.callbacks=[{class_path: EMA, "]
     changed[-1] += "init_args: {decay: 0.5}}]"
-    for words in (["run/config.yaml", "--resume"], ["run/config.yaml", f"ckpt_path={checkpoint}", "name=new"]):
+    longer = ["run/config.yaml", "--resume", "trainer.max_epochs=2"]  # else the run is finished
+    for words in (longer, ["run/config.yaml", f"ckpt_path={checkpoint}", "name=new"]):
         assert run([*words, *changed]) == 2
         first, *lines, last = capfd.readouterr().err.splitlines()
         assert first.endswith(f"{checkpoint}: it is a checkpoint of another recipe.")
