@@ -10,74 +10,42 @@ The policy keeps the latents, the solver and the VAE in float32; the pipeline ha
 from __future__ import annotations
 
 import argparse
-import inspect
 import logging
 import sys
 import warnings
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lit_vgrpo.core.sampling import sample
-from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.policies import AutoPolicy
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / folder) for folder in ("tests", "tests/policies", "tests/support", "tools")]
 
 import zoo  # noqa: E402
-from test_auto import LEARNABLE, PROMPT, built  # noqa: E402
+from test_auto import LEARNABLE, built, drawn_by, drawn_by_policy  # noqa: E402
 
 STEPS, GUIDANCE = 6, 3.0
-
-
-def of_pipeline(policy: AutoPolicy, pipeline: Any, guidance: float) -> tuple[Tensor, Tensor]:
-    """Return the picture that a pipeline draws, and the scheduler's first latents."""
-    scheduler, states = policy._new_scheduler(), []
-    step = scheduler.step
-
-    @wraps(step)
-    def watched(*given: Any, **named: Any) -> Any:
-        states.append(inspect.signature(step).bind(*given, **named).arguments["sample"].clone())
-        return step(*given, **named)
-
-    scheduler.step = watched
-    given = {"num_inference_steps": STEPS, "generator": torch.Generator().manual_seed(1), "output_type": "pt"}
-    given |= {**policy.pipeline_options, **policy.pipeline_guidance(guidance, 1)}
-    given |= policy.pipeline_references(torch.zeros(1, 3, *policy.image_size)) if policy.edits else {}
-    for name, part in {"scheduler": scheduler, **policy.pipeline_parts(guidance)}.items():
-        setattr(pipeline, name, part)
-    picture = pipeline(prompt=PROMPT, **{key: given[key] for key in given if key in policy.watcher.parameters})[0]
-    return (picture if isinstance(picture, Tensor) else torch.stack(list(picture))).float(), states[0]
-
-
-def of_policy(policy: AutoPolicy, noise: Tensor, guidance: float) -> Tensor:
-    """Return the picture that a policy draws."""
-    cond = policy.encode([PROMPT], policy.blank_references(1))
-    spec = RolloutSpec(policy.solvers[0], STEPS, guidance)
-    return policy.decode(sample(policy, cond, torch.zeros(1, dtype=torch.long), spec, noise)[0]).float()
 
 
 @torch.no_grad()
 def row(name: str, dtype: str) -> str:
     """Return the table's row of a pipeline."""
-    wide, narrow = built(name).load(), built(name, dtype=dtype).load()
+    wide = built(name).load()
     guidance = GUIDANCE if wide.guidance_error() is None else 1.0
-    noise = wide._latents_of(of_pipeline(wide, wide.pipeline, guidance)[1])
-    exact = of_policy(wide, noise, guidance)
-    pipeline = zoo.build(name)
-    for part in pipeline.components.values():
-        if isinstance(part, nn.Module):
-            part.to(getattr(torch, dtype))
-    ours = 255 * (of_policy(narrow, noise, guidance) - exact).abs().mean().item()
+    start = drawn_by(wide.pipeline, wide, guidance, STEPS)[1]
+    exact = drawn_by_policy(wide, start, guidance, STEPS)
     try:
-        theirs = 255 * (of_pipeline(wide, pipeline, guidance)[0].reshape(exact.shape) - exact).abs().mean().item()
-    except Exception as error:  # the pipeline's code may raise anything
-        return f"| `{name}` | {ours:.2f} | {one_line(error)[:60]} | |"
+        narrow = built(name, dtype=dtype).load()
+        ours = 255 * (drawn_by_policy(narrow, start, guidance, STEPS) - exact).abs().mean().item()
+        pipeline = zoo.build(name)
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module):
+                part.to(getattr(torch, dtype))
+        theirs = 255 * (drawn_by(pipeline, wide, guidance, STEPS)[0].reshape(exact.shape) - exact).abs().mean().item()
+    except Exception as error:  # a refusal of the policy's; and the pipeline's code may raise anything
+        return f"| `{name}` | {one_line(error)[:80]} | | |"
     return f"| `{name}` | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} |"
 
 

@@ -114,7 +114,7 @@ class Policy(nn.Module):
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     """Arguments with which the pipeline's call samples what the policy samples."""
     pipeline_takes_one: ClassVar[bool] = False
-    """True if the pipeline's call takes only one prompt."""
+    """True if the pipeline must be called with one prompt at a time."""
     left_out: tuple[str, ...] = ()
     """Components of the pipeline that are not loaded."""
     comfyui_names: ClassVar[Mapping[str, str]] = {}
@@ -300,8 +300,8 @@ class Policy(nn.Module):
         self.pipeline = pipeline
         self.prompt_encoder = PromptEncoder(self)
         self.network = self.joined([getattr(pipeline, name) for name in self.network_names])
-        kinds = {type(getattr(module, "processor", None)).__name__ for module in self.network.modules()}
-        if self.dtype == torch.float16 and any("LinearAttn" in kind for kind in kinds):  # as Sana's
+        processors = (getattr(module, "processor", None) for module in self.network.modules())
+        if self.dtype == torch.float16 and any("LinearAttn" in type(one).__name__ for one in processors):  # as Sana's
             why = "overflows under autocast, also where the pipeline in float16 does not. Use bfloat16 or float32."
             raise LoadError(f"model.policy.dtype=float16: the linear attention of {type(self).__name__} {why}")
         for encoder in self.encoders():

@@ -195,8 +195,7 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
     noise, _, _ = inputs(policy)
     drawn = policy.decode(_sampled(policy, PROMPTS[:2], noise, solver, guidance))
     given, parts = pictures_for(policy, PROMPTS[:2]), []
-    size = 1 if policy.pipeline_takes_one else 2
-    for rows in (slice(i, i + size) for i in range(0, 2, size)):
+    for rows in (slice(0, 1), slice(1, 2)) if policy.pipeline_takes_one else (slice(0, 2),):
         edited = None if given is None else torch.stack(given[rows]).to(policy.device).float() / 255
         with quiet_libraries(), _pipeline_with(policy, solver, guidance) as pipeline:
             parts.append(pipeline(**call_of(policy, PROMPTS[rows], noise[rows], STEPS, guidance, edited))[0])

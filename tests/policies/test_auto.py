@@ -109,9 +109,9 @@ def built(name, **options):
     return AutoPolicy(pipeline, call=call, references=int(entry.picture is not None), **options)
 
 
-def largest_difference(policy, guidance, monkeypatch, prompt=PROMPT):
-    """The largest difference between the policy's picture and its pipeline's, of 255."""
-    pipeline, scheduler, states = policy.pipeline, policy._new_scheduler(), []
+def drawn_by(pipeline, policy, guidance, steps=3, prompt=PROMPT):
+    """Return the picture that a pipeline draws as the policy's does, and its scheduler's first latents."""
+    scheduler, states = policy._new_scheduler(), []
     step = scheduler.step
 
     @wraps(step)
@@ -120,24 +120,33 @@ def largest_difference(policy, guidance, monkeypatch, prompt=PROMPT):
         return step(*given, **named)
 
     scheduler.step = watched
-    picture = torch.zeros(1, 3, *policy.image_size)
-    given = {"num_inference_steps": 3, "generator": torch.Generator().manual_seed(1), "output_type": "pt"}
+    given = {"num_inference_steps": steps, "generator": torch.Generator().manual_seed(1), "output_type": "pt"}
     given |= {**policy.pipeline_options, **policy.pipeline_guidance(guidance, 1)}
-    given |= policy.pipeline_references(picture) if policy.edits else {}
+    given |= policy.pipeline_references(torch.zeros(1, 3, *policy.image_size)) if policy.edits else {}
     given = {key: value for key, value in given.items() if key in policy.watcher.parameters}
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         for part, value in {"scheduler": scheduler, **policy.pipeline_parts(guidance)}.items():
             patch.setattr(pipeline, part, value)
-        theirs = pipeline(prompt=prompt if policy.pipeline_takes_one else [prompt], **given)[0]
-    theirs = theirs if isinstance(theirs, torch.Tensor) else torch.stack(list(theirs))
-    cond = policy.encode([prompt], [picture[0].byte()] if policy.edits else None)
-    spec, noise = RolloutSpec(policy.solvers[0], 3, guidance), policy._latents_of(states[0])
-    ours = policy.decode(sample(policy, cond, torch.zeros(1, dtype=torch.long), spec, noise)[0])
-    return 255 * (ours - theirs.float().reshape(ours.shape)).abs().max().item()
+        picture = pipeline(prompt=prompt, **given)[0]
+    return (picture if isinstance(picture, torch.Tensor) else torch.stack(list(picture))).float(), states[0]
+
+
+def drawn_by_policy(policy, start, guidance, steps=3, prompt=PROMPT):
+    """Return the picture that a policy draws from its scheduler's first latents."""
+    cond = policy.encode([prompt], policy.blank_references(1))
+    spec, noise = RolloutSpec(policy.solvers[0], steps, guidance), policy._latents_of(start)
+    return policy.decode(sample(policy, cond, torch.zeros(1, dtype=torch.long), spec, noise)[0]).float()
+
+
+def largest_difference(policy, guidance, prompt=PROMPT):
+    """The largest difference between the policy's picture and its pipeline's, of 255."""
+    theirs, start = drawn_by(policy.pipeline, policy, guidance, prompt=prompt)
+    ours = drawn_by_policy(policy, start, guidance, prompt=prompt)
+    return 255 * (ours - theirs.reshape(ours.shape)).abs().max().item()
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in zoo.ZOO])
-def test_it_draws_what_the_pipeline_draws(name, monkeypatch):
+def test_it_draws_what_the_pipeline_draws(name):
     policy = built(name, **({"train_only": ["*weight"]} if name in WITHOUT_ADAPTERS else {"lora_rank": 2}))
     if reasons := [word for word, names in REFUSED.items() if name in names]:
         with pytest.raises(LoadError, match=reasons[0]):
@@ -145,7 +154,7 @@ def test_it_draws_what_the_pipeline_draws(name, monkeypatch):
         return
     with torch.no_grad():
         for guidance in (1.0, 3.0) if policy.load().guidance_error() is None else (1.0,):
-            assert largest_difference(policy, guidance, monkeypatch) < 0.1
+            assert largest_difference(policy, guidance) < 0.1
     for title, check in checks.checks_of(policy):
         if name not in OMITTED or not title.startswith(OMITTED[name]):
             check(policy)
@@ -221,14 +230,14 @@ def test_a_first_frame_that_is_a_picture_stays_so():
 
 
 @pytest.mark.parametrize("name", ["AuraFlowPipeline", pytest.param("ChromaPipeline", marks=pytest.mark.slow)])
-def test_another_size_is_learned_anew(name, monkeypatch):
+def test_another_size_is_learned_anew(name):
     policy = built(name).load()
     policy.encode([PROMPT])  # Chroma's mask covers the image, too
     policy.negative()
     with policy.sized(64, 32):
         assert policy.latent_shape == (4, 16, 8)
         with torch.no_grad():
-            assert largest_difference(policy, 3.0, monkeypatch) < 0.1
+            assert largest_difference(policy, 3.0) < 0.1
     assert policy.latent_shape == (4, 8, 12)
 
 
@@ -316,11 +325,11 @@ def changed(pipeline, change):
     return pipeline
 
 
-def test_a_pipeline_of_another_class_than_diffusers_is_learned(monkeypatch):
+def test_a_pipeline_of_another_class_than_diffusers_is_learned():
     policy = AutoPolicy(changed(zoo.build("AuraFlowPipeline"), lambda scheduler: None), height=32, width=48).load()
     assert policy.pipeline_class == "Changed"
     with torch.no_grad():
-        assert largest_difference(policy, 3.0, monkeypatch) < 0.1
+        assert largest_difference(policy, 3.0) < 0.1
 
 
 def scale_late_latents(scheduler):
@@ -381,12 +390,12 @@ def test_words_in_quotes_reach_the_network():
 
 
 @pytest.mark.slow
-def test_a_mask_may_be_absent(monkeypatch):
+def test_a_mask_may_be_absent():
     policy = built("NucleusMoEImagePipeline").load()
     sizes = policy.encode(["red red ", PROMPT]).tensors["size_of_encoder_hidden_states_mask"]
     assert sizes.flatten().tolist() == [0, 24]
     with torch.no_grad():
-        assert largest_difference(policy, 3.0, monkeypatch, "red red ") < 0.1
+        assert largest_difference(policy, 3.0, "red red ") < 0.1
     checks.rows_do_not_depend_on_the_batch(policy)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,16 +101,15 @@ class CompareOptions(Compare):
 
     def _refuse_others_results(self, earlier: Path) -> None:
         """Raise UserError if a file has the results of another comparison, whose runs would be repeated."""
-        mine, other = {"--iterations": self.iterations, "--evaluate-every": self.evaluate_every}, ""
-        try:
+        mine = {"iterations": self.iterations, "evaluate_every": self.evaluate_every}
+        others = "another recipe or override"
+        with suppress(OSError, ValueError, AttributeError):
             found = json.loads(read_regular(earlier)) if earlier.exists() else {"task": self.task}
-            theirs = {option: found.get(option[2:].replace("-", "_"), value) for option, value in mine.items()}
-            other = " ".join(f"{option} {theirs[option]}" for option in mine if theirs[option] != mine[option])
-            other = "another recipe or override" if found["task"] != self.task else other
-        except (OSError, ValueError, AttributeError, KeyError):
-            other = "another recipe or override"
-        if other:
-            raise UserError(f"{earlier} has results of {other}. Choose another folder: --out DIR.")
+            if found.get("task") == self.task:
+                lengths = {name: found.get(name, own) for name, own in mine.items() if found.get(name, own) != own}
+                others = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in lengths.items())
+        if others:
+            raise UserError(f"{earlier} has results of {others}. Choose another folder: --out DIR.")
 
     @property
     def task(self) -> list[str]:
