@@ -266,6 +266,8 @@ def times_seen(policy, t):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_network_sees_the_times_at_which_pairs_are_made(family, dtype):
     """Some round the time to 16 bits before its sinusoid, so that 0.9 is 0.8984 in bfloat16."""
+    if (family.policy_class.__name__, dtype) == ("SanaPolicy", "float16"):
+        pytest.skip("is refused: test_float16_is_refused_where_linear_attention_overflows")
     policy, exact, differs = family.load(dtype=dtype), family.copy(), []
     for start in (0.1234, 0.9):
         t = torch.tensor([start, 0.3337])
