@@ -127,6 +127,8 @@ def problem(root, rest, language):
     if root == "self" and language == "":
         known = set().union(*map(members, (Objective, Policy, Reward, EMA)))
         return None if path[0] in known else "no class of the package has it"
+    if root == "model":  # a recipe's section, or the module in Python
+        return wrong_attribute(VGRPOModule, path) and wrong_option(VGRPOModule, path)
     if root in SECTIONS and language != "python":
         return wrong_option(SECTIONS[root], path)
     if root[0].isupper() and root in package() and package()[root].__module__.startswith("lit_vgrpo"):
@@ -144,6 +146,20 @@ def problems(text):
         for path in PATH.findall(inline):
             if not (ROOT / path).exists():
                 yield f"{path} does not exist"
+
+
+def test_messages_name_options_by_their_place():
+    """As ``model.policy.dtype``, in a recipe and in Python."""
+    keys = set()
+    for path in sorted([*(ROOT / "lit_vgrpo").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")]):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings]
+        sentences = [text for text in texts if isinstance(text, str) and {" ", "="} & set(text)]
+        keys |= {key for text in sentences for key in re.findall(r"\b(?:model|data)(?:\.[a-z]\w*)+", text)}
+    assert len(keys) > 40
+    wrong = [key for key in keys if wrong_option(SECTIONS[key.partition(".")[0]], key.split(".")[1:])]
+    assert not wrong
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -230,4 +230,4 @@ def test_the_example_of_the_readme_runs_as_it_is(here):
     assert "max_epochs=20" in code
     found = {}
     exec(code.replace("max_epochs=20", "max_epochs=1"), found)
-    assert found["module"].evaluator.history[-1].reward >= 0
+    assert found["model"].evaluator.history[-1].reward >= 0
