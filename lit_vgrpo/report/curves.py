@@ -23,6 +23,8 @@ from lit_vgrpo.report.run_data import AXES, RunData, interval
 Numbers = npt.NDArray[np.float64]
 FEWEST_ITERATIONS = 3
 """Shorter runs have no curves."""
+MOST_BANDS = 3
+"""More runs in a plot show no intervals, which would overlap."""
 MOST_POINTS = 400
 """Longer curves show means of neighbouring iterations."""
 PANELS: dict[str, dict[str, str]] = {
@@ -93,6 +95,11 @@ class Plot:
         return self.title.startswith(("Held-out", "Training reward"))
 
     @property
+    def has_band(self) -> bool:
+        """``True`` if a curve shows its intervals."""
+        return any(series.band is not None and np.isfinite(series.band[0]).any() for series in self.series)
+
+    @property
     def description(self) -> str:
         """Text for readers who cannot see the plot."""
         parts = [(s.label, s.ys[np.append(-1, np.flatnonzero(np.isnan(s.ys)))[-1] + 1 :]) for s in self.series]
@@ -142,7 +149,7 @@ def _plots(title: str, runs: Sequence[RunData], metrics: dict[str, str]) -> list
         curves = [(run, metric, run.name if several else label) for run in runs for metric, label in group.items()]
         series: list[Series] = []
         for number, curve in enumerate(curves):
-            one = _series(*curve, number, title.startswith("Held-out"))
+            one = _series(*curve, number, title.startswith("Held-out"), len(runs) <= MOST_BANDS)
             if one is not None and (several or not any(one.is_like(other) for other in series)):
                 series.append(one)  # a sum of one reward is that reward
         name = title if len(groups) == 1 else f"{title}: {next(iter(group.values()))}"
@@ -156,14 +163,14 @@ def _alike(series: list[Series], plot: Plot) -> bool:
     return len(series) == len(plot.series) and all(map(Series.is_like, series, plot.series))
 
 
-def _series(run: RunData, metric: str, label: str, colour: int, heldout: bool) -> Series | None:
+def _series(run: RunData, metric: str, label: str, colour: int, heldout: bool, has_band: bool) -> Series | None:
     points = [point for point in (run.evaluations if heldout else run.iterations) if metric in point.metrics]
     if not points:
         return None
     ys = np.array([point.metrics[metric] for point in points], float)
     xs = {axis: np.array([point.costs.get(axis, np.nan) for point in points], float) for axis in AXES}
     if heldout:
-        sums = [run.scores_at(point).get(metric) if metric == "reward" else None for point in points]
+        sums = [run.scores_at(point).get(metric) if metric == "reward" and has_band else None for point in points]
         _, low, high = np.array([interval(each) or (np.nan,) * 3 for each in sums]).T
         marks = [point.metrics.get(FINGERPRINT) for point in points]
         changes = [number for number in range(1, len(marks)) if marks[number] != marks[number - 1]]

@@ -505,3 +505,21 @@ def test_runs_of_one_name_are_told_apart_and_alike_curves_are_drawn_once():
     page = render(runs)
     assert re.findall(r'class="key s\d"></span>(.*?)</th>', page) == ["first/run", "second/run"]
     assert [plot.title for plot in plots(runs)] == ["Held-out reward: reward", "Training reward"]
+
+
+def test_many_runs_have_no_bands_and_their_images_are_folded(tmp_path):
+    rows = [Point({"iterations": n}, {"reward/mean": n / 9, "time/iteration_s": 1.0}) for n in range(1, 5)]
+    points = [Point({"iterations": n}, {"reward": 0.1 * n}) for n in (0, 4)]
+    scores = {n: {"reward": [(0.1 * n, 1), (0.2 * n, 1)]} for n in (0, 4)}
+    entry = {"file": "1.png", "image": 1, "prompt": "a", "edited": None, "reason": "best", "pair": None, "scores": {}}
+    for name in "abcd":
+        (tmp_path / name / "report").mkdir(parents=True)
+        Image.new("RGB", (8, 8), (ord(name), 0, 0)).save(tmp_path / name / "report" / "1.png")
+        (tmp_path / name / "report" / "images.json").write_text(json.dumps({"images": [entry]}))
+    for count, has_band, opened in ((2, True, 2), (4, False, 0)):
+        runs = [RunData(tmp_path / name, {}, {}, rows, points, scores) for name in "abcd"[:count]]
+        assert [plot.has_band for plot in plots(runs)] == [has_band, False]
+        page = render(runs)
+        assert ("the band is" in page) == has_band
+        assert page.count("<details open>") == opened
+        assert page.count("<summary>a</summary>") == 1

@@ -109,7 +109,7 @@ class Run:
 
     @property
     def fingerprint_file(self) -> Path:
-        return self.folder.with_name(f"{self.name}.fingerprint")
+        return self.folder.with_name(f".{self.name}.fingerprint")  # hidden, so that ``report runs/*`` works
 
 
 def entrants(options: CompareOptions) -> list[Entrant]:
