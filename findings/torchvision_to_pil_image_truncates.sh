@@ -7,7 +7,7 @@
 # What happens (torchvision 0.29.2, torch 2.15.0, diffusers 0.42.1):
 #   random floats: to_pil_image is darker by 0.50 grey levels on average, the image processor by 0.00
 #   all 256 levels, scaled to [-1, 1] and back in float32: 63 of 256 come back one level lower, and after 20 rounds
-#   all are lower by 4.2 levels on average. The image processor returns all of them, also after 20 rounds.
+#   the mean is lower by 4.2 levels. The image processor returns all of them, also after 20 rounds.
 #   convert_image_dtype to uint8, of the same package, returns all of them too, and is not darker.
 #
 # Why it matters: rewards that get PIL images, and images saved for evaluation, differ with the function that made them.
