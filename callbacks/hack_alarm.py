@@ -78,7 +78,7 @@ class RewardHackAlarm(StopsRun):
         return {"watches": watches, "fingerprint": self.fingerprint, "warnings": self.warnings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.fingerprint, self.warnings = state_dict.get("fingerprint", 0), state_dict["warnings"]
+        self.fingerprint, self.warnings = state_dict["fingerprint"], state_dict["warnings"]
         for name, watch in self.watches.items():
             watch.in_a_row, *reference = state_dict["watches"][name]
             watch.reference = Measurement(*reference) if reference else None

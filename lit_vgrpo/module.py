@@ -41,7 +41,6 @@ from lit_vgrpo.training.teachers import load_teachers
 from lit_vgrpo.training.trainer_internals import (
     accumulating,
     call_hooks,
-    check_steps,
     move_root_dir,
     read_limits,
     round_progress,
@@ -277,7 +276,7 @@ class VGRPOModule(L.LightningModule):
         compile_if_it_pays(self)
         choose_micro_batch_size(self)
         if not self.is_resumed and self.trainer.global_step == 0:
-            self.evaluator.load_state_dict({"history": []})  # not that of an earlier fit
+            self.evaluator.load_state_dict({"history": [], "contents": {}, "starts": {}})  # not that of an earlier fit
         if not self.is_resumed and self.evaluate_at_start:
             read_limits(self.trainer)  # before the first image, and not after the evaluation
             self.evaluator.evaluate(self, logs=True)
@@ -302,7 +301,7 @@ class VGRPOModule(L.LightningModule):
         """Restore the state of the run, and let ``fit`` continue it.
 
         Raises:
-            RuntimeError: Trained weights are missing, or the checkpoint was written with another method or version.
+            RuntimeError: Trained weights are missing, or the checkpoint was written with another method or pipeline.
         """
         trained, state = self._trained_names(), checkpoint["lit_vgrpo"]
         if missing := trained - checkpoint["state_dict"].keys():
@@ -310,11 +309,10 @@ class VGRPOModule(L.LightningModule):
                 f"The checkpoint lacks {len(missing)} of {len(trained)} trained tensors, e.g. {min(missing)}. "
                 "Resume with the recipe that wrote it (RUN/config.yaml)."
             )
-        known, now = state.get("pipeline", []), self.policy.description()
-        for before, after in zip(known, now, strict=False):
-            if without_sizes(before) != without_sizes(after):
+        for before, now in zip(state["pipeline"], self.policy.description(), strict=False):
+            if without_sizes(before) != without_sizes(now):
                 raise RuntimeError(
-                    f"The pipeline is used in another way than in the run so far: {after!r}, but {before!r} before. "
+                    f"The pipeline is used in another way than in the run so far: {now!r}, but {before!r} before. "
                     "Resume with the same diffusers version and model.policy.checkpoint."
                 )
         for name in PARTS:
@@ -322,7 +320,6 @@ class VGRPOModule(L.LightningModule):
         with suppress(RuntimeError):  # without a trainer, only the weights are needed
             self.is_resumed = self.trainer.state.fn == "fit"
         if self.is_resumed:
-            check_steps(checkpoint)
             self.saved_iteration = state["iteration"]
 
     def _trained_names(self) -> set[str]:

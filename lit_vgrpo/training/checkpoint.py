@@ -262,7 +262,7 @@ class RunCheckpoint(Checkpoint):
             return self.best
         try:
             saved = read(folder / CHECKPOINTS / BEST)
-            mark = saved["lit_vgrpo"]["evaluator"]["history"][-1].get(FINGERPRINT, 0)
+            mark = saved["lit_vgrpo"]["evaluator"]["history"][-1][FINGERPRINT]
             return replace(self.best, **saved["callbacks"][self.state_key]["best"], fingerprint=mark)
         except (CheckpointDamage, KeyError):  # in another folder, deleted or damaged
             return BestEvaluation(self.best.metric)

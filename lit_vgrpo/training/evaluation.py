@@ -155,7 +155,7 @@ class Evaluator:
         latest: Metrics of the last evaluation of ``fit``, ``heldout/...``.
         step: Optimizer steps at the last evaluation; -1 before the first.
         history: The evaluations of the run so far.
-        contents: Hashes of what the last one evaluated, by name; empty if unknown, as in an older checkpoint.
+        contents: Hashes of what the last one evaluated, by name.
     """
 
     def __init__(
@@ -378,8 +378,7 @@ class Evaluator:
         iteration = trainer.current_epoch if module.record is None else module.record.iteration + 1
         if self.history and contents != self.contents:
             names = [name for name in self.contents | contents if self.contents.get(name) != contents.get(name)]
-            what = ", ".join(names) if self.contents else "an older version did not record it"
-            baseline = "are compared with the earlier ones of the same"
+            what, baseline = ", ".join(names), "are compared with the earlier ones of the same"
             if fingerprint not in self._starts:
                 baseline = "are a new baseline, and are not compared with earlier ones"
             rank_zero_warn(f"The held-out evaluation changed ({what}): those from iteration {iteration} on {baseline}.")
@@ -425,7 +424,7 @@ class Evaluator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.latest, self.step = {}, -1
         self.history = [Evaluation(**values) for values in state["history"]]
-        self.contents, self._starts = dict(state.get("contents", {})), dict(state.get("starts", {}))
+        self.contents, self._starts = dict(state["contents"]), dict(state["starts"])
 
 
 def _batches(trainer: Trainer) -> Iterator[PromptBatch]:

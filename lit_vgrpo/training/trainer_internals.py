@@ -113,16 +113,6 @@ def round_progress(checkpoint: Mapping[str, Any]) -> None:
         counts.update(dict.fromkeys(counts, counts["ready"]))
 
 
-def check_steps(checkpoint: Mapping[str, Any]) -> None:
-    """Raise RuntimeError for a checkpoint of automatic optimization, of which Lightning would restore no step count."""
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.manual_optimization.optim_step_progress"]
-    if progress["total"]["completed"] != checkpoint["global_step"]:
-        raise RuntimeError(
-            "The checkpoint was written by an earlier version, in which a training step was a micro-batch. "
-            "Start a new run from its weights: model.policy.start_from=RUN."
-        )
-
-
 def read_limits(trainer: Trainer) -> None:
     """Make the loaders and apply the trainer's limits to them, which raises for those that do not fit."""
     trainer.fit_loop.setup_data()

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from secrets import token_hex
 
@@ -242,7 +243,7 @@ def test_validate_and_test_leave_no_trace(tiny_sd3, tmp_path):
 
 
 def test_a_second_fit_starts_a_new_history(tiny_sd3, tmp_path):
-    module = make_module(tiny_sd3)
+    module = make_module(tiny_sd3, reward=ByPrompt())
     fit(None, tmp_path / "one", module=module)
     fit(None, tmp_path / "one", 2, tmp_path / "one/checkpoints/last.ckpt", module=module)
     evaluator, summary = fit(None, tmp_path / "two", module=module)
@@ -399,24 +400,18 @@ def test_a_reward_that_fails_on_every_image_ends_the_run_at_its_start(tiny_sd3, 
     assert json.loads((tmp_path / "summary.json").read_text())["images"] == 0
 
 
-def test_a_checkpoint_of_an_older_version_starts_a_baseline(tiny_sd3, copied):
+def test_a_pipeline_that_is_used_in_another_way_is_refused(tiny_sd3, copied):
+    """As a learned one may be with another version of diffusers; another size is no other way."""
     path = copied / "checkpoints/last.ckpt"
     saved = torch.load(path, weights_only=True)
-    evaluator = saved["lit_vgrpo"]["evaluator"]
-    evaluator["start_images"] = next(iter(evaluator.pop("starts").values()))
-    del evaluator["contents"]
-    for entry in evaluator["history"]:
-        del entry["fingerprint"], entry["metrics"]
-    for state in saved["callbacks"].values():
-        state.get("best", {}).pop("fingerprint", None)
-        state.pop("fingerprint", None)
-    torch.save(saved, path)
-    (copied / "metrics.csv").unlink()  # which has fingerprints too
-    with pytest.warns(UserWarning, match=rf"{CHANGED} \(an older version did not record it\)"):
-        evaluator, summary = fit(tiny_sd3, copied, 3, path)
-    assert [one.iteration for one in evaluator.comparable] == [2, 3]
-    assert summary["did_it_cheat"]["words"].startswith("Not checked")
-    assert [point.iteration for point in read_run(copied).comparable] == [2, 3]
+    module = make_module(tiny_sd3, reward=ByPrompt())
+    module.policy.description = lambda: ["latents: [4, 8, 8]", "time: timestep = t"]
+    for lines in (["latents: [4, 16, 8]", "time: timestep = 1000 t"], ["latents: [4, 16, 8]", "time: timestep = t"]):
+        saved["lit_vgrpo"]["pipeline"] = lines
+        torch.save(saved, path)
+        refusal = pytest.raises(RuntimeError, match="in another way .*: 'time: timestep = t', but 'time: .* = 1000 t'")
+        with refusal if "1000" in lines[1] else nullcontext():
+            fit(tiny_sd3, copied, 3, path, module=module)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.training.settings import graph_error, limit_error
 from lit_vgrpo.training.sharded import FSDP2, ZeRO
 from lit_vgrpo.training.strategies import strategy_errors
-from lit_vgrpo.training.trainer_internals import check_steps
 
 
 class Ends(L.Callback):
@@ -138,13 +137,6 @@ def test_a_run_whose_time_is_over_finishes_its_iteration(tiny_sd3, tmp_path):
     assert "policy/loss" in trainer.callback_metrics
     make_trainer(tmp_path, 1).fit(whole, datamodule=make_data(updates_per_iteration=2))
     assert all((weights(module)[name] == value).all() for name, value in weights(whole).items())
-
-
-def test_a_checkpoint_whose_training_steps_were_micro_batches_is_refused():
-    steps = {"fit_loop": {"epoch_loop.manual_optimization.optim_step_progress": {"total": {"completed": 0}}}}
-    check_steps({"global_step": 0, "loops": steps})
-    with pytest.raises(RuntimeError, match="by an earlier version, .* weights: model.policy.start_from=RUN."):
-        check_steps({"global_step": 4, "loops": steps})
 
 
 def test_zero_clips_by_norm_alone():
