@@ -4,10 +4,10 @@
 # One would guess: layerwise casting stores the network's own layers in 8 bits, and a LoRA keeps its type, whichever of
 # the two comes first.
 #
-# What happens (diffusers 0.42.1, peft 0.21.2, torch 2.13.0): peft creates an adapter in the type of its base layer, and
-# raises float16 and bfloat16 to float32, but not float8. So a LoRA that is loaded into a cast network is rounded to
-# float8, by 3 % of its largest weight here, without a warning. add_adapter for training gives float8 parameters
-# too, in whose steps an Adam update of 1e-4 is lost or raises an error. Loaded or added first, a LoRA stays float32.
+# What happens (diffusers 0.42.1, peft 0.21.2, torch 2.13.0): here peft creates an adapter in the type of its base
+# layer, also if that is float8. So a LoRA that is loaded into a cast network is rounded to float8, by 3 % of its
+# largest weight, without a warning. add_adapter for training gives float8 parameters too, in whose steps an Adam update
+# of 1e-4 is lost or raises an error. Loaded or added first, a LoRA stays float32.
 #
 # Why it matters: to sample a trained LoRA on a small card one casts the pipeline and loads the LoRA, in this order.
 set -euo pipefail

@@ -233,7 +233,8 @@ class Optimization:
         options = inspect.signature(type(scheduler)).parameters.keys() - {"optimizer", "last_epoch"}
         self._asked = {name: copy(value) for name, value in vars(scheduler).items() if name in options}
         if isinstance(scheduler, ReduceLROnPlateau) and getattr(scheduler, "monitor", None) is None:
-            named = "class_path: lightning.pytorch.cli.ReduceLROnPlateau, init_args: {monitor: heldout/reward}"
+            init = "{monitor: heldout/reward, mode: max, threshold_mode: abs}"
+            named = f"class_path: lightning.pytorch.cli.ReduceLROnPlateau, init_args: {init}"
             raise ValueError(f"model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {{{named}}}.")
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -252,6 +253,8 @@ class Optimization:
         if metric not in metrics:
             advice = suggestion(metric, metrics)
             raise RuntimeError(f"model.lr_scheduler.monitor={metric}: this metric has not been logged. {advice}")
+        if metrics[metric] < 0 and scheduler.threshold_mode == "rel":  # its threshold is then below the best value
+            rank_zero_warn(f"model.lr_scheduler takes a slightly worse {metric} for better. Set threshold_mode: abs.")
         scheduler.step(metrics[metric])
 
     def resume(self, scheduler: Any) -> None:

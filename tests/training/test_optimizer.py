@@ -1,9 +1,11 @@
 import re
 import sys
+import warnings
 from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
@@ -164,3 +166,15 @@ def test_an_optimizer_that_cannot_train_is_found_before_weights_are_loaded(make,
     errors = Optimization(make, None).check()
     assert len(errors) == (said is not None)
     assert said is None or re.match(said, errors[0])
+
+
+@pytest.mark.parametrize(("reward", "mode", "warns"), [(-1.0, "rel", True), (-1.0, "abs", False), (1.0, "rel", False)])
+def test_a_relative_threshold_of_a_negative_reward_is_reported(reward, mode, warns):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    plateau = ReduceLROnPlateau(optimizer, "reward", mode="max", patience=0, threshold_mode=mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            Optimization.end_epoch(plateau, {"reward": torch.tensor(reward)})
+    assert (optimizer.param_groups[0]["lr"] == 1.0) == warns  # torch takes an equal reward for better
+    assert any("slightly worse reward" in str(warning.message) for warning in caught) == warns
