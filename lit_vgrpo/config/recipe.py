@@ -49,8 +49,6 @@ PATH_KEYS = ("train", "heldout", "path", "checkpoint", "start_from")
 CALLBACK_KEYS = ("reference", "features")
 """Options of callbacks whose paths are read; other paths under ``trainer`` are written."""
 OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
-OLD_KEY = "heldout_reward"
-"""Earlier name of ``model.untrained_reward``, read from files of earlier runs."""
 MISSING_VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
 
 
@@ -301,8 +299,6 @@ def loaded(path: Path) -> dict[Any, Any]:
             raise UserError(f"{path} is not a recipe: its top level must be a mapping such as model: and data:.")
         plain = OmegaConf.to_container(content, resolve=False)
     assert isinstance(plain, dict)
-    if isinstance(model := plain.get("model"), dict) and OLD_KEY in model:
-        model["untrained_reward"] = model.pop(OLD_KEY)
     return plain
 
 

@@ -7,13 +7,11 @@ import torch
 from pair_methods import (
     ADVANTAGES,
     Pairs64,
-    assert_same_gradient,
     nudge,
     pixel_mean,
     prepare,
     roll,
     spread_copies,
-    updated,
     weights,
 )
 
@@ -65,25 +63,6 @@ def test_loss_and_gradient_equal_the_paper_in_float64(network, reference):
     clipped = objective.loss(network, experience)[1]["clip_fraction"]
     assert clipped.tolist() == stopped
     assert 0 < clipped.sum() < 6
-
-
-def test_the_gradient_is_that_of_the_preference_over_beta(policy):
-    objective = small(beta=50.0, kl_weight=0.0, clip=0.9)
-    spread_copies(policy, objective)
-    experience = prepare(policy, objective)
-    pairs = Pairs64(policy, experience)
-    ref = pairs.predict_with(objective.copies["reference"])
-    a = ADVANTAGES.double()
-
-    def preference(v):
-        gain = a[:, None] * (pixel_mean((pairs.target - v) ** 2) - pixel_mean((pairs.target - ref) ** 2))
-        z = torch.stack([50.0 * gain[:3].mean(0), 50.0 * gain[3:].mean(0)])
-        assert (torch.sigmoid(z.detach()) - 0.5).abs().max() > 0.01
-        return -torch.nn.functional.logsigmoid(-z).mean()
-
-    _, expected = pairs.loss_and_gradient(preference)
-    _, gradient = updated(policy, objective, [experience])
-    assert_same_gradient(50.0 * gradient, expected)
 
 
 def test_the_weights_are_put_back_when_a_pass_fails(policy):

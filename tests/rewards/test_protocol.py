@@ -81,24 +81,6 @@ def client():
     worker.close()
 
 
-def test_rewards_of_the_server_share_neither_images_nor_rows():
-    def spoil(images, prompts, rows):
-        images.zero_()
-        for row in rows:
-            row["words"].clear()
-        return [0.0] * len(rows)
-
-    def look(images, prompts, rows):
-        return [float(image.max()) + len(row["words"]) for image, row in zip(images, rows, strict=True)]
-
-    worker = Worker(Weighted([spoil, look], [0.0, 1.0]), 1, torch.device("cpu"))
-    body = score_request(torch.full((2, 3, 4, 4), 255, dtype=torch.uint8), ["a", "b"], [{"words": [1]}] * 2)
-    app = make_app(worker, "both", None, 10_000, 8, 64, False)
-    answer = TestClient(app).post("/score", content=body, headers={"Content-Type": "application/json"})
-    worker.close()
-    assert answer.json()["scores"] == [2, 2]
-
-
 PNG, WIDE, LARGE = (base64.b64encode(encode_png(pixels(3, *size))).decode() for size in ((2, 2), (2, 3), (9, 9)))
 
 

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from lit_vgrpo.rewards import PythonReward, Reward, RewardError, RewardOutage, ScoreQueue, Weighted
+from lit_vgrpo.rewards import Reward, RewardError, RewardOutage, ScoreQueue, Weighted
 
 PROMPTS = ["a", "b"]
 
@@ -92,31 +92,6 @@ def test_an_outage_ends_the_run_where_another_error_fails_the_images(concurrent)
         score()
     assert reward.is_closed
     assert len(queue) == 0
-
-
-def test_rewards_in_threads_share_neither_images_nor_rows_with_others():
-    def spoil(images, prompts, rows):
-        images.zero_()
-        prompts.clear()
-        for row in rows:
-            row["words"].clear()
-        return [0.0] * len(rows)
-
-    def look(images, prompts, rows):
-        return [float(image.mean()) + len(row["words"]) for image, row in zip(images, rows, strict=True)]
-
-    rewards = [PythonReward(spoil, name=f"spoil{n}", concurrent=bool(n)) for n in (0, 1)]
-    rewards += [PythonReward(look, name=f"look{n}", concurrent=bool(n)) for n in (0, 1)]
-    rewards.append(Mean("compares"))
-    rewards[-1].compares = True
-    images, rows = torch.ones(2, 3, 4, 4), [{"words": [1]}, {"words": [1, 2]}]
-    queue = ScoreQueue(Weighted(rewards))
-    for _ in range(2):
-        queue.put(images, PROMPTS, rows)
-    parts = queue.take().parts
-    assert parts["look0"].tolist() == parts["look1"].tolist() == [2, 3, 2, 3]
-    assert parts["compares"].tolist() == [1, 1, 1, 1]
-    assert images.eq(1).all()
 
 
 def test_closing_drops_what_waits_and_the_queue_works_again():
