@@ -35,6 +35,7 @@ EXPECTED_WARNINGS = (
 )
 
 UNFIT_CALLBACKS = {
+    "BaseFinetuning": "It freezes weights before they are loaded. Use the policy's train_only",
     "GradientAccumulationScheduler": "Use data.updates_per_iteration and data.micro_batch_size",
     "BatchSizeFinder": "An iteration has no batch size. Use data.micro_batch_size=auto",
     "LearningRateFinder": "Compare runs: lightning compare --sweep",

@@ -126,6 +126,8 @@ def test_bad_sources_are_one_line(tiny_recipe, second, said):
 def test_a_list_of_rows_is_the_prompts_themselves():
     (source,) = as_sources([{"prompt": "a cat", "style": "ink"}, {"prompt": "a dog"}])
     assert source.prompts[0]["style"] == "ink"
+    words = {f"word {number}" for number in range(9)}
+    assert as_sources(words)[0].prompts == sorted(words)  # on every rank and in every run
 
 
 @pytest.mark.parametrize(("wrong", "named"), [(None, "None is"), (3, "3 is"), (["a b", None], "None in")])
