@@ -84,6 +84,8 @@ class PromptEncoder:
             if picture is None:
                 texts.append(f"{start}prompt\n{prompt}")
                 work[texts[-1]] = partial(policy.encode_prompts, [prompt])
+            elif (error := size_error(policy, tuple(picture.shape[-2:]))) is not None:
+                raise ValueError(f'The picture of "{prompt}" {error}')
             else:
                 # the negative prompt too, since an encoder may read it with the picture
                 texts.append(f"{start}edit\n{[prompt, policy.negative_prompt]}\n{picture_digest(picture)}")
