@@ -49,7 +49,10 @@ UNFIT_CALLBACKS = {
 def set_up(module: TrainingModule) -> None:
     """Check a module's settings, and raise ValueError for the first error; make its trainer run whole iterations."""
     trainer, sizes = declared(module.trainer), sizes_of(module.trainer)
-    for error in errors_under(module, trainer, sizes, trainer.datamodule.has_heldout):
+    data, needs_reward = trainer.datamodule, module.objective.needs_reward
+    of_names = module.reward.name_errors(data.training_rows()) if needs_reward else []
+    of_names += module.evaluator.observed.name_errors(data.heldout_rows())
+    for error in (*errors_under(module, trainer, sizes, data.has_heldout), *of_names):
         raise ValueError(error)
     if iterations := int(trainer.fast_dev_run):  # it counts batches and optimizer steps, not epochs
         trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = iterations, -1

@@ -107,7 +107,7 @@ def test_the_report_plots_each_source():
         ({"wieght": 1}, "wieght"),
         ({"column": "text"}, 'no column "text"'),
         ({"rewards": []}, "no reward applies. Name one, or leave it out."),
-        ({"rewards": "shape"}, "names the reward shape in its field rewards, which the recipe does not have."),
+        ({"rewards": "shape"}, "names the reward shape in its field rewards, but no reward has this name."),
         ({"name": "cats"}, 'Reward "shapes" cannot score 2 of 2 prompts of the source cats '),
     ],
 )
