@@ -223,6 +223,8 @@ def moved_option(trainer: Trainer) -> str | None:
     given = {name: getattr(value, "value", value) for name, value in clipping.items() if value is not None}
     if given:
         return f"trainer.{next(iter(given))} is now an option of the model. Replace it by {setting('model', **given)}."
+    if getattr(trainer.lightning_module, "_compiler_ctx", None) is not None:
+        return "torch.compile(module) would compile the iteration. Pass the module, and set model.policy.compile=true."
     if (asked := trainer.accumulate_grad_batches) != 1:
         return f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use micro_batch_size."
     return None
