@@ -67,6 +67,11 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path, monkeypatch)
 def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):
     with pytest.raises(RuntimeError, match="datamodule=PromptDataModule"):
         make_trainer(tmp_path).fit(make_module(tiny_sd3), DataLoader([1]))
+    with pytest.raises(ValueError, match=r"torch.compile\(module\) would compile the iteration. Pass the module, and"):
+        make_trainer(tmp_path).fit(torch.compile(make_module(tiny_sd3)), datamodule=make_data())
+    rows = [{"prompt": "a cat", "rewards": ["brigthness"]}]
+    with pytest.raises(ValueError, match='"a cat" names the reward brigthness .* Did you mean brightness?'):
+        make_trainer(tmp_path).fit(make_module(tiny_sd3), datamodule=make_data(train=rows))
     for policy in ("hub/name", SD3Policy):
         with pytest.raises(TypeError, match=r"policy=.*: Input should be an instance of Policy\. Wrap .*AutoPolicy\("):
             VGRPOModule(policy, VGRPO(), Brightness())

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_vgrpo.core.pictures import PICTURE, picture_files, picture_size
-from lit_vgrpo.data.source import Kind, PromptError, PromptSource, as_source, kind_of
+from lit_vgrpo.data.source import FILE_KINDS, Kind, PromptError, PromptSource, as_source, kind_of
 from lit_vgrpo.errors import one_line, suggestion
 from lit_vgrpo.system.paths import file_sha256, resolve_path
 
@@ -268,6 +268,10 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
         if kind == "parquet":
             return datasets.load_dataset("parquet", data_files=place, split="train")
         if not any((Path(place) / name).is_file() for name in SAVED_MARKS):
+            kinds = sorted({file.suffix for file in Path(place).glob("*") if file.suffix[1:] in FILE_KINDS})
+            if len(kinds) > 1:
+                what = f"{source.path} has files of several kinds ({', '.join(kinds)}), of which only one is read"
+                warnings.warn(f"{what}. Name the files instead of the folder.", stacklevel=2)
             return datasets.load_dataset(place, source.config, split=split)
         saved = datasets.load_from_disk(place)
         return saved[split] if isinstance(saved, dict) else saved

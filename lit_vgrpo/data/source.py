@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -97,7 +97,7 @@ def as_sources(value: Sources) -> list[PromptSource]:
         return [as_source(value)]
     if not isinstance(value, Iterable):
         raise TypeError(f"{value!r} is neither prompts nor their file. {USE}")
-    entries = list(value)
+    entries = sorted(value, key=str) if isinstance(value, Set) else list(value)  # a set has no lasting order
     if not entries:
         raise PromptError("The list of prompts is empty.")
     if all(map(_is_prompt, entries)) and any(" " in str(entry) for entry in entries):  # one word may be a folder's name

@@ -16,7 +16,6 @@ from lit_vgrpo.errors import counted, suggestion, unknown_option
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.prompt_encoder import size_error
 from lit_vgrpo.rewards import Weighted
-from lit_vgrpo.rewards.combine import ROW_FIELD
 from lit_vgrpo.training.settings import unfit_callbacks
 
 OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
@@ -133,19 +132,12 @@ class UnscorablePrompts:
     @classmethod
     def of(cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts") -> UnscorablePrompts:
         """Check every prompt with every reward that applies to it."""
-        found = cls(what)
-        names: dict[str, str] = {}
+        rows = list(rows)
+        found = cls(what, unknown=reward.name_errors(rows))
         for row in rows:
             found.prompts += 1
-            for name in reward.unknown_names(row):
-                names.setdefault(name, row["prompt"])
             for name, error in reward.errors_of_prompt(row["prompt"], dict(row)).items():
                 found.of_reward.setdefault(name, []).append(error)
-        found.unknown = [
-            f'The row of prompt "{prompt}" names the reward {name} in its field {ROW_FIELD}, which the recipe does not '
-            f"have. {suggestion(name, reward.part_names)}"
-            for name, prompt in names.items()
-        ]
         return found
 
     def lines(self) -> list[str]:

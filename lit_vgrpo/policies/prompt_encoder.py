@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lit_vgrpo.core.pictures import picture_digest
 from lit_vgrpo.core.types import MASK, Conditioning, is_of_prompt, lengthened, padded
+from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.embeddings import Embedder, EmbeddingCache, Row, encoder_fingerprint
 from lit_vgrpo.policies.placement import place, placed, waiting
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
@@ -71,6 +72,8 @@ class PromptEncoder:
     def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> tuple[Conditioning, Tensor]:
         """Return a row per distinct prompt and the row of each. See :meth:`lit_vgrpo.policies.Policy.encode_each`."""
         policy = self.policy
+        if isinstance(prompts, str | Mapping) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise TypeError(f"Prompts must be a list of texts, such as ['a cat'], not {one_line(repr(prompts)):.80}.")
         if policy.edits != (references is not None):
             has = "needs an image" if policy.edits else "takes no image"
             raise ValueError(f"{type(policy).__name__} {has} in each row of the prompts.")
@@ -81,6 +84,8 @@ class PromptEncoder:
             if picture is None:
                 texts.append(f"{start}prompt\n{prompt}")
                 work[texts[-1]] = partial(policy.encode_prompts, [prompt])
+            elif (error := size_error(policy, tuple(picture.shape[-2:]))) is not None:
+                raise ValueError(f'The picture of "{prompt}" {error}')
             else:
                 # the negative prompt too, since an encoder may read it with the picture
                 texts.append(f"{start}edit\n{[prompt, policy.negative_prompt]}\n{picture_digest(picture)}")

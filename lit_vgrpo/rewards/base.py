@@ -10,7 +10,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import signature
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cudnn
 
 from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.pixels import strips, to_uint8
@@ -150,6 +151,18 @@ def _set_stop_handlers(handlers: Sequence[Any]) -> None:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
+def _matmul_precision() -> str | None:
+    """Return the precision of float32 products; ``None`` if torch's newer options set it, which its getter refuses."""
+    with suppress(RuntimeError):
+        return torch.get_float32_matmul_precision()
+    return None
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+
+
 Settings = Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]]
 THREAD_SETTINGS: Settings = (
     # not "cpu", which would slow down every function of torch
@@ -160,6 +173,11 @@ THREAD_SETTINGS: Settings = (
 PROCESS_SETTINGS: Settings = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_matmul_precision, _set_matmul_precision),
+    (
+        lambda: {"_benchmark": cudnn.benchmark, "_deterministic": cudnn.deterministic},
+        lambda flags: cudnn.set_flags(**flags),
+    ),
     (lambda: [*map(signal.getsignal, STOP_SIGNALS)], _set_stop_handlers),
 )
 """Settings that silently change a run's numbers or lose its work, with the functions that get and set them."""

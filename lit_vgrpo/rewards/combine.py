@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.ranges import Finite, checked
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import one_line, suggestion
 from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardOutage, Scores, called, reason_of
 from lit_vgrpo.rewards.function import RewardLike, RewardsLike, as_reward
 from lit_vgrpo.rewards.model import ModelReward
@@ -170,9 +170,14 @@ class Weighted(Reward):
             lines += [leaf.truncation(prompts) for leaf in part.reward.leaves() if isinstance(leaf, ModelReward)]
         return [line for line in lines if line is not None]
 
-    def unknown_names(self, row: Mapping[str, Any]) -> list[str]:
-        """Return names in a row's field ``rewards`` that do not exist."""
-        return [name for name in _named(row) if name not in self.part_names]
+    def name_errors(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Return a line for each name in the rows' field ``rewards`` that does not exist."""
+        first = {name: row["prompt"] for row in rows for name in _named(row) if name not in self.part_names}
+        return [
+            f'The row of prompt "{prompt}" names the reward {name} in its field {ROW_FIELD}, but no reward has '
+            f"this name. {suggestion(name, self.part_names)}"
+            for name, prompt in first.items()
+        ]
 
     def score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Scores:
         """Score a batch with every reward.

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import checked
@@ -149,7 +149,7 @@ class PythonReward(Reward):
         try:
             with guest():
                 function = resolve_name(self.function) if isinstance(self.function, str) else self.function
-                signature = inspect.signature(function)
+                signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
         except (Exception, SystemExit) as error:  # importing the user's module may raise anything
             if (missing := missing_module(error, str(self))) is not None:
                 raise RewardError(f"{self._shown} cannot be imported: {missing}") from error

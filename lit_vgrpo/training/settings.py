@@ -35,6 +35,7 @@ EXPECTED_WARNINGS = (
 )
 
 UNFIT_CALLBACKS = {
+    "BaseFinetuning": "It freezes weights before they are loaded. Use the policy's train_only",
     "GradientAccumulationScheduler": "Use data.updates_per_iteration and data.micro_batch_size",
     "BatchSizeFinder": "An iteration has no batch size. Use data.micro_batch_size=auto",
     "LearningRateFinder": "Compare runs: lightning compare --sweep",
@@ -48,7 +49,10 @@ UNFIT_CALLBACKS = {
 def set_up(module: TrainingModule) -> None:
     """Check a module's settings, and raise ValueError for the first error; make its trainer run whole iterations."""
     trainer, sizes = declared(module.trainer), sizes_of(module.trainer)
-    for error in errors_under(module, trainer, sizes, trainer.datamodule.has_heldout):
+    data, needs_reward = trainer.datamodule, module.objective.needs_reward
+    of_names = module.reward.name_errors(data.training_rows()) if needs_reward else []
+    of_names += module.evaluator.observed.name_errors(data.heldout_rows())
+    for error in (*errors_under(module, trainer, sizes, data.has_heldout), *of_names):
         raise ValueError(error)
     if iterations := int(trainer.fast_dev_run):  # it counts batches and optimizer steps, not epochs
         trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = iterations, -1
@@ -219,6 +223,8 @@ def moved_option(trainer: Trainer) -> str | None:
     given = {name: getattr(value, "value", value) for name, value in clipping.items() if value is not None}
     if given:
         return f"trainer.{next(iter(given))} is now an option of the model. Replace it by {setting('model', **given)}."
+    if getattr(trainer.lightning_module, "_compiler_ctx", None) is not None:
+        return "torch.compile(module) would compile the iteration. Pass the module, and set model.policy.compile=true."
     if (asked := trainer.accumulate_grad_batches) != 1:
         return f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use micro_batch_size."
     return None

@@ -74,7 +74,7 @@ MISTAKES = [
     (["trainer.limit_train_batches=0.5"], "trainer.limit_train_batches=0.5 is less than an iteration."),
     (["trainer.limit_val_batches=0.01"], "You requested to check 0.01 of the `val_dataloader`"),
     (["trainer.val_check_interval=100"], "`val_check_interval` (100) must be less than or equal to the number of"),
-    (["trainer.callbacks=[BackboneFinetuning]"], "AttributeError: 'VGRPOModule' object has no attribute 'backbone'"),
+    (["trainer.callbacks=[BackboneFinetuning]"], "trainer.callbacks: BackboneFinetuning does not work with iterations"),
     (["trainer.callbacks=[mine.Refuses]"], "mine.py:6: RuntimeError: refused in setup."),
     ([SNR, "trainer.strategy=zero2"], "SurrogateDiagnostics.snr_every_n_iterations=1 does not work with trainer.strat"),
     (["run_dir=tiny.yaml/x"], "Cannot create the run folder tiny.yaml/x: "),

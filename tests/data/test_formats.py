@@ -189,6 +189,9 @@ def test_a_folder_of_data_files_is_a_dataset(write, datasets_cache, suffix):
     assert "Unknown split" in refused(PromptSource(str(folder), split="tests"))
     assert 'no column "caption"' in refused(PromptSource(str(folder), column="caption"))
     assert "BuilderConfig 'big' not found" in refused(PromptSource(str(folder), config="big"))
+    write("set/more.txt", "not read\n")
+    with pytest.warns(UserWarning, match=rf"files of several kinds .*\.{suffix}.*, of which only one is read"):
+        assert "not read" not in prompts(read_prompts(folder))
     latin = write("latin/p.txt", "a\ncaf\u00e9\n".encode("latin-1"))
     assert refused(PromptSource(str(latin.parent))) == f"{latin} line 2: not UTF-8. Save the file as UTF-8."
 

@@ -107,7 +107,7 @@ def test_the_report_plots_each_source():
         ({"wieght": 1}, "wieght"),
         ({"column": "text"}, 'no column "text"'),
         ({"rewards": []}, "no reward applies. Name one, or leave it out."),
-        ({"rewards": "shape"}, "names the reward shape in its field rewards, which the recipe does not have."),
+        ({"rewards": "shape"}, "names the reward shape in its field rewards, but no reward has this name."),
         ({"name": "cats"}, 'Reward "shapes" cannot score 2 of 2 prompts of the source cats '),
     ],
 )
@@ -126,6 +126,8 @@ def test_bad_sources_are_one_line(tiny_recipe, second, said):
 def test_a_list_of_rows_is_the_prompts_themselves():
     (source,) = as_sources([{"prompt": "a cat", "style": "ink"}, {"prompt": "a dog"}])
     assert source.prompts[0]["style"] == "ink"
+    words = {f"word {number}" for number in range(9)}
+    assert as_sources(words)[0].prompts == sorted(words)  # on every rank and in every run
 
 
 @pytest.mark.parametrize(("wrong", "named"), [(None, "None is"), (3, "3 is"), (["a b", None], "None in")])

@@ -49,6 +49,8 @@ def test_pictures_are_for_families_that_edit(editor, families):
         editor.shared.encode(PROMPTS[:1])
     with pytest.raises(ValueError, match="FluxPolicy takes no image"):
         families("flux").shared.encode(PROMPTS[:1], [torch.zeros(3, 8, 8, dtype=torch.uint8)])
+    with pytest.raises(ValueError, match=r'The picture of ".*" has 8 x 16 pixels .*, but the images have'):
+        editor.shared.encode(PROMPTS[:1], [torch.zeros(3, 8, 16, dtype=torch.uint8)])
 
 
 def test_rows_are_checked_before_weights_are_read(tmp_path):

@@ -171,6 +171,21 @@ def test_a_function_is_a_reward():
     assert as_weighted([redness, JPEGCompressibility()]).weight_of == {"redness": 0.5, "jpeg": 0.5}
 
 
+class Channel(torch.nn.Module):
+    def forward(self, images, prompts):
+        return redness(images, prompts)
+
+
+class Change(torch.nn.Module):
+    def forward(self, images, prompts, references=None):
+        return redness(images, prompts)
+
+
+def test_a_network_is_called_as_its_forward():
+    torch.testing.assert_close(Weighted([Channel()])(IMAGES, PROMPTS, ROWS), torch.tensor([0.0, 1.0, 0.2]))
+    assert PythonReward(Change()).takes_references
+
+
 def test_a_class_or_a_text_is_no_reward():
     with pytest.raises(TypeError, match="the class JPEGCompressibility is not a reward. Pass an instance"):
         as_weighted(JPEGCompressibility)

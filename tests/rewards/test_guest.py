@@ -19,13 +19,16 @@ CHANGES = [
     lambda: torch.set_grad_enabled(False),
     lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    lambda: torch.set_float32_matmul_precision("medium"),
+    lambda: setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark),
     lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
 ]
 
 
 def settings():
-    return [get() for get, _ in (*THREAD_SETTINGS, *PROCESS_SETTINGS)]
+    own = [get() for get, _ in (*THREAD_SETTINGS, *PROCESS_SETTINGS)]
+    return [*own, torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark]
 
 
 def reward_that(act, **options):
@@ -63,7 +66,7 @@ def test_settings_are_those_of_before(step):
         assert found.total.dtype == torch.float32
         assert found.ok.all() == (step != "fail")
     finally:
-        for (_, put), value in zip((*THREAD_SETTINGS, *PROCESS_SETTINGS), before, strict=True):
+        for (_, put), value in zip((*THREAD_SETTINGS, *PROCESS_SETTINGS), before, strict=False):
             put(value)
 
 

@@ -85,6 +85,9 @@ def test_predict_returns_images(tiny_sd3, tmp_path):
     assert 0 <= two.min() < two.max() <= 1
     torch.testing.assert_close(two, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(one, module.evaluator.generate(texts[2:], [2]), rtol=0, atol=1e-5)
+    for batch in ("a cat", {"prompt": ["a cat"]}, [("a cat",), (1,)]):
+        with pytest.raises(TypeError, match=r"must be a list of texts, such as \['a cat'\], not [\"'{\[]"):
+            module.evaluator.predict(batch)
 
 
 @pytest.mark.slow

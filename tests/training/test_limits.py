@@ -79,6 +79,7 @@ def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, er
     ("callback", "error"),
     [
         (callbacks.GradientAccumulationScheduler({0: 2}), "does not work with iterations. .* data.micro_batch_size."),
+        (callbacks.BackboneFinetuning(), "does not work with iterations. .* train_only."),
         (callbacks.BatchSizeFinder(), "An iteration has no batch size. Use data.micro_batch_size=auto."),
         (callbacks.EMAWeightAveraging(), "EMAWeightAveraging .* Use lit_vgrpo.callbacks.EMA."),
     ],
