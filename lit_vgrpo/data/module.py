@@ -129,23 +129,23 @@ class PromptDataModule(L.LightningDataModule):
         return _loader(dataset, GroupSampler(dataset, self._world_size, self._rank))
 
     def val_dataloader(self) -> DataLoader[PromptBatch] | list[Any]:
-        """Return this rank's share of the held-out images, each once; an empty list without held-out prompts."""
+        """Return this rank's share of the held-out images, each once; an empty list in ``fit`` without such prompts.
+
+        Raises:
+            ValueError: There are no held-out prompts to validate, test or predict.
+        """
         sets = self.sets
         if sets.heldout is None:
-            return []
+            verb = None if self.trainer is None else self.trainer.state.fn
+            if verb is None or verb == "fit":
+                return []
+            example = setting("data", heldout="prompts.txt")
+            raise ValueError(f"trainer.{verb.value} needs held-out prompts. Set {example}.")
         sizes = self.heldout_images_per_prompt, self.eval_batch_size, self._world_size, self._rank
         dataset = HeldOutDataset(sets.heldout, *sizes, sets.heldout_sources)
         return _loader(dataset, LocalSampler(dataset, self._world_size, self._rank))
 
-    def test_dataloader(self) -> DataLoader[PromptBatch]:
-        """Return this rank's share of the held-out images, as for validation; raise ValueError if there are none."""
-        loader = self.val_dataloader()
-        if isinstance(loader, list):
-            example = setting("data", heldout="prompts.txt")
-            raise ValueError(f"Testing and prediction need held-out prompts. Set {example}.")
-        return loader
-
-    predict_dataloader = test_dataloader
+    test_dataloader = predict_dataloader = val_dataloader
 
     def transfer_batch_to_device(self, batch: PromptBatch, device: torch.device, dataloader_idx: int) -> PromptBatch:
         """Return the batch unchanged: it holds no tensors, and Lightning would walk through every prompt and row."""

@@ -66,9 +66,9 @@ def test_test_repeats_the_evaluation_with_the_average_and_changes_nothing(tiny_s
     assert fresh.record.iteration == 0
 
 
-def test_without_held_out_prompts_test_and_predict_say_what_to_set(tiny_sd3, tmp_path):
-    for verb in ("test", "predict"):
-        with pytest.raises(ValueError, match="Testing and prediction need held-out prompts. Set data.heldout"):
+def test_without_held_out_prompts_the_other_verbs_say_what_to_set(tiny_sd3, tmp_path):
+    for verb in ("validate", "test", "predict"):
+        with pytest.raises(ValueError, match=f"trainer.{verb} needs held-out prompts. Set data.heldout"):
             getattr(make_trainer(tmp_path), verb)(make_module(tiny_sd3), datamodule=make_data(heldout=None))
 
 
