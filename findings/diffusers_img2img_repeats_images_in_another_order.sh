@@ -8,8 +8,8 @@
 # network was given in such a call:
 #   Stable Diffusion 1.5, SDXL and Z-Image, image-to-image:   Aa Ab Ba Bb
 #   Stable Diffusion 1.5, ControlNet's image:                 Aa Aa Bb Bb
-# The shapes agree, so nothing is raised. Stable Diffusion warns that there are fewer images than prompts, and asks for
-# one image per prompt, which it was given; Z-Image logs nothing.
+# The shapes agree, so nothing is raised. The first warns that there are fewer images than prompts, and asks for one
+# image per prompt, which it was given; SDXL and Z-Image log nothing.
 #
 # Why it matters: in RL for image editing a group has one prompt, one input image and num_images_per_prompt samples. A
 # batch of two groups edits the wrong image in half of its samples, and the reward, which compares with the right image,
