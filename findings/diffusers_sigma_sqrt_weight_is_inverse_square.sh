@@ -5,7 +5,7 @@
 # offer beside "cosmap" and "none", weighs the loss by the square root of the noise level, which is between 0 and 1.
 #
 # What happens (diffusers 0.42.1, torch 2.13.0), for the 1,000 noise levels of FlowMatchEulerDiscreteScheduler:
-#   weight at level 0.25: 16, and not 0.5; it grows towards the clean image, and does not fall
+#   weight at level 0.25: 16 instead of 0.5, so that it grows towards the clean image
 #   level 0.001 alone has 61 % of the sum of all weights, and the ten lowest levels together 94 %
 #   with shift 3, level 0.003 has 60 %
 #   "cosmap" never exceeds 1.3

@@ -2,8 +2,7 @@
 # Lightning: with two devices a sampler that repeats each prompt for a group is shuffled, and the groups are torn apart
 #
 # One would guess: a sampler of one's own, which yields each index four times in a row so that a batch of four is a
-# group, keeps its order under DDP. Lightning might leave it alone, as its name suggests no DistributedSampler, or deal
-# it out to the ranks in order.
+# group, keeps its order under DDP: Lightning leaves it alone, or deals it out to the ranks in order.
 #
 # What happens (lightning 2.6.6, torch 2.13.0): with Trainer's use_distributed_sampler=True, its default, the indices
 # that the sampler yields are put into a random order, then dealt out.
