@@ -172,7 +172,11 @@ class Weighted(Reward):
 
     def name_errors(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
         """Return a line for each name in the rows' field ``rewards`` that does not exist."""
-        first = {name: row["prompt"] for row in rows for name in _named(row) if name not in self.part_names}
+        first: dict[str, str] = {}
+        for row in rows:
+            for name in _named(row):
+                if name not in self.part_names:
+                    first.setdefault(name, row["prompt"])
         return [
             f'The row of prompt "{prompt}" names the reward {name} in its field {ROW_FIELD}, but no reward has '
             f"this name. {suggestion(name, self.part_names)}"
