@@ -218,7 +218,7 @@ def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
 
 
 def moved_option(trainer: Trainer) -> str | None:
-    """Return why an option of the trainer that is for automatic optimization must be set elsewhere, or ``None``."""
+    """Return why what the trainer was given, an option or a compiled module, must be set elsewhere, or ``None``."""
     clipping = {name: getattr(trainer, name) for name in ("gradient_clip_val", "gradient_clip_algorithm")}
     given = {name: getattr(value, "value", value) for name, value in clipping.items() if value is not None}
     if given:

@@ -243,7 +243,7 @@ def test_validate_and_test_leave_no_trace(tiny_sd3, tmp_path):
 
 
 def test_a_second_fit_starts_a_new_history(tiny_sd3, tmp_path):
-    module = make_module(tiny_sd3, reward=ByPrompt())
+    module = make_module(tiny_sd3)
     fit(None, tmp_path / "one", module=module)
     fit(None, tmp_path / "one", 2, tmp_path / "one/checkpoints/last.ckpt", module=module)
     evaluator, summary = fit(None, tmp_path / "two", module=module)
