@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import ExifTags, Image, ImageSequence
 
 from lit_vgrpo.core.pixels import save_webp
-from lit_vgrpo.errors import one_line, shell_line
+from lit_vgrpo.errors import one_line
 from lit_vgrpo.report import run_data, verdict
 from lit_vgrpo.report.curves import plots
 from lit_vgrpo.report.run_data import TO_EDIT, RunData, Say
@@ -258,8 +258,7 @@ class RunPage:
         if not run.recipe or newest_checkpoint(folder) is None:
             return []
         steps = {"Continue the run": how_to_resume(folder).partition(": ")[2]} if run.outcome in UNDONE else {}
-        if has_start := not any(point.iteration for point in self.verdict.compared[:1]):
-            steps["Score it again, with confidence intervals"] = shell_line("lightning", "eval", folder)
+        has_start = not any(point.iteration for point in self.verdict.compared[:1])
         prompt = self.pairs[0].prompt if self.pairs and self.pairs[0].edited is None else None
         return [*(steps | next_commands(folder, prompt, has_start)).items()]
 
@@ -300,6 +299,7 @@ def _task(runs: Sequence[RunData], mark: str) -> dict[str, Any]:
         "mark": mark,
         "runs": pages,
         "pairs": side_by_side(pages) if len(pages) > 1 else pages[0].pairs,
+        "disagree": any(REASONS["disagreement"] in page.galleries for page in pages),
         "is_alarming": any(page.verdict.alarms or page.verdict.cheating.is_likely for page in pages),
         "plots": drawn,
         "axes": {axis: title for axis, title in run_data.AXES.items() if any(axis in plot.drawings for plot in drawn)},

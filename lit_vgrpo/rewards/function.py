@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -74,11 +74,16 @@ class PythonReward(Reward):
         self.options = dict(options or {})
 
     def __str__(self) -> str:
-        return self.function if isinstance(self.function, str) else getattr(self.function, "__name__", "function")
+        if isinstance(self.function, str):
+            return self.function
+        function = self.function.func if isinstance(self.function, partial) else self.function
+        return str(getattr(function, "__name__", type(function).__name__)).strip("<>")  # a lambda's
 
     @property
     def _shown(self) -> str:
-        """The function with its key for messages; recipes name it under ``python``."""
+        """The function, for messages: in a recipe with its key, under ``python``."""
+        if not isinstance(self.function, str):
+            return str(self)
         return f"{self.option('function' if self.key is None else 'python')}={self}"
 
     def check(self) -> list[str]:
@@ -191,7 +196,11 @@ def is_custom(reward: Reward) -> bool:
 
 
 def as_reward(reward: RewardLike) -> Reward:
-    """Return a reward unchanged, and a function as a :class:`PythonReward`; raise TypeError for anything else."""
+    """Return a reward unchanged, and a function of images and prompts as a :class:`PythonReward`.
+
+    Raises:
+        TypeError: It is neither.
+    """
     if isinstance(reward, Reward):
         if not isinstance(getattr(reward, "name", None), str):
             raise TypeError(f"{type(reward).__name__} has no name. Set its attribute name, the key of its score.")
@@ -199,4 +208,7 @@ def as_reward(reward: RewardLike) -> Reward:
     if isinstance(reward, type) or not callable(reward):
         given = f"the class {reward.__name__}" if isinstance(reward, type) else repr(reward)
         raise TypeError(f"{given} is not a reward. Pass an instance such as PickScore(), or a function.")
-    return PythonReward(reward)
+    made = PythonReward(reward)
+    for error in made.check():
+        raise TypeError(error)
+    return made

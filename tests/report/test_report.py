@@ -294,10 +294,10 @@ def test_a_failed_run_shows_its_reason_and_only_commands_that_work(inside):
     page = Parsed("runs/tiny/report.html")
     assert "The run failed after 4 iterations" in page.text
     assert page.text.count(reason) == 1
-    assert "lightning eval runs/tiny" in page.text
+    assert "lightning export runs/tiny" in page.text
     shutil.rmtree("runs/tiny/checkpoints")
     assert report(["runs/tiny"]) == 0
-    assert "lightning eval" not in Parsed("runs/tiny/report.html").text
+    assert "lightning export runs/tiny" not in Parsed("runs/tiny/report.html").text
 
 
 ALIKE = {"diversity_across_prompts": 0.01}

@@ -1,6 +1,7 @@
 import math
 import re
 from decimal import Decimal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -184,6 +185,8 @@ class Change(torch.nn.Module):
 def test_a_network_is_called_as_its_forward():
     torch.testing.assert_close(Weighted([Channel()])(IMAGES, PROMPTS, ROWS), torch.tensor([0.0, 1.0, 0.2]))
     assert PythonReward(Change()).takes_references
+    named = [Channel(), partial(redness), lambda images, prompts: redness(images, prompts)]
+    assert Weighted(named).part_names == ["Channel", "redness", "lambda"]
 
 
 def test_a_class_or_a_text_is_no_reward():
@@ -191,6 +194,8 @@ def test_a_class_or_a_text_is_no_reward():
         as_weighted(JPEGCompressibility)
     with pytest.raises(TypeError, match="'PickScore' is not a reward"):
         Weighted(["PickScore"])
+    with pytest.raises(TypeError, match=r"^Linear cannot be called with \(images, prompts\): too many"):
+        as_weighted(torch.nn.Linear(3, 1))
     with pytest.raises(TypeError, match="Nameless has no name. Set its attribute name"):
         as_weighted(type("Nameless", (Reward,), {"__call__": redness})())
 

@@ -170,7 +170,7 @@ def target_table(each: pd.DataFrame, mean: pd.DataFrame, target: float, base: st
 
 
 def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Sequence[Curve]) -> str:
-    """Write ``compare.json``, ``.csv``, ``.md`` and ``.png`` and ``targets.csv``; return the tables."""
+    """Write ``compare.json``, ``.csv``, ``.md`` and ``.png``, and ``targets.csv`` for targets; return the tables."""
     runs, each = summaries(curves), costs_by_seed(curves, options.targets)
     mean = mean_costs(each, options.base_method)
     parts = ["## Held-out reward", markdown_table(reward_table(runs))]
@@ -185,7 +185,8 @@ def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Seq
     text = "\n\n".join([*warning, *parts, *_failed(curves), NOTE])
     evaluations = evaluation_table(curves)
     _write_csv(options.out / "compare.csv", evaluations)
-    _write_csv(options.out / "targets.csv", pd.concat([each, mean.assign(seed="mean")]))
+    if options.targets:
+        _write_csv(options.out / "targets.csv", pd.concat([each, mean.assign(seed="mean")]))
     content = {"base": options.base_method, "final": runs.to_dict("records"), "costs": mean.to_dict("records")}
     _write(options, "compare", content, f"![held-out reward](compare.png)\n\n{text}", curves)
     if len(evaluations):
@@ -330,25 +331,29 @@ def amount(value: float) -> str:
     return f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def draw(path: Path, evaluations: pd.DataFrame, targets: Iterable[float], title: str) -> None:
+def draw(path: Path, evaluations: pd.DataFrame, targets: Sequence[float], title: str) -> None:
     """Plot means over the seeds, with bands from the lowest to the highest seed; four panels per kind of settings."""
+    seeds = evaluations["seed"].nunique()
+    about = f"mean and range of {seeds} seeds" if seeds > 1 else "one seed: methods differ by chance too"
+    ends = [*evaluations["reward"].agg(["min", "max"]), *targets]
+    margin = 0.05 * (max(ends) - min(ends)) or 0.05
     kinds = evaluations.groupby("settings", sort=False)
     styles = dict(zip(evaluations["method"].unique(), itertools.product(LINES, COLOURS), strict=False))
     figure = Figure(figsize=(14, 0.6 + 8.2 * len(kinds)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure.suptitle(f"{title}, {about}")
     for part, (kind, kind_rows) in zip(figure.subfigures(len(kinds), squeeze=False)[:, 0], kinds, strict=True):
         axes = part.subplots(2, 2, sharey=True).flat
         for axis, (cost, label) in zip(axes, PANELS.items(), strict=True):
             for method, rows in kind_rows.groupby("method", sort=False):
-                seeds = rows.groupby("iteration", as_index=False)
-                x, reward = seeds[cost].mean()[cost], seeds["reward"].agg(["mean", "min", "max"])
+                points = rows.groupby("iteration", as_index=False)
+                x, reward = points[cost].mean()[cost], points["reward"].agg(["mean", "min", "max"])
                 line, colour = styles[method]
                 axis.fill_between(x, reward["min"], reward["max"], color=colour, alpha=0.1, linewidth=0)
                 axis.plot(x, reward["mean"], color=colour, linestyle=line, label=method)
             for target in targets:
                 axis.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
-            axis.set(xlabel=label, ylabel=f"held-out reward, {kind}")
+            axis.set(xlabel=label, ylabel=f"held-out reward, {kind}", ylim=(min(ends) - margin, max(ends) + margin))
             axis.grid(alpha=0.25)
         part.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     with new_file(path) as file:

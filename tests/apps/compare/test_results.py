@@ -112,6 +112,7 @@ def test_one_seed_is_no_conclusion(here):
     options = compare_options(["tiny_shapes", "--methods", "nft", "--seeds", "1", "--out", "."])
     assert write_race(options, [], [curve("nft", 0, [0.2, 0.9])]).startswith("**One seed: no conclusion.**")
     assert "One seed: no conclusion." in (here / "compare.md").read_text()
+    assert not (here / "targets.csv").exists()
 
 
 @pytest.mark.slow
