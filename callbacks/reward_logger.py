@@ -102,7 +102,7 @@ class RewardLogger(L.Callback):
     def _local(self, record: IterationRecord, seconds: float) -> dict[str, float]:
         """Return metrics of this rank's images, to be averaged over ranks."""
         values = {f"policy/{name}": value for name, value in record.means().items()}
-        before = record.first_update("ratio_deviation")
+        before = record.before_first_step("ratio_deviation")
         if before is not None:
             values["policy/ratio_deviation_before_update"] = before.max()
         if self._norms:

@@ -206,7 +206,9 @@ class VGRPOModule(L.LightningModule):
         set_logged_step(self.trainer, remaining=sizes_of(self.trainer).updates_per_iteration)
 
     def on_train_epoch_end(self) -> None:
-        self.optimization.end_epoch(self.lr_schedulers(), self.trainer.callback_metrics)
+        metrics, newest = {**self.evaluator.latest, **self.trainer.callback_metrics}, self.evaluator.history[-1:]
+        is_evaluated = any(self.record is not None and one.iteration == self.record.iteration + 1 for one in newest)
+        self.optimization.end_epoch(self.lr_schedulers(), metrics, is_evaluated)
 
     # --- held-out images -------------------------------------------------------------------------------------------
 
@@ -277,6 +279,7 @@ class VGRPOModule(L.LightningModule):
         choose_micro_batch_size(self)
         if not self.is_resumed and self.trainer.global_step == 0:
             self.evaluator.load_state_dict({"history": [], "contents": {}, "starts": {}})  # not that of an earlier fit
+            self.replay = Replay()
         if not self.is_resumed and self.evaluate_at_start:
             read_limits(self.trainer)  # before the first image, and not after the evaluation
             self.evaluator.evaluate(self, logs=True)

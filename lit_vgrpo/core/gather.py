@@ -78,12 +78,15 @@ def all_gather(values: Tensor, every_process: bool = False) -> Tensor:
 
 
 def all_gather_rows(values: Tensor) -> Tensor:
-    """Return all ranks' rows ``(n, ...)`` in rank order, on the CPU; ``n`` may differ between ranks."""
-    counts = all_gather(torch.tensor([len(values)])).tolist()
-    padded = values.new_zeros((max(counts), *values.shape[1:]))
-    padded[: len(values)] = values
-    parts = all_gather(padded).chunk(len(counts))
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    """Return all ranks' rows ``(n, ...)`` in rank order, on the CPU.
+
+    ``n`` may differ between ranks. So may the other sides, as of embeddings of prompts: the ends are padded with zeros.
+    """
+    shapes = all_gather(torch.tensor([values.shape]))
+    padded = values.new_zeros(shapes.amax(dim=0).tolist())
+    padded[tuple(map(slice, values.shape))] = values
+    parts = all_gather(padded).chunk(len(shapes))
+    return torch.cat([part[:count] for part, count in zip(parts, shapes[:, 0].tolist(), strict=True)])
 
 
 def all_gather_objects(value: T) -> list[T]:

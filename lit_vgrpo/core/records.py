@@ -39,6 +39,7 @@ class IterationRecord:
         errors: Reward name to its last failure message.
         local_group_ids: Groups of this rank's images, ``(B_local,)``.
         images: Number of images, over all ranks.
+        unmoved: Micro-batches passed before the first optimizer step.
         metrics: For each loss metric the per-image values of every step, this rank's.
         losses: Loss of every step, this rank's.
         seconds: Wall time by phase (rollout, decode, reward, prepare); ``reward_overlapped`` is scoring in threads
@@ -67,18 +68,24 @@ class IterationRecord:
     sources: dict[str, dict[str, float]] = field(default_factory=dict)
     diagnostics: dict[str, float] = field(default_factory=dict)
     is_whole: bool = True
+    unmoved: int = 0
 
     def add(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
         """Add one step."""
         self.losses.append(loss.detach())
+        self.unmoved += not self.updates
         for name, values in metrics.items():
             self.metrics.setdefault(name, []).append(values)
 
     def first_update(self, name: str) -> Tensor | None:
-        """Return a metric of all this rank's images in the first update, in the order of ``local_group_ids``."""
+        """Return a metric of all this rank's images when first trained on, in the order of ``local_group_ids``."""
         if name not in self.metrics or not self.is_whole:
             return None
         return torch.cat(self.metrics[name])[: len(self.local_group_ids)]
+
+    def before_first_step(self, name: str) -> Tensor | None:
+        """Return a metric of this rank's images that were passed before the policy moved."""
+        return torch.cat(self.metrics[name][: self.unmoved]) if name in self.metrics and self.is_whole else None
 
     def means(self) -> dict[str, Tensor]:
         """Return the loss's and every metric's mean over all steps, on the network's device."""

@@ -64,6 +64,11 @@ class SamplerTimes:
             stratified: Draw one from each of N parts, which differ by at most one time (``tensor_split``).
         """
         size = len(self.times)
+        if number and not size:
+            raise ValueError(
+                "model.objective.share_passes leaves no time below 1 to train at. Use more rollout.steps, a lower "
+                "start of time_range, or share_passes: none."
+            )
         if not stratified or not 0 < number <= size:
             levels = draw_levels(number, generator, stratified)
             return self.times[(levels * size).long().clamp(max=size - 1)]

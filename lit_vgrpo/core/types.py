@@ -321,7 +321,7 @@ class Experience:
         pairs: Monte-Carlo pairs at which the network is asked, if any.
         steps: Sampling steps at which it is asked, if any.
         kept: What passes of copies left, by name; one row per image.
-        weights: ``(B,)``, the images' weights in the loss; ``None`` for equal ones.
+        weights: ``(B,)``, the images' weights in the loss, 0 for those that are left out; ``None`` for equal ones.
     """
 
     latents: Tensor
@@ -337,6 +337,11 @@ class Experience:
 
     def __len__(self) -> int:
         return len(self.latents)
+
+    @property
+    def counts(self) -> Tensor:
+        """The images with a weight in the loss, ``(B,)``, bool."""
+        return torch.ones_like(self.group_ids, dtype=torch.bool) if self.weights is None else self.weights > 0
 
     def to(self, device: torch.device) -> Experience:
         """Return the experience on another device with only the rows it uses; itself if it is there already."""

@@ -44,7 +44,8 @@ class AWM(PairObjective):
     is as large as the latents times ``num_times``.
 
     Args:
-        num_times: Times per image, one in each equal part of the schedule, shared by the images of a micro-batch.
+        num_times: Times per image, one in each equal part of the schedule, shared by 32 consecutive images; in the
+            public code by the images of a micro-batch.
         weighting: See :func:`log_likelihood`.
         clip: Half-width of the ratio's trust region; null for none. The public code sets 1.0, nearly no bound.
         advantage_clip: Bound on the advantages, before they are divided; null for none.
@@ -61,7 +62,7 @@ class AWM(PairObjective):
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
-    times_per: ClassVar[TimesPer] = "micro-batch"
+    times_per: ClassVar[TimesPer] = "block"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("unipc", steps=14)
 
     num_times: Annotated[int, Range(1, 1000)] = 6

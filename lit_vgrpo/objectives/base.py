@@ -70,6 +70,8 @@ class PrepareContext:
         ledger: Counter of extra network passes.
         off_policy: ``(K,)``, int64: the images that the first update does not train on, if every update takes a
             separate share; ``None`` if all updates train on all images.
+        weights: ``(B,)``, the images' weights in the loss, 0 for those that a reward failed to score; ``None`` for
+            equal ones.
         is_trial: The images are dummies for measuring memory.
         reward: The reward, for a method without advantages, see
             :func:`~lit_vgrpo.objectives.reward_gradient.score_gradient`.
@@ -84,6 +86,7 @@ class PrepareContext:
     updates: int = 1
     ledger: PassLedger = field(default_factory=PassLedger)
     off_policy: Tensor | None = None
+    weights: Tensor | None = None
     is_trial: bool = False
     reward: Weighted | None = None
     prompts: Sequence[str] = ()
@@ -103,6 +106,7 @@ class PrepareContext:
             group_size=rollout.group_size,
             pairs=pairs,
             steps=steps,
+            weights=None if self.weights is None else self.weights.to(device),
         )
 
 
@@ -347,31 +351,27 @@ class Objective(ABC):
             off_policy = context.off_policy if copy.decay == 0 else None
             part = experience if off_policy is None else experience.select(off_policy.to(experience.latents.device))
             micros = part.micro_batches(context.micro_batch_size)
-            self.keep(context.policy, name, micros, context.ledger, into=experience, places=off_policy)
+            for key, parts in self.kept_by(context.policy, name, micros, context.ledger).items():
+                values = torch.cat(parts)
+                if off_policy is not None:  # the others get NaN
+                    whole = values.new_full((len(experience), *values.shape[1:]), math.nan)
+                    values = whole.index_copy(0, off_policy.to(values.device), values)
+                experience.kept[key] = values
         return experience
 
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
         """Make the passes of the copies that move with every update."""
         for name, copy in self.copies_needed().items():
             if copy.asked == "update" and copy.needs_pass(updates=1):
-                for micro in micros:
-                    self.keep(policy, name, [micro], ledger, into=micro)
+                for key, parts in self.kept_by(policy, name, micros, ledger).items():
+                    for micro, values in zip(micros, parts, strict=True):
+                        micro.kept[key] = values
 
-    def keep(
-        self,
-        policy: Policy,
-        name: str,
-        micros: Sequence[Experience],
-        ledger: PassLedger | None,
-        into: Experience,
-        places: Tensor | None = None,
-    ) -> None:
-        """Pass micro-batches through the network with the weights of a copy, and keep what it declares.
-
-        Args:
-            places: Rows of these images in ``into``, if they are not all of it; the others get NaN.
-        """
-        copy, weights, device = self.copies_needed()[name], self.copies.get(name), into.latents.device
+    def kept_by(
+        self, policy: Policy, name: str, micros: Sequence[Experience], ledger: PassLedger | None
+    ) -> dict[str, list[Tensor]]:
+        """Pass micro-batches through the network with the weights of a copy; return what it keeps of each, by name."""
+        copy, weights, device = self.copies_needed()[name], self.copies.get(name), micros[0].latents.device
         guidance = self.guidance_in("reference" if name == "reference" else "training", policy)
         kept: dict[str, list[Tensor]] = {key: [] for key in copy.keeps}
         if weights is not None:
@@ -382,12 +382,7 @@ class Objective(ABC):
                 seen = self.see(policy, micro.to(policy.device), guidance)
                 for key, function in copy.keeps.items():
                     kept[key].append(micro.keep_shared(key, function(seen).to(device)))
-        for key, parts in kept.items():
-            values = torch.cat(parts)
-            if places is not None:
-                whole = values.new_full((len(into), *values.shape[1:]), math.nan)
-                values = whole.index_copy(0, places.to(device), values)
-            into.kept[key] = values
+        return kept
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, Metrics]:
         """Return the scalar loss of a micro-batch, and metrics."""

@@ -15,7 +15,9 @@ from lit_vgrpo.objectives.groups import GroupObjective
 from lit_vgrpo.objectives.pairs import PairPass
 
 
-def group_centres(implied: Tensor, targets: Tensor, group_ids: Tensor, temperature: float | None) -> Tensor:
+def group_centres(
+    implied: Tensor, targets: Tensor, group_ids: Tensor, temperature: float | None, counts: Tensor | None = None
+) -> Tensor:
     """Return D pairs of means of the implied rewards and targets over each image's group, ``(B, D, 2, N)``, detached.
 
     Args:
@@ -24,13 +26,16 @@ def group_centres(implied: Tensor, targets: Tensor, group_ids: Tensor, temperatu
         group_ids: ``(B,)``, int64.
         temperature: Weight the images with ``softmax(targets / T)`` for one pair of means, and with
             ``softmax(-targets / T)`` for another; ``None`` for equal weights and one pair.
+        counts: ``(B,)``, bool: the images that count, in the means of others; ``None`` for all.
     """
-    same = (group_ids[:, None] == group_ids).to(implied.dtype)
+    same = group_ids[:, None] == group_ids
+    if counts is not None:
+        same = same & (counts | torch.eye(len(counts), dtype=torch.bool, device=same.device))
     signs = (0.0,) if temperature is None else (1 / temperature, -1 / temperature)
     values = torch.stack([implied.detach(), targets[:, None].expand_as(implied)], dim=1)  # (B, 2, N)
     pairs = []
     for sign in signs:
-        weights = torch.softmax(sign * targets + same.log(), dim=1)
+        weights = torch.softmax(sign * targets + same.to(implied.dtype).log(), dim=1)
         # Not a matrix product, which autocast would round.
         pairs.append((weights[:, :, None, None] * values).sum(dim=1))
     return torch.stack(pairs, dim=1)
@@ -96,9 +101,10 @@ class CRD(GroupObjective):
         return copies | {"sampler": Copy(decay=self.sampler_decay, samples_from=0)}
 
     def group_values(
-        self, losses: Tensor, compared: Tensor, advantages: Tensor, group_ids: Tensor, group_size: int
+        self, losses: Tensor, compared: Tensor, advantages: Tensor, counts: Tensor, group_ids: Tensor, group_size: int
     ) -> Tensor:
-        return group_centres(compared - losses, advantages / (2 * self.advantage_clip), group_ids, self.temperature)
+        targets = advantages / (2 * self.advantage_clip)
+        return group_centres(compared - losses, targets, group_ids, self.temperature, counts)
 
     def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
         losses, clip = self.pair_losses(now), self.advantage_clip

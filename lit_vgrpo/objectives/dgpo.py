@@ -101,7 +101,7 @@ class DGPO(GroupObjective):
         return copies | {"old": old}
 
     def group_values(
-        self, losses: Tensor, compared: Tensor, advantages: Tensor, group_ids: Tensor, group_size: int
+        self, losses: Tensor, compared: Tensor, advantages: Tensor, counts: Tensor, group_ids: Tensor, group_size: int
     ) -> Tensor:
         return group_weights(losses, compared, advantages, group_ids, group_size, self.beta)
 

@@ -58,7 +58,7 @@ class GroupObjective(PairObjective):
 
     @abstractmethod
     def group_values(
-        self, losses: Tensor, compared: Tensor, advantages: Tensor, group_ids: Tensor, group_size: int
+        self, losses: Tensor, compared: Tensor, advantages: Tensor, counts: Tensor, group_ids: Tensor, group_size: int
     ) -> Tensor:
         """Return the values of each image's group, ``(B, ...)``, detached.
 
@@ -66,6 +66,7 @@ class GroupObjective(PairObjective):
             losses: ``(B, N)``; whole groups, in any order.
             compared: The losses of :attr:`compared`, likewise.
             advantages: ``(B,)``.
+            counts: ``(B,)``, bool: false for images that a reward failed to score, whose advantage is 0.
             group_ids: ``(B,)``, int64.
             group_size: Images per group.
         """
@@ -74,7 +75,8 @@ class GroupObjective(PairObjective):
         """Return the values of a micro-batch's groups: those of :meth:`before_update` if its groups are spread."""
         if VALUES in micro.kept:
             return micro.kept[VALUES]
-        return self.group_values(losses, kept[self.compared], micro.advantages, micro.group_ids, micro.group_size)
+        images = micro.advantages, micro.counts, micro.group_ids, micro.group_size
+        return self.group_values(losses, kept[self.compared], *images)
 
     def bounded(self, advantages: Tensor) -> Tensor:
         return clamped(advantages, self.advantage_clip)
@@ -105,17 +107,18 @@ class GroupObjective(PairObjective):
         own = ids = torch.cat([micro.group_ids for micro in micros])
         compared = torch.cat([micro.kept[self.compared] for micro in micros])
         advantages = torch.cat([micro.advantages for micro in micros])
+        counts = torch.cat([micro.counts for micro in micros])
         if not are_whole(ids, size):
             # All ranks reach this line or none, since all hold equal parts.
-            ids, losses, compared, advantages = (
-                self.all_ranks(values).to(own.device) for values in (ids, losses, compared, advantages)
+            ids, losses, compared, advantages, counts = (
+                self.all_ranks(values).to(own.device) for values in (ids, losses, compared, advantages, counts)
             )
             if not are_whole(ids, size):
                 raise ValueError(
                     f"An update splits a group, but {type(self).__name__} compares whole groups. Use "
                     "data.split_updates=false."
                 )
-        values = self.group_values(losses, compared, advantages, ids, size)
+        values = self.group_values(losses, compared, advantages, counts, ids, size)
         first = (ids == own[:, None]).int().argmax(dim=1)  # an image of the same group, wherever it is
         for micro, part in zip(micros, values[first].split([len(micro) for micro in micros]), strict=True):
             micro.kept[VALUES] = part

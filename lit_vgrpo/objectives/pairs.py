@@ -45,7 +45,9 @@ from lit_vgrpo.policies.base import Policy
 
 Sharing = Literal["none", "group", "iteration"]
 """Images with the same times and noise: none, those of a group, or all in the iteration, on all ranks."""
-TimesPer = Literal["row", "image", "micro-batch", "iteration"]
+TimesPer = Literal["row", "image", "block", "iteration"]
+BLOCK = 32
+"""Consecutive images, over all ranks, in a block: a micro-batch's size would change the result with the memory."""
 
 
 # --- drawing pairs --------------------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ class PairObjective(Objective):
     needs_ode: ClassVar[bool] = True
     """True if SDEs are refused because the method is defined on samples of the ODE."""
     times_per: ClassVar[TimesPer] = "row"
-    """What has one draw of times: a row of pairs, drawn with its noise, an image, a micro-batch or an iteration."""
+    """What has one draw of times: a row of pairs, drawn with its noise, an image, a :data:`BLOCK` or an iteration."""
     repeats_times: ClassVar[bool] = True
     """False if all pairs of an image are at different times."""
     pairs_option: ClassVar[str] = "num_times"
@@ -398,7 +400,7 @@ class PairObjective(Objective):
         if self.times_per == "iteration":
             return drawn()
         # Images are numbered over all ranks, so that the number of ranks does not matter.
-        size = context.micro_batch_size if self.times_per == "micro-batch" else 1
+        size = BLOCK if self.times_per == "block" else 1
         keys, rows = torch.unique(rollout.image_ids // size, return_inverse=True)
         return torch.stack([drawn(key) for key in keys.tolist()])[rows]
 
@@ -420,11 +422,13 @@ class PairObjective(Objective):
                     f"{where} needs whole groups, but updates_per_iteration={sizes.updates_per_iteration} splits the "
                     f"{sizes.prompts_per_iteration} groups. Use a divisor, or data.split_updates=false."
                 )
-        most = min(self.noisiest or self.num_times_in_all, self.num_times_in_all)
-        wanted = 1 if self.repeats_times else self.num_drawn
-        if not 0 < wanted <= most:
+        shares = self.share_passes != "none"  # then t = 1 has a pair of its own
+        others = self.num_times_in_all - (shares and self.times != "uniform")
+        most, number = min(self.noisiest or others, others), self.num_drawn - shares
+        wanted = min(1, number) if self.repeats_times else number
+        if self.num_drawn < 1 or wanted > most:
             errors.append(
-                f"{type(self).__name__} trains each image at {wanted} of {most} times. Lower "
+                f"{type(self).__name__} trains each image at {wanted} of {most} times{' below 1' * shares}. Lower "
                 "model.objective.num_times, or raise model.objective.noisiest and rollout.steps."
             )
         if self.needs_ode and spec.is_sde:

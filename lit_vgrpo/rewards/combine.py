@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -131,14 +131,20 @@ class Weighted(Reward):
         return [part for part in self.parts if part.weight and part.reward.differentiable]
 
     def with_gradient(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        """Return the weighted sum ``(B,)`` of the differentiable rewards; raise RewardOutage if one has no gradient."""
+        """Return the weighted sum ``(B,)`` of the differentiable rewards, NaN where one failed, with a warning.
+
+        Raises:
+            RewardOutage: One has no gradient, or cannot continue.
+        """
         total = images.new_zeros(len(prompts))
         for part in self.differentiable_parts:
             chosen = self._mask(part, rows).nonzero().flatten().tolist()
             if not chosen:
                 continue
             inputs = [prompts[i] for i in chosen], [rows[i] for i in chosen]
-            scores = called(part.reward, images[chosen], *inputs, part.reward.with_gradient)
+            scores, reason = _try(part.reward, images[chosen], *inputs, part.reward.with_gradient)
+            if reason is not None:
+                warnings.warn(f'Reward "{part.name}" failed for images that it differentiates: {reason}', stacklevel=2)
             if images.requires_grad and not scores.requires_grad:
                 raise RewardOutage(f'Reward "{part.name}" is differentiable, but its scores carry no gradient.')
             shaped = self.shaped(part.name, {part.name: scores})
@@ -298,8 +304,25 @@ def as_weighted(reward: RewardsLike, key: str | None = None) -> Weighted:
 
 
 def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> tuple[Tensor, str | None]:
+    """Return the scores of images, NaN where the reward failed, and why it did."""
+    returned, reason = _try(reward, images, prompts, rows)
+    scores = returned.detach().cpu()
+    bad = ~scores.isfinite()
+    if reason is None and bad.any():
+        reason = one_line(reward.failure or f"returned NaN or infinity for {int(bad.sum())} of {len(images)} images")
+    return scores.masked_fill(bad, math.nan), reason
+
+
+def _try(
+    reward: Reward,
+    images: Tensor,
+    prompts: list[str],
+    rows: list[dict[str, Any]],
+    method: Callable[..., Tensor] | None = None,
+) -> tuple[Tensor, str | None]:
+    """Return what :func:`called` does; after an error, call it for each image, with NaN where it fails, and why."""
     try:
-        returned = called(reward, images, prompts, rows)
+        return called(reward, images, prompts, rows, method), None
     except BaseException as error:  # sys.exit() would end the run silently
         if is_stop(error) or isinstance(error, RewardOutage):
             raise
@@ -307,21 +330,16 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
             advice = "Give it fewer images per call: lower model.policy.decode_batch_size or --batch-size."
             raise RewardOutage(f'Reward "{reward.name}" ran out of memory: {reason_of(error)} {advice}') from error
         if len(images) == 1 or reward.compares:
-            return torch.full((len(images),), math.nan), reason_of(error)
-        singles = [_score(reward, images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(len(images))]
-        messages = [message for _, message in singles if message is not None]
-        if not messages:
+            return math.nan * images.flatten(1).float().sum(dim=1), reason_of(error)  # with a graph, if images have one
+        parts = [slice(place, place + 1) for place in range(len(images))]
+        singles = [_try(reward, images[one], prompts[one], rows[one], method) for one in parts]
+        reasons = [reason for _, reason in singles if reason is not None]
+        if not reasons:
             slow = (
                 f'Reward "{reward.name}" raised on {len(images)} images at once, but scored each alone, which is slow'
             )
             warnings.warn(f"{slow}: {reason_of(error)}", stacklevel=2)
-        return torch.cat([scores for scores, _ in singles]), messages[-1] if messages else None
-    scores = returned.detach().cpu()
-    bad = ~scores.isfinite()
-    if not bad.any():
-        return scores, None
-    reason = one_line(reward.failure or f"returned NaN or infinity for {int(bad.sum())} of {len(images)} images")
-    return scores.masked_fill(bad, math.nan), reason
+        return torch.cat([scores for scores, _ in singles]), reasons[-1] if reasons else None
 
 
 def has_name(reward: Reward) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.gather import all_gather, all_gather_rows
+from lit_vgrpo.core.gather import all_gather, all_gather_rows, rank_and_world_size
 from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
 from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
@@ -69,16 +69,23 @@ class Iteration:
             advantages: Advantages of this rank's images, ``(B,)``, in rollout order.
             reward: The reward, for a method without advantages.
         """
-        replayed = replay.exchange(rollout, advantages, batch) if objective.replay else None
+        valid, weights = (~record.rewards.isnan()).float(), None
+        if objective.uses_advantages and not valid.all():
+            weights = (valid / valid.mean()).split(len(rollout))[rank_and_world_size()[0]]
+        replayed = replay.exchange(rollout, advantages, weights, batch) if objective.replay else None
         size, off_policy = batch.micro_batch_size, None
         if batch.order is not None:  # the first update does not train on the others' shares
             off_policy = torch.tensor(batch.order[len(batch.order) // batch.updates :])
         replayed = replayed if record.has_advantage else None
         if replayed is not None:
             off_policy = None if off_policy is None else torch.cat([off_policy, off_policy + len(rollout)])
-            rollout = rollout.followed_by(replayed[0])
-            advantages = torch.cat([advantages.to(replayed[1].device), replayed[1]])
-        context = PrepareContext(policy, rollout, advantages, size, batch.updates, ledger, off_policy)
+            again, old = replayed
+            rollout = rollout.followed_by(again)
+            if weights is not None or old.weights is not None:
+                both = (weights, old.weights)
+                weights = torch.cat([torch.ones(len(old)) if one is None else one.cpu() for one in both])
+            advantages = torch.cat([advantages.to(old.advantages.device), old.advantages])
+        context = PrepareContext(policy, rollout, advantages, size, batch.updates, ledger, off_policy, weights)
         if not objective.uses_advantages:
             groups = [batch.slots.index(slot) for slot in rollout.group_ids.tolist()]
             asked, rows = [batch.prompts[group] for group in groups], [batch.rows[group] for group in groups]
@@ -157,8 +164,10 @@ class Replay:
         self._kept: tuple[Experience, Tensor] | None = None
         self._saved: dict[str, Any] | None = None
 
-    def exchange(self, rollout: Rollout, advantages: Tensor, batch: PromptBatch) -> tuple[Rollout, Tensor] | None:
-        """Return the previous iteration's images with their advantages ``(B,)``, if any, and keep the new ones."""
+    def exchange(
+        self, rollout: Rollout, advantages: Tensor, weights: Tensor | None, batch: PromptBatch
+    ) -> tuple[Rollout, Experience] | None:
+        """Return the previous iteration's images with their advantages and weights, if any, and keep the new ones."""
         kept = self._kept
         if self._saved is not None:
             experience = scattered(self._saved, rollout.image_ids, rollout.group_size, rollout.latents.device)
@@ -167,7 +176,9 @@ class Replay:
             kept, self._saved = (experience, rollout.image_ids), None
         values = advantages.to(rollout.latents.device)
         groups, size = rollout.group_ids.to(values.device), rollout.group_size
-        kept_now = Experience(rollout.latents, values, rollout.conditioning, rollout.rows, groups, size)
+        kept_now = Experience(
+            rollout.latents, values, rollout.conditioning, rollout.rows, groups, size, weights=weights
+        )
         self._kept = kept_now, rollout.image_ids
         if kept is None:
             return None
@@ -182,7 +193,7 @@ class Replay:
             image_ids=image_ids + batch.images,
             trajectory=None,
         )
-        return again, old.advantages
+        return again, old
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return all ranks' images; all ranks must call it."""

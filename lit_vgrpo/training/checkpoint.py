@@ -37,6 +37,10 @@ DISTANCES = ("heldout/fid", "heldout/kid")
 FIRST_CTRL_C = "Finishing this {}, then saving. Ctrl-C again stops at once."
 
 
+MOST_FAILED = 0.1
+"""Share of held-out images that may have no score in the best evaluation: the mean of a few says little."""
+
+
 @dataclass(frozen=True)
 class BestEvaluation:
     """The highest value of a held-out metric so far; NaN is never the best.
@@ -87,7 +91,8 @@ class RunCheckpoint(Checkpoint):
         every_n_iterations: Iterations between saves of ``last.ckpt``, of which the one before becomes
             ``previous.ckpt``; 0 leaves them to another callback.
         best: Held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` is the untrained reward if
-            the recipe has one, else the trained one, or none if another callback saves. null keeps none.
+            the recipe has one, else the trained one, or none if another callback saves. null keeps none. An evaluation
+            in which rewards failed on more than a tenth of the images is left out.
 
     Attributes:
         interrupted: Ctrl-C was pressed.
@@ -274,6 +279,8 @@ class RunCheckpoint(Checkpoint):
         if self.best is None or newest is None or (self.best.metric == AUTO and self.every_n_iterations == 0):
             return
         self._seen = newest
+        if evaluator.failed_share > MOST_FAILED:
+            return
         heldout = evaluator.latest
         if self.best.metric not in (AUTO, *heldout):
             advice = suggestion(self.best.metric, heldout)

@@ -154,6 +154,7 @@ class Evaluator:
         observers: Other metrics of the images.
         latest: Metrics of the last evaluation of ``fit``, ``heldout/...``.
         step: Optimizer steps at the last evaluation; -1 before the first.
+        failed_share: Share of images that a reward failed to score in the last evaluation.
         history: The evaluations of the run so far.
         contents: Hashes of what the last one evaluated, by name.
     """
@@ -182,7 +183,7 @@ class Evaluator:
         self.looks = Looks()
         self.observers: list[HeldOutObserver[Any]] = [self.looks]
         self.latest: dict[str, float] = {}
-        self.step = -1
+        self.step, self.failed_share = -1, 0.0
         self.history: list[Evaluation] = []
         self.contents: dict[str, str] = {}
         self._starts: dict[int, Tensor] = {}  # reduced images of the first evaluation with each fingerprint
@@ -329,7 +330,7 @@ class Evaluator:
                 part = "some" if len(reasons) > 1 else f"{num_failed}"
                 share = "all" if self._of_images[f"heldout/{name}"].isnan().all() else f"{part} of the"
                 rank_zero_warn(f'Reward "{name}" failed for {share} {len(table)} held-out images: {why}')
-        means["heldout/failed"] = float(num_failed)
+        means["heldout/failed"], self.failed_share = float(num_failed), num_failed / max(len(table), 1)
         for observer in self.observers:
             means |= observer.compute(module)
         self.start_over()

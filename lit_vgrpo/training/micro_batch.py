@@ -37,6 +37,7 @@ def choose_micro_batch_size(module: TrainingModule) -> None:
         RuntimeError: Not even one image fits into memory.
     """
     trainer = declared(module.trainer)
+    trainer.datamodule.found_micro_batch_size = None  # of an earlier fit
     sizes = trainer.datamodule.sizes
     if sizes.micro_batch_size != "auto":
         return

@@ -245,11 +245,19 @@ class Optimization:
             scheduler.step()
 
     @staticmethod
-    def end_epoch(scheduler: Any, metrics: Mapping[str, Any]) -> None:
-        """Step a schedule that waits for a plateau after an iteration, with the metric that it monitors."""
+    def end_epoch(scheduler: Any, metrics: Mapping[str, Any], is_evaluated: bool = True) -> None:
+        """Step a schedule that waits for a plateau after an iteration, with the metric that it monitors.
+
+        Args:
+            metrics: All known ones, also of an earlier evaluation.
+            is_evaluated: The iteration ended with an evaluation; without one, a held-out metric takes no step.
+        """
         if not isinstance(scheduler, ReduceLROnPlateau):
             return
         metric: str = scheduler.monitor  # type: ignore[attr-defined]
+        knows_held_out = any(name.startswith("heldout/") for name in metrics)
+        if metric.startswith("heldout/") and not is_evaluated and (metric in metrics or not knows_held_out):
+            return
         if metric not in metrics:
             advice = suggestion(metric, metrics)
             raise RuntimeError(f"model.lr_scheduler.monitor={metric}: this metric has not been logged. {advice}")

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.records import PassLedger
+from lit_vgrpo.core.records import IterationRecord, PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import SD3Policy
@@ -36,3 +36,14 @@ def test_phase_is_left_when_the_block_raises():
     with pytest.raises(KeyError), ledger.phase("old"):
         raise KeyError
     assert ledger.current_phase == "update"
+
+
+def test_values_before_the_first_step_are_those_of_the_policy_that_sampled():
+    groups = torch.zeros(4, dtype=torch.int64)
+    record = IterationRecord(0, torch.zeros(4), groups, {}, {}, groups, 4)
+    for number in range(4):  # two updates of two micro-batches, which train on different images
+        record.add(torch.tensor(0.0), {"ratio_deviation": torch.tensor([float(number)])})
+        record.updates = (number + 1) // 2
+    assert record.before_first_step("ratio_deviation").tolist() == [0, 1]
+    assert record.first_update("ratio_deviation").tolist() == [0, 1, 2, 3]
+    assert record.before_first_step("kl") is None

@@ -1,9 +1,11 @@
 import re
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lit_vgrpo.core import gather
 from lit_vgrpo.core.sizes import Sizes
 
 small = st.integers(1, 40)
@@ -97,3 +99,17 @@ def test_a_plan_uses_every_image_once_an_update_or_is_refused(prompts, group, up
         assert [(s, m) for slots, members in shares for s in slots for m in members] == [
             (s, m) for s in range(prompts) for m in range(group)
         ]
+
+
+def test_rows_of_ranks_with_other_sides_are_padded(monkeypatch):
+    other = torch.full((1, 5), 2.0)
+
+    def both_ranks(values):
+        theirs = torch.tensor([[*other.shape]]) if values.dtype == torch.int64 else torch.zeros(values.shape)
+        if values.dtype != torch.int64:
+            theirs[: len(other)] = other
+        return torch.cat([values, theirs])
+
+    monkeypatch.setattr(gather, "all_gather", both_ranks)
+    expected = [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [2, 2, 2, 2, 2]]
+    assert gather.all_gather_rows(torch.ones(2, 3)).tolist() == expected

@@ -55,6 +55,20 @@ def test_loss_and_gradient_equal_the_third_partys_in_float64(network, name):
     pairs.assert_loss_is(objective, published, orders, rel=2e-3)
 
 
+@pytest.mark.parametrize("micro_batch_size", [6, 2])
+def test_an_image_that_was_not_scored_changes_nothing(policy, micro_batch_size):
+    objective, losses = CRD(STEPS, 3, temperature=0.1), []
+    spread_copies(policy, objective)
+    experience = prepare(policy, objective, micro_batch_size=micro_batch_size)
+    experience.weights = torch.tensor([1.2, 1.2, 0.0, 1.2, 1.2, 1.2])
+    for shift in (0.0, 3.0):
+        experience.latents[2] += shift
+        micros = experience.micro_batches(micro_batch_size)
+        objective.before_update(policy, micros)
+        losses.append(sum(objective.loss(policy, micro)[0] for micro in micros).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_passes_and_what_is_refused(policy):
     objective, ledger = CRD(STEPS, 3, sampler_decay=0.0, kl_weight=0.0), PassLedger()
     objective.setup(policy)

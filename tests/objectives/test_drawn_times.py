@@ -9,6 +9,7 @@ from pair_methods import GROUP, PROMPTS, prepare
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import AWM, DGPO, VGRPO, DiffusionNFT
+from lit_vgrpo.objectives import pairs as pairs_module
 from lit_vgrpo.objectives.base import PrepareContext
 
 TEN, SIZES = RolloutSpec(steps=10), Sizes(4, 4)
@@ -37,17 +38,19 @@ def pairs_at(policy, objective, rollout, iteration=0):
 SHARED = {
     # a published method, the first image with the times of each, and the different noises of two groups of three
     "V-GRPO": (VGRPO(TEN, 2), [0, 0, 0, 3, 3, 3], 2 * 2),
-    "AWM": (AWM(RolloutSpec(steps=14), noisiest=12), [0, 0, 0, 3, 3, 3], 6 * 6),  # those of a micro-batch
+    "AWM": (AWM(RolloutSpec(steps=14), noisiest=12), [0, 0, 0, 3, 3, 3], 6 * 6),  # those of a block
     "DiffusionNFT": (DiffusionNFT(TEN), [0, 1, 2, 3, 4, 5], 6 * 9),
     "DGPO": (DGPO(TEN), [0] * 6, 2 * 4),
 }
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_who_shares_times_and_noise(policy, name):
+@pytest.mark.parametrize("micro_batch_size", [1, 6])
+def test_who_shares_times_and_noise(policy, name, micro_batch_size, monkeypatch):
+    monkeypatch.setattr(pairs_module, "BLOCK", 3)
     objective, first, noises = SHARED[name]
     schedule = rolled(policy, objective).schedule.tolist()
-    pairs = prepare(policy, objective, micro_batch_size=3).pairs
+    pairs = prepare(policy, objective, micro_batch_size=micro_batch_size).pairs
     rows = pairs.of_images()[0].tolist()
     assert [rows.index(row) for row in rows] == first
     assert len({float(noise.flatten()[0]) for noise in pairs.noise.flatten(0, 1)}) == noises
@@ -59,7 +62,8 @@ def test_who_shares_times_and_noise(policy, name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_noisiest_times_widen_with_the_iterations(policy, name):
+def test_the_noisiest_times_widen_with_the_iterations(policy, name, monkeypatch):
+    monkeypatch.setattr(pairs_module, "BLOCK", GROUP)
     objective, fixed = METHODS[name](noisiest=3, widen_over=14), METHODS[name](noisiest=3)
     fixed.setup(policy)
     rollout = rolled(policy, objective)

@@ -132,11 +132,19 @@ def test_only_the_first_shared_pair_is_pure_noise(policy):
         ({"share_pairs": "none"}, SIZES, "share_passes=group needs share_pairs=group"),
         ({"time_range": (0.0, 0.9)}, SIZES, "needs t = 1, but time_range=[0.0, 0.9] excludes it"),
         ({}, Sizes(3, 4, 2, split_updates=True), "updates_per_iteration=2 splits the 3 groups"),
+        ({"rollout": RolloutSpec(steps=1)}, SIZES, "trains each image at 1 of 0 times below 1"),
     ],
 )
 def test_what_cannot_share_is_refused(options, sizes, line):
     (error,) = VGRPO(share_passes="group", **options).check(sizes)
     assert line in error
+
+
+def test_a_range_without_a_time_below_one_is_refused(policy):
+    few = {"time_range": (0.9, 1.0), "share_passes": "group"}
+    prepare(policy, VGRPO(RolloutSpec(steps=4), 1, **few))
+    with pytest.raises(ValueError, match="share_passes leaves no time below 1 to train at. Use more rollout.steps"):
+        prepare(policy, VGRPO(RolloutSpec(steps=4), 2, **few))
 
 
 def test_a_path_that_does_not_end_in_noise_is_refused():

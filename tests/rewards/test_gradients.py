@@ -161,3 +161,21 @@ def test_uint8_is_resized_as_in_pil(size, target):
     apart = (resized_as_pil(images, *target).int() - torch.from_numpy(np.stack(expected)).permute(0, 3, 1, 2)).abs()
     assert apart.max() <= 1
     assert (apart > 0).float().mean() < 0.01  # 0.14 if rounded once
+
+
+def test_an_image_that_a_reward_refuses_gets_no_gradient_and_the_others_keep_theirs():
+    def refuses(images, prompts):
+        if images[:, 2].mean() > 0.6:
+            raise ValueError("too bright")
+        return redness(images, prompts)
+
+    images = photos(8, 8).requires_grad_()
+    with torch.no_grad():
+        images[1, 2] = 0.95
+    weighted = Weighted([PythonReward(refuses, differentiable=True, name="refuses")])
+    with pytest.warns(UserWarning, match='Reward "refuses" failed for images that it differentiates: .*too bright'):
+        scores = weighted.with_gradient(images, PROMPTS, ROWS)
+    (gradient,) = torch.autograd.grad(scores.sum(), images)
+    (expected,) = torch.autograd.grad(redness(images, PROMPTS).sum(), images)
+    assert scores.isnan().tolist() == [False, True, False]
+    torch.testing.assert_close(gradient[::2], expected[::2])

@@ -47,15 +47,14 @@ class Run:
         self.objective.setup(policy)
         self.latents, self.tokens = [], []
 
-    def take(self, iteration, has_advantage=True):
+    def take(self, iteration, has_advantage=True, failed=()):
         batch = batch_of(iteration, self.order)
         rollout = self.objective.roll_out(self.policy, batch.request(0, None))
         self.latents.append(rollout.latents)
         self.tokens.append(self.policy.encode(batch.prompts).tensors["tokens"].repeat_interleave(GROUP, dim=0))
-        groups = rollout.group_ids
-        record = IterationRecord(
-            iteration, torch.zeros(IMAGES), groups, {}, {}, groups, IMAGES, has_advantage=has_advantage
-        )
+        groups, rewards = rollout.group_ids, torch.zeros(IMAGES)
+        rewards[[*failed]] = torch.nan
+        record = IterationRecord(iteration, rewards, groups, {}, {}, groups, IMAGES, has_advantage=has_advantage)
         return Iteration.prepared(
             *(self.objective, self.policy, rollout, self.advantages(iteration), record, batch, PassLedger()),
             self.replay,
@@ -111,6 +110,19 @@ def test_replay_goes_on_from_a_checkpoint_and_skips_an_iteration_without_advanta
     run.replay.load_state_dict(saved)
     run.assert_trains_on(run.take(1), [1, 0], TWO_OF_EACH)
     assert len(run.take(2, has_advantage=False).experience) == IMAGES
+
+
+def test_failed_images_have_no_weight_also_when_they_are_trained_on_again(policy):
+    run = Run(policy, order=None)
+    assert run.take(0).experience.weights is None
+    weights = run.take(1, failed=[3, 6]).experience.weights.unflatten(0, (-1, 2, MICRO)).transpose(0, 1)
+    torch.testing.assert_close(weights.flatten(1), torch.tensor([[1, 1, 1, 0, 1, 1, 0, 1], [0.75] * 8]) / 0.75)
+    saved = run.replay.state_dict()
+    run.replay = Replay()
+    run.replay.load_state_dict(saved)
+    again = run.take(2)
+    old = [float(again.experience.weights[again.image_ids == IMAGES + image]) for image in (3, 4)]
+    assert old == pytest.approx([0, 8 / 6])
 
 
 def test_a_method_without_advantages_gets_each_images_own_prompt_and_row(policy):

@@ -85,6 +85,19 @@ def test_a_metric_that_is_not_measured_is_said(tiny_sd3, tmp_path):
     }
 
 
+def test_one_of_few_images_is_not_the_best(tiny_sd3, tmp_path):
+    class SaysOfFew(Says):
+        def compute(self, module):
+            module.evaluator.failed_share = 0.2 if self.values[0] == 9 else 0.1
+            return super().compute(module)
+
+    module = make_module(tiny_sd3)
+    module.evaluator.observers.append(SaysOfFew("heldout/untrained_reward", [0, 9, 1, 0.5]))
+    trainer = make_trainer(tmp_path, 3, [RunSummary(), RunCheckpoint()], enable_checkpointing=True)
+    trainer.fit(module, datamodule=make_data())
+    assert best_of(tmp_path)[1]["value"] == 1
+
+
 def test_a_distance_is_no_reward():
     with pytest.raises(ValueError, match="best=heldout/fid@64 is better when lower"):
         RunCheckpoint(best="heldout/fid@64")

@@ -15,7 +15,7 @@ import torch
 from commands import evaluate, run
 from helpers import Brightness, make_data, make_module, make_trainer, prompt_file
 
-from lit_vgrpo import EvaluationSpec, SD3Policy
+from lit_vgrpo import VGRPO, EvaluationSpec, RolloutSpec, SD3Policy
 from lit_vgrpo.callbacks import EMA, CollapseStop, Report, RewardHackAlarm, RunSummary
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.errors import RewardError
@@ -250,6 +250,17 @@ def test_a_second_fit_starts_a_new_history(tiny_sd3, tmp_path):
     assert numbers(evaluator) == [0, 1]
     assert summary["heldout_metrics_start"]["distance_to_start"] == 0
     assert best_of(tmp_path / "two")[1]["iteration"] in (0, 1)
+
+
+def test_a_second_fit_trains_on_none_of_the_firsts_images(tiny_sd3, tmp_path):
+    class Counts(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            trained.append(len(pl_module.iteration.experience))
+
+    module, trained = make_module(tiny_sd3, objective=VGRPO(RolloutSpec(steps=2), 2, replay=True)), []
+    for _ in range(2):
+        make_trainer(tmp_path, 2, [Counts()]).fit(module, datamodule=make_data())
+    assert trained == [8, 16, 8, 16]
 
 
 def test_an_interrupted_evaluation_is_forgotten(tiny_sd3, tmp_path):

@@ -68,10 +68,11 @@ def test_the_schedule_is_stepped_with_every_update_and_shown(tiny_sd3, tmp_path)
     assert shown == pytest.approx({1: used[0], 3: used[2]})  # the first rate of an iteration, with its metrics
 
 
-def test_a_plateau_is_looked_for_after_every_iteration(tiny_sd3, tmp_path):
+@pytest.mark.parametrize(("every", "iterations"), [(1, 3), (2, 6)])
+def test_a_plateau_is_looked_for_after_every_evaluation(tiny_sd3, tmp_path, every, iterations):
     plateau = partial(ReduceLROnPlateau, monitor="heldout/reward", mode="max", patience=0, threshold=1e9, factor=0.5)
     module = make_module(tiny_sd3, lr_scheduler=plateau)
-    trainer = make_trainer(tmp_path, 3)
+    trainer = make_trainer(tmp_path, iterations, check_val_every_n_epoch=every)
     trainer.fit(module, datamodule=make_data(updates_per_iteration=2))
     assert rate(trainer) == pytest.approx(1e-2 / 4)  # the first evaluation is the best so far
 

@@ -178,3 +178,16 @@ def test_a_relative_threshold_of_a_negative_reward_is_reported(reward, mode, war
             Optimization.end_epoch(plateau, {"reward": torch.tensor(reward)})
     assert (optimizer.param_groups[0]["lr"] == 1.0) == warns  # torch takes an equal reward for better
     assert any("slightly worse reward" in str(warning.message) for warning in caught) == warns
+
+
+def test_a_held_out_plateau_waits_for_evaluations_and_a_wrong_name_does_not():
+    optimizer, known = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), {"heldout/reward": 1.0}
+    plateau = ReduceLROnPlateau(optimizer, "heldout/reward", mode="max", patience=0, threshold_mode="abs")
+    for metrics, is_evaluated in (({}, False), (known, False), (known, True), (known, False)):
+        Optimization.end_epoch(plateau, metrics, is_evaluated)
+        assert optimizer.param_groups[0]["lr"] == 1.0
+    Optimization.end_epoch(plateau, known, True)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    plateau.monitor = "heldout/rewrd"
+    with pytest.raises(RuntimeError, match="rewrd: this metric has not been logged. .*heldout/reward"):
+        Optimization.end_epoch(plateau, known, False)
