@@ -159,6 +159,13 @@ def test_advantages_are_those_of_the_scores_as_they_are_cut(tiny_sd3, tmp_path):
     assert same(weights(module), module.reference.state_dict())
 
 
+def test_small_rewards_are_reported_once(tiny_sd3, tmp_path):
+    small = Weighted([Brightness()], weights=[1e-3])
+    with pytest.warns(UserWarning, match="rewards of the first iteration differ by .* Multiply the reward") as warned:
+        train(make_module(tiny_sd3, reward=small), tmp_path, iterations=2)
+    assert sum("Multiply the reward" in str(one.message) for one in warned) == 1
+
+
 def test_statistics_are_those_of_the_images_that_a_reward_applies_to():
     nan = math.nan
     own = Scores(
