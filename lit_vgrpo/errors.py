@@ -37,6 +37,10 @@ class RewardError(RuntimeError):
         super().__init__(*map(one_line, words))
 
 
+class RewardErrorOfAll(RewardError):
+    """A reward error that is raised on all ranks together, so that they can still save."""
+
+
 def without_controls(text: object) -> str:
     """Return the text with ``?`` for control characters except line ends and tabs, which a terminal would interpret.
 

@@ -19,8 +19,9 @@ from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.records import IterationRecord, timed
 from lit_vgrpo.core.types import Rollout
 from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.errors import RewardErrorOfAll
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.rewards import RewardError, ScoreQueue, Scores, Weighted
+from lit_vgrpo.rewards import ScoreQueue, Scores, Weighted
 from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.system.memory import PeakMemory
 
@@ -105,7 +106,7 @@ class ScoreCollector:
             name, message = next(iter(scores.errors.items()), ("", "no message"))
             stop = ", and model.failed_images=stop" if failed < number else ", so there is nothing to learn"
             images = f"images of iteration {rollout.iteration + 1}"
-            raise RewardError(f'{failed} of {number} {images} failed{stop}. Reward "{name}": {message}')
+            raise RewardErrorOfAll(f'{failed} of {number} {images} failed{stop}. Reward "{name}": {message}')
         return rollout, scores
 
     def compare(

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lit_vgrpo.core.ranges import NonNegativeInt, checked
 from lit_vgrpo.core.records import FINGERPRINT
-from lit_vgrpo.errors import counted, one_line, say, suggestion
+from lit_vgrpo.errors import RewardErrorOfAll, counted, one_line, say, suggestion
 from lit_vgrpo.system.paths import draft_of
 from lit_vgrpo.system.signals import StopRequests
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, put_in_place, read
@@ -84,8 +84,9 @@ class RunCheckpoint(Checkpoint):
     After the first Ctrl-C the run finishes its iteration, saves and stops. After SIGTERM or SIGHUP on any rank, or
     Ctrl-C under torchrun, it finishes only its micro-batch. A second signal stops at once and, on a single rank, saves
     mid-iteration; a third does not wait for that. On a single rank, an error such as one of the reward saves, unless
-    it came while the weights were updated. Files are written atomically: a failed save leaves the earlier checkpoints
-    unchanged, and training continues. ``best.ckpt`` holds the start until an evaluation is better.
+    it came while the weights were updated; on several ranks, only that of a reward that failed on all images does.
+    Files are written atomically: a failed save leaves the earlier checkpoints unchanged, and training continues.
+    ``best.ckpt`` holds the start until an evaluation is better.
 
     Args:
         every_n_iterations: Iterations between saves of ``last.ckpt``, of which the one before becomes
@@ -232,8 +233,9 @@ class RunCheckpoint(Checkpoint):
             self._requests.release(heed=False)
             self._requests.hear_ctrl_c()
         is_asked = isinstance(exception, KeyboardInterrupt | SIGTERMException)
-        is_alone = trainer.world_size == 1  # saving is collective, and the other ranks may be waiting elsewhere
-        if not (is_alone and self.training and self.saved is None and not self._leaving):
+        # Saving is collective, and the other ranks may be waiting elsewhere.
+        is_together = trainer.world_size == 1 or isinstance(exception, RewardErrorOfAll)
+        if not (is_together and self.training and self.saved is None and not self._leaving):
             return
         if is_asked:
             self._save(trainer, INTERRUPTED)

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 tests/support/ranks.py POLICY_FOLDER OUT JOB [JOB ...]
 
-A job is ``place/strategy/name|key=value,...``: its folder in OUT, a strategy, a name from all_methods.METHODS or "skip"
-or "stop", and options of the data module. ``middle=1`` saves within iteration 1, after its first update. A job whose
-folder holds a checkpoint name.ckpt continues from it.
+A job is ``place/strategy/name|key=value,...``: its folder in OUT, a strategy, a name from all_methods.METHODS or
+"skip", "stop" or "outage", and options of the data module. ``middle=1`` saves within iteration 1, after its first
+update. A job whose folder holds a checkpoint name.ckpt continues from it.
 """
 
 import math
@@ -25,7 +25,8 @@ from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.core.gather import all_gather
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.launch.train import leave_together
-from lit_vgrpo.rewards import JPEGCompressibility, Weighted
+from lit_vgrpo.rewards import JPEGCompressibility, RewardError, Weighted
+from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 DATA = {"prompts_per_iteration": 4, "group_size": 4, "micro_batch_size": 4, "heldout_limit": 5, "eval_batch_size": 3}
@@ -60,6 +61,13 @@ class ConstantInOne(Brightness):
         return torch.zeros_like(scores) if self.iteration == 1 else scores
 
 
+class NoneFromTwo(ConstantInOne):
+    """Scores nothing from iteration 2 on."""
+
+    def __call__(self, images, prompts, rows):
+        return super().__call__(images, prompts, rows) * (math.nan if self.iteration >= 2 else 1)
+
+
 TWO_SOURCES = {
     "train": [
         {"path": prompt_file("shapes_train.jsonl"), "name": "light", "rewards": "brightness", "weight": 3},
@@ -83,10 +91,12 @@ def options(text):
 def job(folder, out, strategy, text):
     name, _, words = text.partition("|")
     chosen = options(words)
-    own = {"skip": Broken, "stop": Broken, "idle": anchored, "two sources": anchored}
+    own = {"skip": Broken, "stop": Broken, "idle": anchored, "outage": anchored, "two sources": anchored}
     # A larger eps: Adam makes whole steps of the rounding noise of a gradient that is zero, as that of a key bias is.
     chosen_parts = IDLE if name == "idle" else {"optimizer": OptimizerConfig(lr=1e-4, eps=1e-6)}
     chosen_parts = {**chosen_parts, "gradient_clip_val": 0.5}
+    if name == "outage":
+        chosen_parts["reward"] = NoneFromTwo()
     if name == "two sources":
         chosen |= TWO_SOURCES
         chosen_parts |= {"reward": Weighted([Brightness(), JPEGCompressibility()]), "advantage_std": "source"}
@@ -98,14 +108,16 @@ def job(folder, out, strategy, text):
     ema, seen = EMA(0.5), Seen()
     module.evaluator.observers.append(seen)
     callbacks = [ema, seen, SaveInTheMiddle(chosen.pop("middle", -1), Path(out) / f"{name}.middle.ckpt")]
+    callbacks += [RunCheckpoint(best=None)] if name == "outage" else []
     ckpt = Path(out) / f"{name}.ckpt"
     ranks = {"strategy": small_strategy(strategy), "devices": WORLD} if WORLD > 1 else {}
-    trainer = make_trainer(out, chosen.pop("iterations", 3), callbacks, **ranks)
+    saves = {"enable_checkpointing": name == "outage"}
+    trainer = make_trainer(out, chosen.pop("iterations", 3), callbacks, **ranks, **saves)
     error = ""
     try:
         data = (make_task if name == "OPD" else make_data)(**{**DATA, **chosen})
         trainer.fit(module, datamodule=data, ckpt_path=ckpt if ckpt.exists() else None)
-    except FloatingPointError as stopped:
+    except (FloatingPointError, RewardError) as stopped:
         error = str(stopped)
     result = {
         "weights": Snapshot(module).state_dict(),

@@ -120,7 +120,7 @@ def place(two_blocks, tmp_path_factory):
     for strategy, jobs in SHARDED.items():
         train_alone(two_blocks, place, *words(jobs, f"1 for {strategy}"))
     continue_from(place, 1, 2)
-    broken = dict.fromkeys(["skip", "stop"], "iterations=4")
+    broken = dict.fromkeys(["skip", "stop", "outage"], "iterations=4")
     jobs = [*words({**whole, **broken}, "2"), *words(CUT, "2 cut"), *words(CONTINUED, "1 then 2")]
     jobs += [job for strategy, of in SHARDED.items() for job in words(of, strategy, strategy)]
     run_ranks(SCRIPT, two_blocks, place, *jobs, world=2, logs=place, timeout_s=800)
@@ -163,6 +163,14 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_or_skips_on_all(place):
         assert rank["error"].startswith("The loss is not finite on rank 1 of 2, in update 1 of iteration 3.")
     assert_same("stop", *found["stop"], 0)
     assert all(value.isfinite().all() for value in found["skip"][0]["weights"].values())
+
+
+@pytest.mark.slow
+def test_ranks_save_together_if_a_reward_fails_on_all_images(place):
+    for rank in results(place / "2", 2, ["outage"])["outage"]:
+        assert rank["error"].startswith("16 of 16 images of iteration 3 failed, so there is nothing to learn.")
+    saved = torch.load(place / "2" / "checkpoints" / "interrupted.ckpt", weights_only=True)
+    assert saved["epoch"] == 2
 
 
 @pytest.mark.slow
