@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
@@ -37,9 +37,9 @@ class FlowGRPO(ChainObjective):
     ``geneval_sd3_fast_nocfg``, which samples with CPS and without guidance, for Fast and for CPS.
 
     Args:
-        clip: Half-width of the ratio's trust region; null is 1e-4, or 1e-5 for Fast and CPS.
-        kl_weight: Weight of the KL to the starting weights; null is 0.04 (OCR, GenEval; PickScore has 0.01), or 0 for
-            Fast and CPS.
+        clip: Half-width of the ratio's trust region; null for none. ``auto`` is 1e-4, or 1e-5 for Fast and CPS.
+        kl_weight: Weight of the KL to the starting weights; 0 or null for none. ``auto`` is 0.04 (OCR, GenEval;
+            PickScore has 0.01), or 0 for Fast and CPS.
         fast: Add noise (by default of level 0.8) and train only in a short window; its place is drawn for each
             iteration, and never includes the last step.
         fast_window: Steps of that window.
@@ -53,8 +53,8 @@ class FlowGRPO(ChainObjective):
 
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("flow_sde", steps=10, guidance=4.5)
 
-    clip: Annotated[float, Range(above=0, below=1)] | None = None
-    kl_weight: NonNegativeFloat | None = None
+    clip: Annotated[float, Range(above=0, below=1)] | Literal["auto"] | None = "auto"  # type: ignore[assignment]
+    kl_weight: NonNegativeFloat | Literal["auto"] | None = "auto"  # type: ignore[assignment]
     fast: bool = False
     fast_window: Annotated[int, Range(1, 1000), OnlyWith("fast")] = 3
     fast_range: Annotated[tuple[NonNegativeInt, NonNegativeInt], OnlyWith("fast")] | None = None
@@ -66,9 +66,9 @@ class FlowGRPO(ChainObjective):
             self.rollout = RolloutSpec("cps", steps=10)
         super().__post_init__()
         later = self.fast or self.spec.solver == "cps"
-        if self.clip is None:
+        if self.clip == "auto":
             self.clip = 1e-5 if later else 1e-4
-        if self.kl_weight is None:
+        if self.kl_weight == "auto":
             self.kl_weight = 0.0 if later else 0.04
         if self.fast and self.spec.is_sde and self.spec.noise_level is None:
             self.rollout = replace(self.spec, noise_level=FAST_NOISE)

@@ -168,3 +168,10 @@ def test_the_mean_is_that_of_the_images_kept_on_all_ranks(tiny_sd3):
         policy, drop=True, all_ranks=lambda kept: torch.cat([kept, torch.ones(6)])
     )
     assert with_a_rank_that_keeps_all == pytest.approx(alone * (2 / 6) / (8 / 12), rel=1e-5)
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, (1e-4, 0.04)), ({"fast": True}, (1e-5, 0.0))])
+def test_null_switches_the_clip_and_the_kl_off(options, expected):
+    published, plain = FlowGRPO(**options), FlowGRPO(**options, clip=None, kl_weight=None)
+    assert (published.clip, published.kl_weight) == expected
+    assert (plain.clip, plain.kl_weight) == (None, None)
