@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -43,7 +44,8 @@ def choose_micro_batch_size(module: TrainingModule) -> None:
         return
     ranks = image_ranks(trainer)[1]
     share = sizes.images_per_share(ranks)
-    prompt = next(iter(trainer.datamodule.training_rows()))["prompt"]
+    rows = islice(trainer.datamodule.training_rows(), 1000)
+    prompt = max((row["prompt"] for row in rows), key=len)  # it may have more tokens than others
     trial = Trial(module, module.optimization.optimizer, sizes.plan(ranks), prompt)
     room = -trial.most_of_ranks(-trial.room())
     with trial.without_trace():
