@@ -90,7 +90,7 @@ class DGPO(GroupObjective):
 
     def copies_needed(self) -> dict[str, Copy]:
         copies, keeps = super().copies_needed(), {}
-        if self.kl_weight > 0 or self.norm_weight > 0:
+        if self.needs_reference:
             keeps["reference"] = prediction
         if self.reference == "frozen":
             keeps["reference_losses"] = self.pair_losses

@@ -307,6 +307,11 @@ class PairObjective(Objective):
         return (self.noisiest or self.num_times_in_all) - 1 if number is None else int(number)
 
     @property
+    def needs_reference(self) -> bool:
+        """True if a loss needs the predictions of the start's weights."""
+        return self.kl_weight > 0 or self.norm_weight > 0
+
+    @property
     def sharing(self) -> Sharing:
         """Images that share their pairs."""
         return "group" if self.times_per in ("row", "iteration") else "none"
@@ -342,7 +347,7 @@ class PairObjective(Objective):
 
     def copies_needed(self) -> dict[str, Copy]:
         copies = {}
-        if self.kl_weight > 0 or self.norm_weight > 0:
+        if self.needs_reference:
             copies["reference"] = Copy({"reference": prediction})
         if self.anchor_weight > 0 and self.anchor_decay is not None:
             copies["anchor"] = Copy({"anchor": prediction}, decay=self.anchor_decay)

@@ -109,10 +109,11 @@ class VGRPO(PairObjective):
         keeps = {"elbo": self.elbo}
         if self._kl_to("behaviour"):  # else they would waste as much memory as all pairs
             keeps["behaviour"] = prediction
-        copies = {"old": Copy(keeps, decay=0.0)} | super().copies_needed()
-        if not self._kl_to("reference") and not self.norm_weight:
-            copies.pop("reference", None)
-        return copies
+        return {"old": Copy(keeps, decay=0.0)} | super().copies_needed()
+
+    @property
+    def needs_reference(self) -> bool:
+        return self._kl_to("reference") or self.norm_weight > 0
 
     def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:
         elbo = self.elbo(now)
