@@ -41,6 +41,11 @@ class EMA(L.Callback):
         self._swapped = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        if self._restored is None and self.average is not None and trainer.global_step > 0:
+            self.average.follow()  # the trainer goes on
+            return
+        if self._restored is None:
+            self.num_updates = 0  # of an earlier fit
         self.average = Snapshot(pl_module)
         self._restore()
 

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_vgrpo.core.advantages import STD_FLOOR, mean_score, no_spread_share
-from lit_vgrpo.core.gather import all_gather_objects, image_ranks, sum_over_ranks
+from lit_vgrpo.core.gather import all_gather, all_gather_objects, image_ranks, sum_over_ranks
 from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.meta import flops_per_image
@@ -102,9 +102,6 @@ class RewardLogger(L.Callback):
     def _local(self, record: IterationRecord, seconds: float) -> dict[str, float]:
         """Return metrics of this rank's images, to be averaged over ranks."""
         values = {f"policy/{name}": value for name, value in record.means().items()}
-        before = record.before_first_step("ratio_deviation")
-        if before is not None:
-            values["policy/ratio_deviation_before_update"] = before.max()
         if self._norms:
             values["policy/grad_norm"] = torch.stack(self._norms).mean()
         metrics: dict[str, float] = {}
@@ -133,6 +130,8 @@ class RewardLogger(L.Callback):
             "cost/train_s": module.ledger.stopwatch.wall_s,
             "cost/cpu_s": module.ledger.stopwatch.cpu_s,
         }
+        if (before := record.before_first_step("ratio_deviation")) is not None:
+            metrics["policy/ratio_deviation_before_update"] = float(all_gather(before.max()[None]).max())
         metrics |= record.diagnostics
         metrics |= {f"edit/{name}": float(values.nanmean()) for name, values in record.edits.items()}
         if record.edits and not self._warned_of_copies:

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,12 +29,13 @@ ROW_FIELD = "rewards"
 
 @dataclass(frozen=True)
 class Part:
-    """One reward of a sum; with weight 0 it is only logged."""
+    """One reward of a sum; with weight 0 it is only logged, and so is an untrained one."""
 
     name: str
     reward: Reward
     weight: float
     clip: tuple[float | None, float | None] | None = None
+    is_untrained: bool = False
 
 
 @checked
@@ -112,7 +113,8 @@ class Weighted(Reward):
                 advice = "Choose another, or set its name." if has_name(part.reward) else "Choose another."
                 raise ValueError(f'untrained_reward and model.reward both have a "{part.name}". {advice}')
         if any(part.weight for part in kept):
-            added = [Part(part.name, part.reward, 0.0) for part in added]
+            added = [replace(part, weight=0.0, clip=None) for part in added]
+        added = [replace(part, is_untrained=True) for part in added]
         parts = [*kept, *added]
         if parts == self.parts or not any(part.weight for part in parts):
             return self
@@ -287,7 +289,8 @@ class Weighted(Reward):
 
     def _applies(self, part: Part, row: Mapping[str, Any]) -> bool:
         names = _named(row)
-        rivals = [other.name for other in self.parts if bool(other.weight) == bool(part.weight)]
+        kind = bool(part.weight), part.is_untrained
+        rivals = [other.name for other in self.parts if (bool(other.weight), other.is_untrained) == kind]
         return part.name in names or not any(name in rivals for name in names)
 
 

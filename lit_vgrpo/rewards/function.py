@@ -21,6 +21,8 @@ from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, described,
 from lit_vgrpo.system.paths import import_from_here, missing_module
 
 FORM = "Name a function of (images, prompts) or (images, prompts, rows) that returns one number per image."
+ROWS = ("rows", "metadata")
+"""Names of a third argument that gets the rows also if it has a default other than None."""
 Images = Literal["tensor", "pil", "numpy"]
 if TYPE_CHECKING:
     RewardLike = Reward | Callable[..., Any]
@@ -167,7 +169,11 @@ class PythonReward(Reward):
             raise RewardError(f"{self._shown} is a class. {FORM} A subclass of Reward is named by {own}.")
         takes_references = "references" in signature.parameters and "references" not in self.options
         given = {**self.options, **({"references": None} if takes_references else {})}
-        for count in (3, 2):
+        third = [*signature.parameters.values()][2:3]  # with a value of its own it is an option, such as invert=False
+        is_option = any(
+            one.default is not one.empty and one.default is not None and one.name not in ROWS for one in third
+        )
+        for count in (2,) if is_option else (3, 2):
             try:
                 signature.bind(*["images", "prompts", "rows"][:count], **given)
                 return function, takes_references, count

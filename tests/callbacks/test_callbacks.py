@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from helpers import fit, make_data, make_module, make_trainer, weights
+from helpers import fit, make_data, make_module, make_trainer, same, weights
 from PIL import Image
 
 from lit_vgrpo import SD3Policy
@@ -34,6 +34,20 @@ def test_ema_equals_the_recursion_in_optimizer_steps(tiny_sd3, tmp_path):
         expected = {name: 0.8 * value + 0.2 * step[name].double() for name, value in expected.items()}
     for name, value in expected.items():
         torch.testing.assert_close(ema.average.tensors["policy." + name].double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_the_average_goes_on_with_the_trainer_and_starts_over_with_another(tiny_sd3, tmp_path):
+    ema, module, data = EMA(0.9), make_module(tiny_sd3), make_data()
+    trainer = make_trainer(tmp_path, 2, [ema])
+    trainer.fit(module, datamodule=data)
+    before = ema.average.state_dict()
+    trainer.fit(module, datamodule=data)  # nothing is left to train
+    assert same(before, ema.average.state_dict())
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, datamodule=data)
+    assert ema.num_updates == 3
+    make_trainer(tmp_path, 1, [ema]).fit(module, datamodule=data)
+    assert ema.num_updates == 1
 
 
 def test_evaluation_sees_the_average_and_training_goes_on_from_the_weights(tiny_sd3, tmp_path):

@@ -192,6 +192,9 @@ def test_a_sum_is_extended_by_others():
     batch = both.score(IMAGES, PROMPTS, ROWS)
     assert batch.total.tolist() == [0, 2, 4, 6]
     assert other.total(batch.parts, batch.applies).tolist() == [0, 1, 1, 1]
+    logged = Weighted([Field("a"), Field("b")], [1.0, 0.0]).observing(other)  # a row may name the logged one
+    batch = logged.score(IMAGES, PROMPTS, [{"number": i, "rewards": ["a", "b"]} for i in range(4)])
+    assert other.total(batch.parts, batch.applies).tolist() == [0, 1, 1, 1]
     assert trained.observing(None) is trained
     with pytest.raises(ValueError, match='untrained_reward and model.reward both have a "a"'):
         trained.observing(Weighted([Field("a")]))
@@ -228,7 +231,7 @@ def test_a_reward_explains_its_failures_without_control_characters():
         raise SystemExit("\x1b[2Jgone\nwrong")
 
     batch = score(Field("bad", trouble))
-    assert batch.errors["bad"].endswith(".py:228: SystemExit: ?[2Jgone wrong.")
+    assert batch.errors["bad"].endswith(".py:231: SystemExit: ?[2Jgone wrong.")
 
     def tells(scores, images, rows):
         own.failure = "\x1b[2J told\r"

@@ -172,6 +172,21 @@ def test_a_function_is_a_reward():
     assert as_weighted([redness, JPEGCompressibility()]).weight_of == {"redness": 0.5, "jpeg": 0.5}
 
 
+def test_a_third_argument_with_a_value_of_its_own_is_an_option():
+    def inverts(images, prompts, invert=False):
+        return -redness(images, prompts) if invert else redness(images, prompts)
+
+    def reads(images, prompts, metadata=()):
+        return [len(metadata)] * len(prompts)
+
+    def may_read(images, prompts, extra=None):
+        return [len(extra)] * len(prompts)
+
+    scores = [Weighted([one])(IMAGES, PROMPTS, ROWS) for one in (inverts, reads, may_read)]
+    torch.testing.assert_close(scores[0], torch.tensor([0.0, 1.0, 0.2]))
+    assert scores[1].tolist() == scores[2].tolist() == [3, 3, 3]
+
+
 class Channel(torch.nn.Module):
     def forward(self, images, prompts):
         return redness(images, prompts)

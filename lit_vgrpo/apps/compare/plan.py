@@ -8,6 +8,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lit_vgrpo.config.tree import Place, class_name, dotted, leaves, merged, rep
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import UserError, counted, shell_line, suggestion, unknown_option
 from lit_vgrpo.launch.build import build
-from lit_vgrpo.system.paths import shipped, typed_path
+from lit_vgrpo.system.paths import file_sha256, shipped, typed_path
 
 KEYS = ("like", "published", "tuned", "found", "sweep")
 MAY_SET = (
@@ -209,13 +210,24 @@ def runs_of(options: CompareOptions, chosen: Iterable[Entrant]) -> list[Run]:
         path, name = recipes / f"{entrant.name}.yaml", f"{entrant.name}-seed{seed}"
         path.write_text(recipe_text(entrant, f"{path}", unchanged_texts(options.texts, options.base, entrant.recipe)))
         files = path, folders / name, logs / f"{name}.log"
-        runs.append(Run(name, entrant.method, entrant.settings, seed, *files, fingerprint(entrant.recipe, seed)))
+        mark = fingerprint(entrant.recipe, seed, options.command.recipe.parent)
+        runs.append(Run(name, entrant.method, entrant.settings, seed, *files, mark))
     return runs
 
 
-def fingerprint(recipe: Mapping[str, Any], seed: int) -> str:
-    """Return a hash of the recipe, including its iterations, and the seed."""
-    text = json.dumps(merged(recipe, {"seed_everything": seed}), sort_keys=True, default=str)
+def fingerprint(recipe: Mapping[str, Any], seed: int, folder: Path = Path()) -> str:
+    """Return a hash of the recipe, including its iterations, of the seed, and of the files that the recipe names.
+
+    Those are files of prompts, and modules such as a reward's, in the current folder or the recipe's.
+    """
+    found = {}
+    for value in {value for _, value in leaves(recipe) if isinstance(value, str)}:
+        module = value.partition(":")[0] if ":" in value else value.rpartition(".")[0]
+        for file in (Path(value), *(place / f"{module.replace('.', '/')}.py" for place in (Path(), folder))):
+            with suppress(OSError, ValueError, RuntimeError):  # a text that no file can have as its name
+                if (typed := typed_path(file)).is_file():
+                    found[str(file)] = file_sha256(typed)
+    text = json.dumps([merged(recipe, {"seed_everything": seed}), found], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

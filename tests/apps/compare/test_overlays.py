@@ -1,6 +1,7 @@
 """Overlays: what a method changes in a recipe, and what it may not change."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -89,6 +90,17 @@ def test_a_race_drops_what_costs_and_keeps_the_average():
     expected = {"callbacks": [average], "max_epochs": 7, "check_val_every_n_epoch": 2, "max_steps": -1}
     assert expected.items() <= recipe["trainer"].items()
     assert not {"name", "seed_everything", "run_dir"} & recipe.keys()
+
+
+def test_an_edited_file_of_the_recipe_is_another_run(here):
+    recipe = {"data": {"train": "mine.txt"}, "model": {"reward": {"python": "scores.mine:bright"}, "name": "~nobody/x"}}
+    Path("scores").mkdir()
+    marks = []
+    for text in ("one", "two"):
+        for file in ("mine.txt", "scores/mine.py"):
+            Path(file).write_text(text)
+            marks.append(plan.fingerprint(recipe, 0))
+    assert len({*marks}) == 4
 
 
 OF_A_UNET = ["ddpo"]
