@@ -35,6 +35,7 @@ def compare(typed: Compare) -> int:
     """Train methods from the same start, or, with ``--sweep``, search for their settings; return 1 if a run failed."""
     options = CompareOptions(**vars(typed))
     chosen = entrants(options)
+    options.refuse_others_results()  # after the errors in what was typed
     with locked(typed_path(options.out)):
         runs = runs_of(options, chosen)
         size = f"{counted(len(runs), 'run')} of {counted(options.iterations, 'iteration')}"
