@@ -80,7 +80,9 @@ class Command:
                 raise UserError(*found)
         if not files:
             raise UserError("No recipe given. Try: lightning run tiny_shapes")
-        return cls(find_recipe(files[0]), [find_overlay(name) for name in files[1:]], overrides, resume)
+        values = [*(word for word in files[2:] if word != "="), "VALUE"]  # of a key that is no overlay
+        overlays = [find_overlay(name, value) for name, value in zip(files[1:], values, strict=False)]
+        return cls(find_recipe(files[0]), overlays, overrides, resume)
 
     @property
     def settings(self) -> list[str]:

@@ -115,6 +115,8 @@ def recipe(tiny_recipe):
         (["model.reward=raises.X"], "raises.py:3: RuntimeError: out of luck."),
         (["model.reward=needy.X"], "needy.py:3: ModuleNotFoundError: No module named 'no_such_package'"),
         (["model.reward=leaves.X"], "leaves.py:1: SystemExit: bye."),
+        (["model.reward=rewards_of_mine.Fragle"], "'rewards_of_mine' has no attribute 'Fragle'. Did you mean Fragile?"),
+        (["model.reward=guests.hungry"], "guests.hungry names no class. For a function, write python:guests:hungry."),
         (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py:14: KeyError: 'no such key'."),
         (["model.reward=rewards_of_mine.Unready"], "rewards_of_mine.py:27: MemoryError: none left."),
         (["model.reward={python: 'leaves:reward'}"], "leaves:reward cannot be imported (leaves.py:1: SystemExit: bye)"),
