@@ -171,6 +171,7 @@ class RecipeCLI(LightningCLI):
         self.make_folder = self.make_folder and is_first_process()
         self.folder = self._asked_folder if self.resumption is None else self.resumption.folder
         if self.make_folder:
+            self.made = [parent for parent in self.folder.parents if not parent.exists()]
             self.folder = reserve(self.folder, self.resumption is not None)
             self.lock.take(self.folder)
             for name in ("", CHECKPOINTS, "samples", "report", "benchmarks"):
@@ -308,7 +309,7 @@ class RecipeCLI(LightningCLI):
     def give_back(self) -> None:
         """Remove the run folder if this process has it and nothing was written to it."""
         if self.lock.is_held:
-            release(self.folder)  # before another run can take it
+            release(self.folder, self.made)  # before another run can take it
         self.lock.release()
 
 
