@@ -195,9 +195,9 @@ def _class_named(name: str, kinds: Sequence[type]) -> type | str | None:
     try:
         found = resolve_name(name)
     except Exception as error:  # also of a module of the user
-        owner = getattr(error, "obj", None)  # the module that lacks the name
-        known = getattr(owner, "__all__", getattr(owner, "__dict__", ()))
-        fitting = [one for one in known if _fits(getattr(owner, one, None), kinds)]
+        owner: Any = getattr(error, "obj", None)  # the module that lacks the name
+        names: Iterable[str] = getattr(owner, "__all__", getattr(owner, "__dict__", ()))
+        fitting = [one for one in names if _fits(getattr(owner, one, None), kinds)]
         meant = f". {suggestion(getattr(error, 'name', name), fitting)}" if fitting else ""
         return f": {missing_module(error, name) or error_in_user_code(error) or one_line(error)}{meant}"
     try:

@@ -137,7 +137,7 @@ def refuse_overrides(words: Sequence[str], refused: Mapping[str, str]) -> None:
 
 
 def find_recipe(text: str) -> Path:
-    """Return a recipe's file: a path, a shipped name, also with ``recipes/`` and ``.yaml``, or its folder or a run's."""
+    """Return a recipe's file: a path, a shipped name, also with ``recipes/`` and ``.yaml``, or a folder with one."""
     recipes = shipped()
     for name in (CONFIG_NAME, RECIPE_NAME) if text not in recipes else ():
         if (file := Path(text).expanduser() / name).is_file():

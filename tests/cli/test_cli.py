@@ -41,7 +41,7 @@ OVERRIDE = "Overrides are written key=value: trainer.max_epochs=3\n"
     ("args", "line"),
     [
         (["rum"], "No such command 'rum'. Did you mean 'run'?"),
-        (["run"], "Missing argument 'recipe'. Shipped recipe, file, or folder of a recipe or run. Try: "),
+        (["run"], "Missing argument 'recipe'. Shipped recipe, file, or folder with a recipe. Try: "),
         (["report"], "Missing argument 'runs'. Run folders, such as runs/tiny_shapes, or a folder of runs. Try: light"),
         (["run", "tiny_shapes", "--trainer.max_epochs=3"], f"No such option: --trainer.max_epochs. {OVERRIDE}"),
         (["run", "tiny_shapes", "--max-epochs", "3"], f"No such option: --max-epochs. {OVERRIDE}"),

@@ -59,7 +59,10 @@ LINES = [
         [f"model.optimizer={ADAM}", "model.optimizer.lrr=3"],
         "model.optimizer.lrr is not an option of AdamW. Did you mea",
     ),
-    ("model.optimizer=torch.optim.Adamm", "model.optimizer: module 'torch.optim' has no attribute 'Adamm'. Did you mean Adam?"),
+    (
+        "model.optimizer=torch.optim.Adamm",
+        "model.optimizer: module 'torch.optim' has no attribute 'Adamm'. Did you mean Adam?",
+    ),
     ("model.optimizer.lr=small", "model.optimizer.lr=small: expected a number."),
     ("steps=3", "steps is not an option of a recipe. Did you mean model.objective.rollout.steps?"),
     (["model.policy=SD3Policy", "model.policy.init_args={}"], "The recipe lacks model.policy.checkpoint."),
