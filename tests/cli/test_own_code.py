@@ -237,9 +237,10 @@ def test_the_end_names_what_was_written(recipe, capsys):
     """A try with fast_dev_run has no loggers; the commands can be typed."""
     assert run([recipe, "trainer.fast_dev_run=true", "run_dir=my runs"]) == 0
     said = "Everything is in my runs: report.html, summary.json, checkpoints.\nThe result: my runs/report.html\n"
+    score = "lightning eval 'my runs' --reference  # Score before and after, with confidence intervals"
     draw = "lightning sample 'my runs' --prompt 'a red circle on the left'  # Draw a prompt"
     export = "lightning export 'my runs' --to 'my runs_export'  # Write the weights for diffusers"
-    assert capsys.readouterr().out.endswith(f"{said}Next:\n  {draw}\n  {export}\n")
+    assert capsys.readouterr().out.endswith(f"{said}Next:\n  {score}\n  {draw}\n  {export}\n")
     written = {".lock", "config.yaml", "report", "report.html", "summary.json", "checkpoints"}
     assert {path.name for path in Path("my runs").iterdir()} == written
     header = Path("my runs/config.yaml").read_text().splitlines()[0]
