@@ -29,7 +29,7 @@ from lit_vgrpo.config.recipe import FOUND_IN, Recipe
 from lit_vgrpo.config.tree import replaced
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import UserError, shell_line
+from lit_vgrpo.errors import UserError, counted, shell_line
 from lit_vgrpo.launch.checks import LINKED, UnscorablePrompts, callback_errors, metric_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.hub import with_one_download
@@ -269,6 +269,8 @@ class RecipeCLI(LightningCLI):
         taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} belongs to an earlier run)"
         lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}"]
         lines.append(f"Run folder: {self.folder}{taken}")
+        if device.type == "cpu" and (count := self.trainer.num_devices) > (cores := os.cpu_count() or count):
+            lines.append(f"WARNING: {count} processes share {counted(cores, 'CPU core')}. Lower trainer.devices.")
         if (gpu := idle_gpu(device)) is not None:
             lines.append(f"WARNING: {gpu} is not used. To train on it: trainer.accelerator=gpu")
         if self.resumption is not None:

@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import ExifTags, Image, ImageSequence
 
 from lit_vgrpo.core.pixels import save_webp
-from lit_vgrpo.errors import one_line, shell_line
+from lit_vgrpo.errors import one_line
 from lit_vgrpo.report import run_data, verdict
 from lit_vgrpo.report.curves import plots
 from lit_vgrpo.report.run_data import TO_EDIT, RunData, Say
