@@ -96,7 +96,7 @@ class RecipeCLI(LightningCLI):
             args["seed_everything"] = random.SystemRandom().randrange(2**31)
         self.config = parser.parse_object(args)
         command, swapped = self.recipe.command, self.recipe.swapped
-        if self.config.name is None:
+        if not self.config.name:
             suffix = "" if swapped is None else f"_{swapped.rpartition('.')[2]}"
             self.config.name = f"{command.recipe.stem}{suffix}"
         if command.resume:

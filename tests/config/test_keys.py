@@ -127,6 +127,10 @@ def test_entries_of_lists_and_numbers_like_text(tiny_recipe):
     assert [c.decay for c in cli.trainer.callbacks if type(c).__name__ == "EMA"] == [0.5]
 
 
+def test_an_empty_name_is_that_of_the_file(tiny_recipe):
+    assert f"{build([str(tiny_recipe), 'name='], make_folder=False).folder}" == "runs/tiny"
+
+
 def test_another_class_leaves_the_options_of_the_recipes_class(tiny_recipe):
     words = [SEVERAL, "model.reward=JPEGCompressibility", "model.reward.quality=20"]
     assert build([str(tiny_recipe), *words], make_folder=False).model.reward.rewards[0].quality == 20

@@ -69,7 +69,7 @@ class CompareOptions(Compare):
     prompts: str = field(init=False, default="held-out prompts")
 
     def __post_init__(self) -> None:
-        self.methods = list(DEFAULT_METHODS) if self.named is None else read_names(self.named)
+        self.methods = read_names(self.named or "") or list(DEFAULT_METHODS)
         self.settings = None if self.kinds is None else read_names(self.kinds)
         if not set(self.settings or ()) <= set(SETTINGS):
             raise UserError(f"--settings {self.kinds} is not published, tuned or published,tuned.")

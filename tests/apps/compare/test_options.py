@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from commands import compare, compare_options
 
+from lit_vgrpo.apps.compare.command import locked
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.system.paths import typed_path
 
 
 def parsed(*words):
@@ -94,6 +96,13 @@ def test_results_of_another_recipe_or_override_are_not_replaced(tmp_path):
         file.write_text(damaged)
         with pytest.raises(UserError, match="has results of another recipe"):
             checked(*words)
+
+
+def test_an_empty_list_of_methods_is_the_default_and_a_file_is_no_folder(here):
+    assert parsed("--methods", ",").methods == parsed().methods
+    Path("mine").touch()
+    with pytest.raises(UserError, match=r"Cannot create mine: File exists. Choose another folder: --out DIR."):
+        locked(typed_path("mine")).__enter__()
 
 
 def test_a_mistake_in_what_was_typed_is_named_before_an_earlier_comparison(tmp_path, capsys):
