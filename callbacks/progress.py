@@ -68,13 +68,17 @@ class ProgressBar(LightningProgressBar):
             self._shown["loss"] = f"{float(record.losses[-1]):.4f}"
         seconds = pl_module.ledger.stopwatch.wall_s - self._train_s
         self._shown["images/s"] = f"{record.images / max(seconds, 1e-9):.3g}"
+        self._show_heldout(pl_module)
+
+    def _show_heldout(self, module: VGRPOModule) -> None:
+        if module.evaluator.history:  # of a resumed run before its first evaluation, too
+            self._shown["held-out"] = score_text(module.evaluator.history[-1].reward)
         if self._bar is not None:
             self._bar.set_postfix(self._shown)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         done, total = trainer.current_epoch + 1, trainer.max_epochs or 0
-        if "heldout/reward" in pl_module.evaluator.latest:
-            self._shown["held-out"] = score_text(pl_module.evaluator.latest["heldout/reward"])
+        self._show_heldout(pl_module)
         self._shown.pop("alarm", None)
         if any(alarm.is_on for alarm in callbacks_of(trainer, RewardHackAlarm)):
             self._shown["alarm"] = "reward hacking?"
@@ -92,6 +96,7 @@ class ProgressBar(LightningProgressBar):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if self._bar is not None:
+            self._show_heldout(pl_module)  # the evaluation at the end
             self._bar.close()
         self._bar = None
 

@@ -76,12 +76,12 @@ class RunSummary(L.Callback):
 
     def finish(self, trainer: L.Trainer, module: VGRPOModule, completed: bool) -> None:
         """Print the held-out reward before and after training; called on the first rank."""
-        evaluations, end = module.evaluator.comparable, module.evaluator.latest.get(TRAINED)
-        if completed and end is not None and len(evaluations) > 1:
-            start, done = evaluations[0], counted(trainer.current_epoch, "iteration")
+        evaluations = module.evaluator.comparable
+        if (completed or self._outcome == "interrupted") and len(evaluations) > 1:
+            start, end = evaluations[0], evaluations[-1]
             when = f"after {counted(start.iteration, 'iteration')}" if start.iteration else "before"
             weights = evaluated_weights(trainer)
-            before, now = score_text(start.reward), score_text(end)
+            before, now, done = score_text(start.reward), score_text(end.reward), counted(end.iteration, "iteration")
             say(f"Held-out reward {before} {when}, {now} after {done} ({weights} weights).")
             say(f"Did it cheat? {self._cheating(trainer, module).words}")
         if completed and self.reason is not None:

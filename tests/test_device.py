@@ -29,6 +29,13 @@ def test_a_gpu_that_is_not_used_is_named(tiny_recipe, gpu):
     assert idle_gpu(torch.device("cuda", 0)) is None
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_processes_that_share_a_core_are_named(tiny_recipe, monkeypatch, devices):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    lines = build([str(tiny_recipe), f"trainer.devices={devices}"], make_folder=False).opening()
+    assert ("WARNING: 2 processes share 1 CPU core. Lower trainer.devices." in lines) == (devices == 2)
+
+
 def test_a_phase_ends_when_the_gpu_is_done(gpu):
     """Its work is only queued when a call returns, and would be booked on the next phase."""
     seconds = {}

@@ -108,9 +108,8 @@ def _check_recipe(command: Command, gpu_bytes: int | None) -> Policy:
         raise UserError(*errors)
     changed = " (before your changes)" if command.overlays or command.overrides else ""
     evidence = [f"Evidence{changed}: {level}."] if level else []
-    prompts = [*cli.about_prompts(), *filter(None, [cli.datamodule.sets.heldout_warning()])]
     shown = [f"{cli.model.policy.pipeline_class}, learned from watched calls:", *learned] if learned else []
-    say("\n".join([*recipe.notes, cli.plan(), estimate, *shown, *prompts, *evidence]))
+    say("\n".join([*recipe.notes, cli.plan(), estimate, *shown, *cli.about_prompts(), *evidence]))
     say(f"{command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return cli.model.policy
 

@@ -48,7 +48,7 @@ def _recipes(incomplete: str) -> list[str]:
     return [name for name in shipped() if name.startswith(incomplete)] + files
 
 
-RecipeArg = Annotated[str, Argument(help="Shipped recipe, file or run folder.", autocompletion=_recipes)]
+RecipeArg = Annotated[str, Argument(help="Shipped recipe, file, or folder with a recipe.", autocompletion=_recipes)]
 Words = Annotated[
     list[str] | None, Argument(metavar="[OVERLAY|key=value]", help="Files merged over the recipe, and overrides.")
 ]

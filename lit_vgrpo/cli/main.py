@@ -11,10 +11,12 @@ import re
 import sys
 import traceback
 import warnings
+from contextlib import suppress
+from typing import Any
 
 from lit_vgrpo.cli.commands import app
 from lit_vgrpo.core.ranges import limit_in_words
-from lit_vgrpo.errors import RewardError, UserError, error_in_user_code, report
+from lit_vgrpo.errors import RewardError, UserError, error_in_user_code, nearest, report, shell_line
 from lit_vgrpo.system.paths import started_here
 from lit_vgrpo.system.process import ignore_broken_pipes, is_first_process
 
@@ -88,9 +90,26 @@ def _lines(error: Exception) -> list[str]:
     if hasattr(error, "format_message"):
         message = limit_in_words(error.format_message())
         message = re.sub(INVALID, r"\1: \2", message)
-        hint = " Overrides are written key=value." if "No such option" in message else ""
+        hint = f" Overrides are written key=value{_override_of(error)}" if "No such option" in message else ""
         if message.startswith("Missing "):
             parameter, command = getattr(error, "param", None), getattr(error, "ctx", None)
             hint = f" {getattr(parameter, 'help', None) or ''} Try: lightning help {getattr(command, 'info_name', '')}"
         return [message + "." * (message[-1] not in ".?") + hint]
     return [f"{error} (--debug shows the traceback)"]
+
+
+def _override_of(error: Any) -> str:
+    """Return the override that an unknown option such as ``--max_epochs 3`` stands for, as the end of a sentence."""
+    from lit_vgrpo.config.recipe import SECTIONS, find_recipe, loaded
+    from lit_vgrpo.config.tree import leaves, typed_key
+
+    words, option = list(error.ctx.obj or []), str(error.option_name)
+    name, typed = option.lstrip("-").replace("-", "_"), [word.partition("=")[0] for word in words]
+    for word in words[1:] if option in typed else ():
+        with suppress(UserError):
+            keys = [typed_key(place) for place, _ in leaves(loaded(find_recipe(word)))]
+            meant = [key for key in keys if key.endswith(f".{name}") or not error.possibilities]
+            key = name if name.partition(".")[0] in SECTIONS else nearest(name, meant)
+            value = words[typed.index(option)].partition("=")[2] or [*words[typed.index(option) + 1 :], "VALUE"][0]
+            return f": {shell_line(f'{key}={value}')}" if key else "."
+    return "."

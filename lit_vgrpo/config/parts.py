@@ -195,7 +195,11 @@ def _class_named(name: str, kinds: Sequence[type]) -> type | str | None:
     try:
         found = resolve_name(name)
     except Exception as error:  # also of a module of the user
-        return f": {missing_module(error, name) or error_in_user_code(error) or one_line(error)}"
+        owner: Any = getattr(error, "obj", None)  # the module that lacks the name
+        names: Iterable[str] = getattr(owner, "__all__", getattr(owner, "__dict__", ()))
+        fitting = [one for one in names if _fits(getattr(owner, one, None), kinds)]
+        meant = f". {suggestion(getattr(error, 'name', name), fitting)}" if fitting else ""
+        return f": {missing_module(error, name) or error_in_user_code(error) or one_line(error)}{meant}"
     try:
         if issubclass(found, tuple(kinds)):
             return found
@@ -203,7 +207,15 @@ def _class_named(name: str, kinds: Sequence[type]) -> type | str | None:
         if inspect.isclass(found) or "return" in getattr(found, "__annotations__", {}):
             return None
     wanted = next((kind.__name__ for kind in kinds if not is_dataclass(kind)), kinds[0].__name__)
+    if wanted == "Reward" and inspect.isfunction(found):
+        return f"={name} names no class. For a function, write python:{':'.join(name.rsplit('.', 1))}."
     return f"={name} is not {'an' if wanted[0] in 'AEIOU' else 'a'} {wanted}. Name one of its classes."
+
+
+def _fits(value: Any, kinds: Sequence[type]) -> bool:
+    with suppress(TypeError):  # a protocol, or not a class
+        return issubclass(value, tuple(kinds)) and value not in kinds and not inspect.isabstract(value)
+    return False
 
 
 def _is_offered(kind: type) -> bool:

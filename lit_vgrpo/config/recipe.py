@@ -37,6 +37,8 @@ STAGES = "stages"
 """Key that makes a file a curriculum, see :mod:`lit_vgrpo.apps.curriculum.curriculum`."""
 NO_OVERLAYS = ("compare", "assets", "prompts", "starter", "benchmarks", "judges")
 """Shipped folders without overlays: a comparison's have a different format, and the starter is copied."""
+RECIPE_NAME = "recipe.yaml"
+"""The recipe in a folder that ``lightning init`` made."""
 FOUND_IN = "found_in"
 """Key of a run's ``config.yaml``: folders, relative to it, in which the run found paths and modules."""
 SECTIONS = {"model": "model.objective=VGRPO", "data": "data.group_size=8", "trainer": "trainer.max_epochs=20"}
@@ -80,7 +82,8 @@ class Command:
                 raise UserError(*found)
         if not files:
             raise UserError("No recipe given. Try: lightning run tiny_shapes")
-        return cls(find_recipe(files[0]), [find_overlay(name) for name in files[1:]], overrides, resume)
+        overlays = [find_overlay(name, files[rest:]) for rest, name in enumerate(files[1:], start=2)]
+        return cls(find_recipe(files[0]), overlays, overrides, resume)
 
     @property
     def settings(self) -> list[str]:
@@ -134,10 +137,11 @@ def refuse_overrides(words: Sequence[str], refused: Mapping[str, str]) -> None:
 
 
 def find_recipe(text: str) -> Path:
-    """Return the file of a recipe: a path, a shipped name, also with ``recipes/`` and ``.yaml``, or a run folder."""
-    recipes, of_run = shipped(), Path(text).expanduser() / CONFIG_NAME
-    if of_run.is_file() and text not in recipes:
-        return of_run
+    """Return a recipe's file: a path, a shipped name, also with ``recipes/`` and ``.yaml``, or a folder with one."""
+    recipes = shipped()
+    for name in (CONFIG_NAME, RECIPE_NAME) if text not in recipes else ():
+        if (file := Path(text).expanduser() / name).is_file():
+            return file
     return _find(text, recipes, "a recipe", "")
 
 
@@ -181,12 +185,17 @@ def find_runs(text: str) -> list[Path]:
     return [find_run(text)[0]]
 
 
-def find_overlay(text: str) -> Path:
-    """Return the file of an overlay: a path, or a shipped name such as ``strategy/zero2``."""
+def find_overlay(text: str, after: Sequence[str] = ()) -> Path:
+    """Return the file of an overlay: a path, or a shipped name such as ``strategy/zero2``.
+
+    Args:
+        after: The words typed after it, the first of which is the value if it is a key.
+    """
     if text.partition(".")[0] in SECTIONS and Path(text).suffix not in SUFFIXES:
         key = text.partition(":")[0]
-        raise UserError(f"{text} is not an overlay. An override is a single argument: {key}=VALUE.")
-    hint = " An override is written key=value, without spaces."
+        override = f"{key}={next((word for word in after if word != '='), 'VALUE')}"
+        raise UserError(f"{text} is not an overlay. An override is a single argument: {shell_line(override)}")
+    hint = " An override is written key=value, without spaces or in quotes."
     return _find(text, {**shipped_overlays(), **shipped()}, "an overlay", hint)
 
 

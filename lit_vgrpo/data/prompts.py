@@ -161,11 +161,22 @@ def _decoded(file: Path) -> str:
 def _read_text(source: PromptSource, kind: Kind, edits: bool) -> Rows:
     file = resolve_path(source.path)
     text = _decoded(file)
-    records = list(islice(_PARSERS[kind](text, source, file), source.limit))
-    if kind == "txt" and (marked := [number for number, row in records if row[PROMPT].startswith("# ")]):
+    rows, wrong = dict[int, Row](), dict[int, PromptError]()
+    for number, record in islice(_PARSERS[kind](text, source, file), source.limit):
+        try:
+            if isinstance(record, PromptError):
+                raise record
+            rows[number] = _checked_row(record, source, f"{file} line {number}", edits)
+        except PromptError as error:
+            wrong[number] = error
+    if wrong:
+        first, *others = wrong.values()
+        counted = f" In all, {len(wrong)} lines are wrong, the first: {', '.join(map(str, [*wrong][:3]))}."
+        raise PromptError(f"{first}{counted if others else ''}") from first
+    if kind == "txt" and (marked := [number for number, row in rows.items() if row[PROMPT].startswith("# ")]):
         what = f'{file} line {marked[0]} starts with "# " and is a prompt, since a .txt has no comments'
         warnings.warn(f"{what} (lines like it: {len(marked)}). Remove what is not a prompt.", stacklevel=2)
-    return [_checked_row(row, source, f"{file} line {number}", edits) for number, row in records]
+    return [*rows.values()]
 
 
 def _txt_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[int, Row]]:
@@ -175,18 +186,18 @@ def _txt_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[
             yield number, {PROMPT: line.strip()}
 
 
-def _jsonl_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[int, Row]]:
+def _jsonl_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[int, Row | PromptError]]:
     for number, line in _txt_records(text, source, file):
         try:
             row = json.loads(line[PROMPT])
         except (ValueError, RecursionError) as error:
-            raise PromptError(f"{file} line {number}: not JSON ({error}).") from error
-        if not isinstance(row, dict):
-            raise PromptError(f'{file} line {number}: not an object. Write lines such as {{"prompt": "a cat"}}.')
+            row = PromptError(f"{file} line {number}: not JSON ({error}).")
+        if not isinstance(row, dict | PromptError):
+            row = PromptError(f'{file} line {number}: not an object. Write lines such as {{"prompt": "a cat"}}.')
         yield number, row
 
 
-def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[int, Row]]:
+def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[int, Row | PromptError]]:
     """Yield the rows of a csv file with the number of their last line; cells are text, and empty ones are left out."""
     reader = csv.DictReader(StringIO(text, newline=""), strict=True)
     try:
@@ -196,10 +207,9 @@ def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[
         _check_column(names, source, f"{file} line 1")
         for row in reader:
             if None in row or None in row.values():
-                raise PromptError(
-                    f"{file} line {reader.line_num}: more or fewer cells than the header. Quote cells with commas."
-                )
-            if any(cell.strip() for cell in row.values()):
+                what = "more or fewer cells than the header. Quote cells with commas."
+                yield reader.line_num, PromptError(f"{file} line {reader.line_num}: {what}")
+            elif any(cell.strip() for cell in row.values()):
                 filled = {name: cell for name, cell in row.items() if cell.strip()}
                 yield reader.line_num, {source.column or PROMPT: "", **filled}
     except csv.Error as error:

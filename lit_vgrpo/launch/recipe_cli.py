@@ -29,7 +29,7 @@ from lit_vgrpo.config.recipe import FOUND_IN, Recipe
 from lit_vgrpo.config.tree import replaced
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import UserError, shell_line
+from lit_vgrpo.errors import UserError, counted, shell_line
 from lit_vgrpo.launch.checks import LINKED, UnscorablePrompts, callback_errors, metric_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.hub import with_one_download
@@ -96,7 +96,7 @@ class RecipeCLI(LightningCLI):
             args["seed_everything"] = random.SystemRandom().randrange(2**31)
         self.config = parser.parse_object(args)
         command, swapped = self.recipe.command, self.recipe.swapped
-        if self.config.name is None:
+        if not self.config.name:
             suffix = "" if swapped is None else f"_{swapped.rpartition('.')[2]}"
             self.config.name = f"{command.recipe.stem}{suffix}"
         if command.resume:
@@ -171,6 +171,7 @@ class RecipeCLI(LightningCLI):
         self.make_folder = self.make_folder and is_first_process()
         self.folder = self._asked_folder if self.resumption is None else self.resumption.folder
         if self.make_folder:
+            self.made = [parent for parent in self.folder.parents if not parent.exists()]
             self.folder = reserve(self.folder, self.resumption is not None)
             self.lock.take(self.folder)
             for name in ("", CHECKPOINTS, "samples", "report", "benchmarks"):
@@ -268,6 +269,8 @@ class RecipeCLI(LightningCLI):
         taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} belongs to an earlier run)"
         lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}"]
         lines.append(f"Run folder: {self.folder}{taken}")
+        if device.type == "cpu" and (count := self.trainer.num_devices) > (cores := os.cpu_count() or count):
+            lines.append(f"WARNING: {count} processes share {counted(cores, 'CPU core')}. Lower trainer.devices.")
         if (gpu := idle_gpu(device)) is not None:
             lines.append(f"WARNING: {gpu} is not used. To train on it: trainer.accelerator=gpu")
         if self.resumption is not None:
@@ -308,7 +311,7 @@ class RecipeCLI(LightningCLI):
     def give_back(self) -> None:
         """Remove the run folder if this process has it and nothing was written to it."""
         if self.lock.is_held:
-            release(self.folder)  # before another run can take it
+            release(self.folder, self.made)  # before another run can take it
         self.lock.release()
 
 

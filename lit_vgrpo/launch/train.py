@@ -148,14 +148,14 @@ def _report_outcome(cli: RecipeCLI) -> int:
         elif checkpoints.unsaved is None:
             made = [name for name in WRITTEN if (cli.folder / name).exists()]
             say(f"{'What was saved since' if is_lost else 'Everything'} is in {cli.folder}: {', '.join(made)}.")
-            if not stopped and "report.html" in made:
+            if "report.html" in made:
                 say(f"The result: {cli.folder / 'report.html'}")
             if not stopped and EXPORT in made:
                 say(f"The weights for diffusers: {cli.folder / EXPORT} (see its README.md)")
             if not stopped and newest_checkpoint(cli.folder) is not None:
                 rows = [] if cli.model.policy.edits else cli.datamodule.heldout_samples(1)
-                has_start = not any(one.iteration for one in cli.model.evaluator.comparable[:1])
-                commands = next_commands(cli.folder, rows[0]["prompt"] if rows else None, has_start)
+                prompt = rows[0]["prompt"] if rows else None
+                commands = next_commands(cli.folder, prompt, cli.datamodule.has_heldout)
                 say("\n  ".join(["Next:", *(f"{line}  # {what}" for what, line in commands.items())]))
         if stopped:
             word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"

@@ -258,9 +258,8 @@ class RunPage:
         if not run.recipe or newest_checkpoint(folder) is None:
             return []
         steps = {"Continue the run": how_to_resume(folder).partition(": ")[2]} if run.outcome in UNDONE else {}
-        has_start = not any(point.iteration for point in self.verdict.compared[:1])
         prompt = self.pairs[0].prompt if self.pairs and self.pairs[0].edited is None else None
-        return [*(steps | next_commands(folder, prompt, has_start)).items()]
+        return [*(steps | next_commands(folder, prompt, bool(self.verdict.compared))).items()]
 
     @property
     def facts(self) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -48,10 +48,9 @@ def reserve(base: Path, is_resumed: bool = False) -> Path:
     cannot be created.
     """
     try:
-        base.parent.mkdir(parents=True, exist_ok=True)
         for folder in candidates(base):
             with suppress(FileExistsError):
-                folder.mkdir(exist_ok=is_resumed)
+                folder.mkdir(parents=True, exist_ok=is_resumed)
                 return folder
             if _has_only_started(folder):
                 return folder
@@ -74,12 +73,13 @@ def _has_only_started(folder: Path) -> bool:
     return was_free and f"\n{FOUND_IN}:" in config.read_text(errors="replace")
 
 
-def release(folder: Path) -> None:
-    """Remove a folder to which nothing was written."""
+def release(folder: Path, made: Iterable[Path] = ()) -> None:
+    """Remove a folder to which nothing was written, and the folders ``made`` for it, the inner ones first."""
     with suppress(OSError):
         if os.listdir(folder) == [LOCK]:
             (folder / LOCK).unlink()
-        folder.rmdir()
+        for one in (folder, *made):
+            one.rmdir()
 
 
 class FolderLock:

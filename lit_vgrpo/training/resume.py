@@ -213,20 +213,18 @@ def how_to_resume(folder: Path, edited: Sequence[str] = ()) -> str:
     return f"Continue{when}: {shell_line('lightning', 'run', folder / CONFIG_NAME, '--resume', *allows)}"
 
 
-def next_commands(folder: Path, prompt: str | None, has_start: bool = True) -> dict[str, str]:
-    """Return the commands that use a run's weights, by their purpose; ``None`` leaves out drawing a prompt.
-
-    ``has_start`` is false if no evaluation before training compares with the newest one.
-    """
-    name, draw = folder.resolve().name, dict[str, str]()
-    if not has_start:
-        draw["Score the images before and after training"] = shell_line("lightning", "eval", folder, "--reference")
+def next_commands(folder: Path, prompt: str | None, has_heldout: bool) -> dict[str, str]:
+    """Return the commands that use a run's weights, by their purpose; ``None`` leaves out drawing a prompt."""
+    name, use = folder.resolve().name, dict[str, str]()
+    if has_heldout:
+        what = "Score before and after, with confidence intervals"
+        use[what] = shell_line("lightning", "eval", folder, "--reference")
     if prompt is not None:
-        draw["Draw a prompt"] = shell_line("lightning", "sample", folder, "--prompt", prompt)
+        use["Draw a prompt"] = shell_line("lightning", "sample", folder, "--prompt", prompt)
     what, to = "Write the weights for diffusers", f"{name}_export"
     if (folder / EXPORT).is_dir():
         what, to = "Publish the weights on the hub", "hub:OWNER/" + re.sub(r"[^\w.-]+", "-", name)
-    return draw | {what: shell_line("lightning", "export", folder, "--to", to)}
+    return use | {what: shell_line("lightning", "export", folder, "--to", to)}
 
 
 def last_words(folder: Path, edited: Sequence[str] = ()) -> str:

@@ -29,6 +29,12 @@ def test_a_good_recipe(tiny_recipe, capsys):
     assert sorted(path.name for path in tiny_recipe.parent.iterdir()) == ["tiny.yaml"]
 
 
+def test_a_warning_is_given_once(tiny_recipe, capsys):
+    with pytest.warns(UserWarning, match="No prompts are held out"):
+        assert check([str(tiny_recipe), "data.heldout=null"]) == 0
+    assert "No prompts are held out" not in capsys.readouterr().out
+
+
 def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
     overrides = ["trainer.max_epoch=3", "data.group_size=1", "data.train=none.txt", "model.policy.checkpoint=/none"]
     assert check([str(tiny_recipe), *overrides, "model.objective.clp=.1"]) == 2

@@ -34,13 +34,18 @@ def test_every_command_has_help(name, capsys):
     assert capsys.readouterr().out == out
 
 
+OVERRIDE = "Overrides are written key=value: trainer.max_epochs=3\n"
+
+
 @pytest.mark.parametrize(
     ("args", "line"),
     [
         (["rum"], "No such command 'rum'. Did you mean 'run'?"),
-        (["run"], "Missing argument 'recipe'. Shipped recipe, file or run folder. Try: lightning help run"),
+        (["run"], "Missing argument 'recipe'. Shipped recipe, file, or folder with a recipe. Try: "),
         (["report"], "Missing argument 'runs'. Run folders, such as runs/tiny_shapes, or a folder of runs. Try: light"),
-        (["run", "tiny_shapes", "--trainer.max_epochs=3"], "No such option: --trainer.max_epochs. Overrides are"),
+        (["run", "tiny_shapes", "--trainer.max_epochs=3"], f"No such option: --trainer.max_epochs. {OVERRIDE}"),
+        (["run", "tiny_shapes", "--max-epochs", "3"], f"No such option: --max-epochs. {OVERRIDE}"),
+        (["run", "tiny_shapes", "--zzz", "3"], "No such option: --zzz. Overrides are written key=value.\n"),
         (["run", "tiny_shapes", "--resum"], "No such option: --resum (Possible options: --resume). Overrides"),
         (["sample", "x", "--count", "0"], "--count: Input should be 1 or more."),
         (["sample", "x", "--steps", "x"], "--steps: Input should be a valid integer."),

@@ -115,6 +115,8 @@ def recipe(tiny_recipe):
         (["model.reward=raises.X"], "raises.py:3: RuntimeError: out of luck."),
         (["model.reward=needy.X"], "needy.py:3: ModuleNotFoundError: No module named 'no_such_package'"),
         (["model.reward=leaves.X"], "leaves.py:1: SystemExit: bye."),
+        (["model.reward=rewards_of_mine.Fragle"], "'rewards_of_mine' has no attribute 'Fragle'. Did you mean Fragile?"),
+        (["model.reward=guests.hungry"], "guests.hungry names no class. For a function, write python:guests:hungry."),
         (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py:14: KeyError: 'no such key'."),
         (["model.reward=rewards_of_mine.Unready"], "rewards_of_mine.py:27: MemoryError: none left."),
         (["model.reward={python: 'leaves:reward'}"], "leaves:reward cannot be imported (leaves.py:1: SystemExit: bye)"),
@@ -235,9 +237,10 @@ def test_the_end_names_what_was_written(recipe, capsys):
     """A try with fast_dev_run has no loggers; the commands can be typed."""
     assert run([recipe, "trainer.fast_dev_run=true", "run_dir=my runs"]) == 0
     said = "Everything is in my runs: report.html, summary.json, checkpoints.\nThe result: my runs/report.html\n"
+    score = "lightning eval 'my runs' --reference  # Score before and after, with confidence intervals"
     draw = "lightning sample 'my runs' --prompt 'a red circle on the left'  # Draw a prompt"
     export = "lightning export 'my runs' --to 'my runs_export'  # Write the weights for diffusers"
-    assert capsys.readouterr().out.endswith(f"{said}Next:\n  {draw}\n  {export}\n")
+    assert capsys.readouterr().out.endswith(f"{said}Next:\n  {score}\n  {draw}\n  {export}\n")
     written = {".lock", "config.yaml", "report", "report.html", "summary.json", "checkpoints"}
     assert {path.name for path in Path("my runs").iterdir()} == written
     header = Path("my runs/config.yaml").read_text().splitlines()[0]

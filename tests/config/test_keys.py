@@ -59,7 +59,10 @@ LINES = [
         [f"model.optimizer={ADAM}", "model.optimizer.lrr=3"],
         "model.optimizer.lrr is not an option of AdamW. Did you mea",
     ),
-    ("model.optimizer=torch.optim.Adamm", "model.optimizer: module 'torch.optim' has no attribute 'Adamm'"),
+    (
+        "model.optimizer=torch.optim.Adamm",
+        "model.optimizer: module 'torch.optim' has no attribute 'Adamm'. Did you mean Adam?",
+    ),
     ("model.optimizer.lr=small", "model.optimizer.lr=small: expected a number."),
     ("steps=3", "steps is not an option of a recipe. Did you mean model.objective.rollout.steps?"),
     (["model.policy=SD3Policy", "model.policy.init_args={}"], "The recipe lacks model.policy.checkpoint."),
@@ -122,6 +125,10 @@ def test_entries_of_lists_and_numbers_like_text(tiny_recipe):
     reward = cli.model.reward
     assert (reward.rewards[0].quality, [*reward.weight_of.values()], cli.config.name) == (20, [1, 2], "007")
     assert [c.decay for c in cli.trainer.callbacks if type(c).__name__ == "EMA"] == [0.5]
+
+
+def test_an_empty_name_is_that_of_the_file(tiny_recipe):
+    assert f"{build([str(tiny_recipe), 'name='], make_folder=False).folder}" == "runs/tiny"
 
 
 def test_another_class_leaves_the_options_of_the_recipes_class(tiny_recipe):

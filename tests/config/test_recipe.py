@@ -16,7 +16,8 @@ from lit_vgrpo.system.paths import shipped, shipped_root
     [
         (["x=1"], "No recipe given"),
         (["tiny_shapes", "other.yaml"], "other.yaml is not an overlay: .* An override is written key=value."),
-        (["tiny_shapes", "trainer.max_epochs", "5"], "An override is a single argument: trainer.max_epochs=VALUE."),
+        (["tiny_shapes", "trainer.max_epochs", "=", "5"], "An override is a single argument: trainer.max_epochs=5$"),
+        (["tiny_shapes", "data.train"], "An override is a single argument: data.train=VALUE$"),
         (
             ["zzz.yaml"],
             "zzz.yaml is not a recipe: .* not a shipped name. To list the shipped ones, run: lightning recipes$",
@@ -26,6 +27,15 @@ from lit_vgrpo.system.paths import shipped, shipped_root
 def test_a_wrong_command_line(args, line):
     with pytest.raises(UserError, match=line):
         Command.parse(args)
+
+
+def test_a_folder_of_a_recipe_is_its_recipe(here):
+    Path("mine").mkdir()
+    with pytest.raises(UserError, match="mine is not a recipe: it is a folder."):
+        find_recipe("mine")
+    for name in ("recipe.yaml", "config.yaml"):  # a run's is what was trained
+        Path("mine", name).touch()
+        assert find_recipe("mine") == Path("mine", name)
 
 
 def test_overrides_that_a_subcommand_refuses():

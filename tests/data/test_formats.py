@@ -92,6 +92,15 @@ def test_a_wrong_line_is_named(write, line, said):
     assert len(error) < 300 + len(str(path))
 
 
+def test_several_wrong_lines_are_counted(write):
+    path = write("p.jsonl", '{"prompt": "ok"}\nnot json\n3\n{"promt": "a"}\n{"prompt": ""}\n')
+    assert refused(path).startswith(f"{path} line 2: not JSON (")
+    assert refused(path).endswith("). In all, 4 lines are wrong, the first: 2, 3, 4.")
+    path = write("p.csv", "prompt,tag\na\nb,c\n,d\n")
+    assert refused(path).startswith(f"{path} line 2: more or fewer cells")
+    assert refused(path).endswith(" In all, 2 lines are wrong, the first: 2, 4.")
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -89,6 +89,19 @@ def test_an_interrupted_run_saves_and_ends(tiny_recipe, when):
     assert json.loads((cli.folder / "summary.json").read_text())["outcome"] == "interrupted"
 
 
+def test_an_interrupted_run_says_what_it_reached_and_a_resumed_one_what_is_known(tiny_recipe, capsys):
+    cli = build([str(tiny_recipe), "trainer.check_val_every_n_epoch=9"])
+    cli.model.on_before_zero_grad = lambda optimizer: signal.raise_signal(signal.SIGINT)
+    cli.save_recipe()
+    assert train(cli) == 130
+    cli.give_back()
+    out = capsys.readouterr().out
+    assert re.search(r"^Held-out reward -?[\d.]+ before, -?[\d.]+ after 1 iteration ", out, re.MULTILINE)
+    assert "\nThe result: runs/tiny/report.html\n" in out
+    assert run(["runs/tiny", "--resume"]) == 0
+    assert re.search(r"^iteration 2/2, reward .*, held-out -?[\d.]+$", capsys.readouterr().err, re.MULTILINE)
+
+
 @pytest.mark.slow
 def test_last_is_saved_every_so_often_and_at_the_end(tiny_recipe):
     cli = build([str(tiny_recipe), "trainer.max_epochs=3", "data.heldout=null"])

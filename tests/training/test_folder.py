@@ -4,6 +4,9 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+from commands import run
+
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.folder import FolderLock, RunFolder, release, reserve
 
@@ -53,6 +56,13 @@ def test_release_takes_only_an_empty_folder(tmp_path):
     release(full)
     assert not empty.exists()
     assert full.exists()
+
+
+@pytest.mark.parametrize("word", ["model.policy.checkpoint=/none", "trainer.devices=0", "ckpt_path=none.ckpt"])
+def test_a_run_that_is_refused_leaves_no_folder(tiny_recipe, capsys, word):
+    assert run([str(tiny_recipe), word]) == 2
+    assert run([str(tiny_recipe), word, "run_dir=a/b/c"]) == 2
+    assert [path.name for path in tiny_recipe.parent.iterdir()] == [tiny_recipe.name]
 
 
 def test_is_first_process(monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.plan import Run, entrants, runs_of
 from lit_vgrpo.apps.compare.report import Curve, write_race, write_sweep
-from lit_vgrpo.errors import counted, one_line, say
+from lit_vgrpo.errors import UserError, counted, one_line, say
 from lit_vgrpo.options import Compare
 from lit_vgrpo.system.paths import start_folder, typed_path
 from lit_vgrpo.system.process import bar
@@ -35,6 +35,7 @@ def compare(typed: Compare) -> int:
     """Train methods from the same start, or, with ``--sweep``, search for their settings; return 1 if a run failed."""
     options = CompareOptions(**vars(typed))
     chosen = entrants(options)
+    options.refuse_others_results()  # after the errors in what was typed
     with locked(typed_path(options.out)):
         runs = runs_of(options, chosen)
         size = f"{counted(len(runs), 'run')} of {counted(options.iterations, 'iteration')}"
@@ -159,7 +160,10 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a comparison's folder; raise UserError if another process holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"Cannot create {folder}: {error.strerror}. Choose another folder: --out DIR.") from error
     lock = FolderLock()
     lock.take(folder)
     try:

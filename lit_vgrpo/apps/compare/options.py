@@ -69,7 +69,7 @@ class CompareOptions(Compare):
     prompts: str = field(init=False, default="held-out prompts")
 
     def __post_init__(self) -> None:
-        self.methods = list(DEFAULT_METHODS) if self.named is None else read_names(self.named)
+        self.methods = read_names(self.named or "") or list(DEFAULT_METHODS)
         self.settings = None if self.kinds is None else read_names(self.kinds)
         if not set(self.settings or ()) <= set(SETTINGS):
             raise UserError(f"--settings {self.kinds} is not published, tuned or published,tuned.")
@@ -97,10 +97,10 @@ class CompareOptions(Compare):
         self.jobs = self.jobs or (min(2, os.cpu_count() or 1) if trainer.get("accelerator") == "cpu" else 1)
         name = "sweep" if self.sweep else "compare"
         self.out = self.out or Path("runs", f"{name}-{self.command.recipe.stem}")
-        self._refuse_others_results(self.out / f"{name}.json")
 
-    def _refuse_others_results(self, earlier: Path) -> None:
-        """Raise UserError if a file has the results of another comparison, whose runs would be repeated."""
+    def refuse_others_results(self) -> None:
+        """Raise UserError if the folder has results of another comparison, whose runs would be repeated."""
+        earlier = self.out / ("sweep.json" if self.sweep else "compare.json")
         mine = {"iterations": self.iterations, "evaluate_every": self.evaluate_every}
         others = "another recipe or override"
         with suppress(OSError, ValueError, AttributeError):

@@ -178,7 +178,8 @@ def advice(
         if peak <= free:
             break
     else:
-        return "Use a larger GPU, or several: strategy/fsdp2."
+        least = f"With {' '.join(chosen)}, it needs {shown(int(peak))}. " if chosen else ""
+        return f"{least}Use a larger GPU, or several: strategy/fsdp2."
     for setting in reversed(chosen):
         key, _, value = setting.partition("=")
         others = [one for one in chosen if one != setting]

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import compare_options
+from commands import compare, compare_options
 
+from lit_vgrpo.apps.compare.command import locked
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.system.paths import typed_path
 
 
 def parsed(*words):
@@ -73,21 +75,40 @@ def test_an_error_in_the_options_is_one_line(words, message):
 
 
 def test_results_of_another_recipe_or_override_are_not_replaced(tmp_path):
+    def checked(*words):
+        parsed(*words).refuse_others_results()
+
     words = ["data.group_size=8", "--out", str(tmp_path)]
     file = tmp_path / "compare.json"
     file.write_text(json.dumps({"task": parsed(*words).task}))
-    parsed(*words, "--methods", "nft", "--iterations", "3")
+    checked(*words, "--methods", "nft", "--iterations", "3")
     file.write_text(json.dumps({"task": parsed(*words).task, "iterations": 3, "evaluate_every": 2}))
-    parsed(*words, "--methods", "nft", "--iterations", "3", "--evaluate-every", "2")
+    checked(*words, "--methods", "nft", "--iterations", "3", "--evaluate-every", "2")
     with pytest.raises(UserError, match="compare.json has results of --iterations 3. Choose another folder: --out DIR"):
-        parsed(*words, "--iterations", "4", "--evaluate-every", "2")
-    parsed("--sweep", *words[1:])  # other files
+        checked(*words, "--iterations", "4", "--evaluate-every", "2")
+    checked("--sweep", *words[1:])  # other files
     for other in (["data.group_size=4", *words[1:]], words[1:]):
         with pytest.raises(UserError, match="compare.json has results of another recipe or override. Choose another f"):
-            parsed(*other)
+            checked(*other)
     with pytest.raises(UserError, match="has results of another recipe"):
-        compare_options(["tiny_ocr", *words])
+        compare_options(["tiny_ocr", *words]).refuse_others_results()
     for damaged in ("{", "[]", "{}"):
         file.write_text(damaged)
         with pytest.raises(UserError, match="has results of another recipe"):
-            parsed(*words)
+            checked(*words)
+
+
+def test_an_empty_list_of_methods_is_the_default_and_a_file_is_no_folder(here):
+    assert parsed("--methods", ",").methods == parsed().methods
+    Path("mine").touch()
+    with pytest.raises(UserError, match=r"Cannot create mine: File exists. Choose another folder: --out DIR."):
+        locked(typed_path("mine")).__enter__()
+
+
+def test_a_mistake_in_what_was_typed_is_named_before_an_earlier_comparison(tmp_path, capsys):
+    words = ["tiny_shapes", "--methods", "nfft", "--out", str(tmp_path)]
+    (tmp_path / "compare.json").write_text("{}")
+    assert compare(words) == 2
+    assert capsys.readouterr().err == "nfft is neither a method nor an overlay file. Did you mean nft?\n"
+    assert compare([*words[:2], "nft", *words[3:]]) == 2
+    assert "has results of another recipe" in capsys.readouterr().err

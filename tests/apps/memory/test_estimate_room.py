@@ -165,6 +165,8 @@ def test_the_network_is_advised_to_wait_where_encoding_is_the_peak(tiny_recipe):
     assert advised(build(words, make_folder=False), room) == [apart, waits]
     last = build([*words, apart, waits, "model.policy.quantisation=nf4"], make_folder=False)
     assert advised(last, 0) == "Use a larger GPU, or several: strategy/fsdp2."
+    nearest = rf"With {waits} model.policy.quantisation=nf4, it needs [\d.]+ MiB. Use a larger GPU, or several: "
+    assert re.match(nearest, advised(cli, 0))
 
 
 OF_ZOO = ("LTXPipeline", "Lumina2Pipeline", "HunyuanImagePipeline", "LongCatImageEditPipeline")
