@@ -147,7 +147,6 @@ class VGRPOModule(L.LightningModule):
         self.is_savable = True
         with self.ledger.training_step():
             iteration = self.iteration = self.restore(batch) or self.collect(batch)
-            self.is_savable = True
             record = self.record = iteration.record
             for micros in iteration.remaining_updates():
                 if record.has_advantage:
@@ -166,14 +165,13 @@ class VGRPOModule(L.LightningModule):
                 iteration.end_update(took_step)
                 if took_step:
                     self.objective.after_update(self.policy)
+                if iteration.is_over and record.updates:
+                    self.objective.after_iteration(self.policy)
                 self.optimization.step(self.lr_schedulers())
                 call_hooks(self.trainer, "on_before_zero_grad", self.trainer.optimizers[0])
                 self.is_savable = True
                 optimizer.zero_grad()
-            self.is_savable = False
-            if record.updates:
-                self.objective.after_iteration(self.policy)
-            self.iteration = None
+            self.is_savable, self.iteration = False, None
         set_logged_step(self.trainer, remaining=0)
         return loss
 
@@ -191,11 +189,11 @@ class VGRPOModule(L.LightningModule):
         advantages, record = self.scores.compare(
             rollout, scores, self.advantage_std, self.advantage_aggregate, self.sampler
         )
-        self.ledger.images += len(scores)
-        self.is_savable = False
-        return Iteration.prepared(
+        iteration = Iteration.prepared(
             self.objective, self.policy, rollout, advantages, record, batch, self.ledger, self.replay, self.reward
         )
+        self.ledger.images += len(scores)
+        return iteration
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.is_savable = False
@@ -295,7 +293,7 @@ class VGRPOModule(L.LightningModule):
         trained = self._trained_names()
         checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
         # Include the images of an unfinished iteration, so that no rollout is repeated.
-        iteration = None if self.iteration is None else self.iteration.state_dict()
+        iteration = self.saved_iteration if self.iteration is None else self.iteration.state_dict()
         checkpoint["lit_vgrpo"] = {name: getattr(self, name).state_dict() for name in PARTS} | {"iteration": iteration}
         checkpoint["lit_vgrpo"]["pipeline"] = self.policy.description()
         round_progress(checkpoint)

@@ -148,6 +148,29 @@ def test_after_an_update_and_after_an_iteration(tiny_sd3, tmp_path, hook):
     assert same(average_again.average.tensors, average.average.tensors)
 
 
+def test_before_the_first_step_and_after_the_last_one_of_an_iteration(tiny_sd3, tmp_path):
+    """Copies that follow iterations move once, and a resumed run that saves at once keeps the unfinished iteration."""
+
+    class Saves(L.Callback):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            if pl_module.record.iteration == 0 and pl_module.iteration.is_over:
+                trainer.save_checkpoint(tmp_path / "over.ckpt")
+
+        def on_train_start(self, trainer, pl_module):
+            if trainer.global_step:
+                trainer.save_checkpoint(tmp_path / "started.ckpt")
+
+    make, middle = METHODS["DiffusionNFT"][0], tmp_path / "middle.ckpt"
+    whole, *_ = run(tiny_sd3, tmp_path, make, 2, [SaveAt(middle, 1, 2), Saves()], **MIDDLE)
+    over, *_ = run(tiny_sd3, tmp_path, make, 2, ckpt=tmp_path / "over.ckpt", **MIDDLE)
+    run(tiny_sd3, tmp_path, make, 2, [Saves()], ckpt=middle, **MIDDLE)
+    started, _, _, rollouts = run(tiny_sd3, tmp_path, make, 2, ckpt=tmp_path / "started.ckpt", **MIDDLE)
+    assert rollouts == 0
+    for resumed in (over, started):
+        assert same(weights(resumed), weights(whole))
+        assert same(resumed.objective.copies["old"].tensors, whole.objective.copies["old"].tensors)
+
+
 @pytest.mark.slow
 def test_the_middle_of_an_iteration_goes_on_with_other_micro_batches(tiny_sd3, tmp_path):
     make, _, _ = METHODS["V-GRPO, three steps"]
@@ -220,15 +243,15 @@ class Fails(L.Callback):
 
 @pytest.mark.parametrize("where", ["rollout", "prepare", "update", "step"])
 def test_an_error_loses_no_iteration(tiny_sd3, tmp_path, where):
-    """Between two updates the run saves; within one, or where a method's memory has changed, it does not."""
+    """Up to an optimizer step, and between two, the run saves; within one it does not."""
     make = REPLAYED["V-GRPO, replay"][0]
     keeper = RunCheckpoint(every_n_iterations=10, best=None)
     with pytest.raises(OSError, match="gone"):
         run(tiny_sd3, tmp_path, make, 3, [Fails(where), keeper], trainer={"enable_checkpointing": True}, **MIDDLE)
     saved = tmp_path / "checkpoints" / "interrupted.ckpt"
-    assert saved.exists() == (where in ("rollout", "update"))
+    assert saved.exists() == (where != "step")
     if saved.exists():
         whole, *_ = run(tiny_sd3, tmp_path, make, 3, **MIDDLE)
         resumed, trainer, _, rollouts = run(tiny_sd3, tmp_path, make, 3, ckpt=saved, **MIDDLE)
-        assert (trainer.global_step, rollouts) == (6, 1 + (where == "rollout"))
+        assert (trainer.global_step, rollouts) == (6, 1 + (where != "update"))
         assert same(weights(resumed), weights(whole))

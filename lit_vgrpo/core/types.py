@@ -140,7 +140,7 @@ class RolloutSpec:
         """The steps with SDE noise; empty for an ODE."""
         if not self.is_sde:
             return range(0)
-        return range(*(self.window or (0, max(1, self.steps - 1))))
+        return range(*(self.window or (0, self.steps - 1)))
 
     @property
     def network_calls(self) -> int:

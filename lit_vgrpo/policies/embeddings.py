@@ -167,6 +167,8 @@ def encoder_fingerprint(policy: Embedder) -> str:
             config = component.config  # diffusers' is a mapping, transformers' is not
             config = dict(config) if isinstance(config, Mapping) else config.to_dict()
             add(name, type(component).__name__, without_origin(config))
+            if getattr(component, "use_tiling", False):  # a VAE then encodes in tiles too
+                add("tiling")
             for key, parameter in component.named_parameters():
                 add(key, parameter.shape, parameter.dtype)
             flat = [weight.flatten() for weight in component.parameters()]

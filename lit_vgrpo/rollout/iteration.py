@@ -72,7 +72,8 @@ class Iteration:
         valid, weights = (~record.rewards.isnan()).float(), None
         if objective.uses_advantages and not valid.all():
             weights = (valid / valid.mean()).split(len(rollout))[rank_and_world_size()[0]]
-        replayed = replay.exchange(rollout, advantages, weights, batch) if objective.replay else None
+        own = rollout, advantages, weights
+        replayed = replay.previous(rollout, batch) if objective.replay else None
         size, off_policy = batch.micro_batch_size, None
         if batch.order is not None:  # the first update does not train on the others' shares
             off_policy = torch.tensor(batch.order[len(batch.order) // batch.updates :])
@@ -93,6 +94,8 @@ class Iteration:
             record = replace(record, has_advantage=True)  # it trains on every image
         with timed(record.seconds, "prepare"), ledger.memory.during("prepare"):
             experience = objective.prepare(context) if record.has_advantage else context.experience()
+        if objective.replay:
+            replay.keep(*own)
         order, image_ids = training_order(batch, is_replayed=replayed is not None), rollout.image_ids
         if order is not None:
             experience, image_ids = experience.select(order.to(experience.latents.device)), image_ids[order]
@@ -164,36 +167,34 @@ class Replay:
         self._kept: tuple[Experience, Tensor] | None = None
         self._saved: dict[str, Any] | None = None
 
-    def exchange(
-        self, rollout: Rollout, advantages: Tensor, weights: Tensor | None, batch: PromptBatch
-    ) -> tuple[Rollout, Experience] | None:
-        """Return the previous iteration's images with their advantages and weights, if any, and keep the new ones."""
+    def previous(self, rollout: Rollout, batch: PromptBatch) -> tuple[Rollout, Experience] | None:
+        """Return the previous iteration's images, also with their advantages and weights, if there are any."""
         kept = self._kept
         if self._saved is not None:
             experience = scattered(self._saved, rollout.image_ids, rollout.group_size, rollout.latents.device)
             if experience is None:
                 raise RuntimeError("The checkpoint has other sizes. Resume with its recipe (RUN/config.yaml).")
-            kept, self._saved = (experience, rollout.image_ids), None
-        values = advantages.to(rollout.latents.device)
-        groups, size = rollout.group_ids.to(values.device), rollout.group_size
-        kept_now = Experience(
-            rollout.latents, values, rollout.conditioning, rollout.rows, groups, size, weights=weights
-        )
-        self._kept = kept_now, rollout.image_ids
+            kept = experience, rollout.image_ids
         if kept is None:
             return None
         old, image_ids = kept
-        groups = rollout.group_ids + batch.images // batch.group_size
         again = replace(
             rollout,
             latents=old.latents,
             conditioning=old.conditioning,
             rows=old.rows,
-            group_ids=groups,
+            group_ids=rollout.group_ids + batch.images // batch.group_size,
             image_ids=image_ids + batch.images,
             trajectory=None,
         )
         return again, old
+
+    def keep(self, rollout: Rollout, advantages: Tensor, weights: Tensor | None) -> None:
+        """Keep an iteration's images for the next one."""
+        values = advantages.to(rollout.latents.device)
+        groups, size = rollout.group_ids.to(values.device), rollout.group_size
+        own = Experience(rollout.latents, values, rollout.conditioning, rollout.rows, groups, size, weights=weights)
+        self._kept, self._saved = (own, rollout.image_ids), None
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return all ranks' images; all ranks must call it."""

@@ -154,13 +154,15 @@ def direct(make: Callable[..., Any], option: str = "optimizer") -> Callable[...,
 def resumed_group(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's parameter group with the settings of the group it is loaded into.
 
-    The learning rate keeps its place in the schedule.
+    The learning rate keeps its place in the schedule; a group without one, as without ``initial_lr``, has its own rate.
 
     >>> resumed_group({"lr": 1e-3, "initial_lr": 1e-2}, {"lr": 4.0, "initial_lr": 8.0, "params": [0]})
     {'lr': 0.005, 'initial_lr': 0.01, 'params': [0]}
+    >>> resumed_group({"lr": 1e-3}, {"lr": 4.0, "initial_lr": 8.0, "params": [0]})["lr"]
+    0.001
     """
-    base, before = current.get("initial_lr", current["lr"]), saved.get("initial_lr", saved["lr"])
-    lr = saved["lr"] if base == before else base * (saved["lr"] / before)
+    base, before = current.get("initial_lr"), saved.get("initial_lr", saved["lr"])
+    lr = current["lr"] if base is None else saved["lr"] if base == before else base * (saved["lr"] / before)
     cycled = CYCLED if "max_momentum" in current else ()
     settings = {key: current[key] for key in SETTINGS if key in current and key not in cycled}
     return {**saved, **settings, "lr": lr}
@@ -230,6 +232,8 @@ class Optimization:
             scheduler = make(optimizer)
         except Exception as error:  # the constructor may raise anything
             raise ValueError(f"model.lr_scheduler cannot be built: {one_line(error)}") from error
+        for group in optimizer.param_groups:  # as most schedules do
+            group.setdefault("initial_lr", group["lr"])
         options = inspect.signature(type(scheduler)).parameters.keys() - {"optimizer", "last_epoch"}
         self._asked = {name: copy(value) for name, value in vars(scheduler).items() if name in options}
         if isinstance(scheduler, ReduceLROnPlateau) and getattr(scheduler, "monitor", None) is None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_vgrpo.core.solvers import FLOW_SDES, VP_SDES, Transition, log_prob, regrid, transition
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import RectifiedFlow, VariancePreserving
 
 SECOND = 0.9
@@ -108,3 +109,7 @@ def test_regrid_keeps_the_spacing():
     times = torch.tensor([1.0, 0.9, 0.7, 0.3, 0.0])
     torch.testing.assert_close(regrid(times, 2), torch.tensor([1.0, 0.7, 0.0]))
     torch.testing.assert_close(regrid(times, 3), torch.tensor([1.0, 0.9 - 0.2 / 3, 0.7 - 0.4 * 2 / 3, 0.0]))
+
+
+def test_the_last_step_never_has_noise():
+    assert [list(RolloutSpec("flow_sde", steps).sde_steps) for steps in (1, 2, 3)] == [[], [0], [0, 1]]

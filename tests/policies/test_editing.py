@@ -173,5 +173,8 @@ def test_a_negative_prompt_is_read_with_its_picture(families, tmp_path):
     assert torch.equal(empty.tensors["tokens"], negative.tensors["tokens"])
 
     before = encoder_fingerprint(policies[0])
+    policies[0].pipeline.vae.enable_tiling()  # it encodes pictures in tiles too
+    assert encoder_fingerprint(policies[0]) != before
+    before = encoder_fingerprint(policies[0])
     policies[0].pipeline.processor.image_processor.image_mean = [0.0, 0.0, 0.0]
     assert encoder_fingerprint(policies[0]) != before
