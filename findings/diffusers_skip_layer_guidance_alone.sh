@@ -11,8 +11,9 @@
 #   guidance_scale=4         prompt, negative prompt, prompt with the layers left out
 #   guidance_scale=1         prompt, negative prompt
 #   guidance_scale=4, stop=0 prompt, negative prompt
-# In the last two lines, and with either guider, the latents are bit for bit those of ClassifierFreeGuidance(2.8,
-# start=0.1) in ten steps: guidance that was switched off, at the scale of the other kind. Nothing is logged.
+# In the last two lines, and for perturbed attention at guidance_scale=1, the latents of ten steps are bit for bit those
+# of ClassifierFreeGuidance(2.8, start=0.1): the guidance that was switched off, at the other one's scale. Nothing is
+# logged.
 #
 # Why it matters: distilled models are sampled at guidance_scale=1, and guidance is often stopped early. An ablation of
 # these guiders then compares classifier-free guidance with itself.
