@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# diffusers: prompt_embeds from encode_prompt(prompt) draw another image than the prompt in Wan, Sana and PixArt
+# diffusers: prompt_embeds from encode_prompt(prompt) draw another image than the prompt in Wan and Sana
 #
 # One would guess: pipeline(prompt_embeds=pipeline.encode_prompt(prompt)) is pipeline(prompt). encode_prompt has the
 # defaults of the call.

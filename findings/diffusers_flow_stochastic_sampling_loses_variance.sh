@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# diffusers: FlowMatchEuler with stochastic_sampling=True loses half of the variance, in any number of steps
+# diffusers: FlowMatchEuler with stochastic_sampling=True loses half of the variance or more
 #
 # One would guess: stochastic_sampling=True is to FlowMatchEulerDiscreteScheduler what EulerAncestralDiscreteScheduler
 # is to EulerDiscreteScheduler: noise at each step, and with enough steps the distribution of the deterministic sampler.
