@@ -21,8 +21,11 @@ from lit_vgrpo.rewards.function import RewardLike, RewardsLike, as_reward
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.signals import is_stop
 
-# would collide with another metric's key, such as reward/mean or heldout/reward
-RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"})
+# would collide with another metric's key, such as reward/mean or heldout/reward, or a column of eval's table
+RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"}) | {
+    *("diversity_within_prompts", "diversity_across_prompts", "sharpness", "saturation", "distance_to_start"),
+    *("reward_std", "fingerprint", "image", "prompt", "variant"),
+}
 ROW_FIELD = "rewards"
 """The field of a row that names the rewards that apply to it."""
 
