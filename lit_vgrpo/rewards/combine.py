@@ -6,6 +6,7 @@ import inspect
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class Weighted(Reward):
             if low is not None and high is not None and not low < high:
                 raise ValueError(f"clips=[{low}, {high}] is an empty range. Write [low, high] with low < high.")
         self.overlap = overlap
+        self._counts: Counter[str] = Counter()  # since a sum that contains this one took them
         self.parts = [Part(*entry) for entry in zip(_unique_names(built), built, weights, clips, strict=True)]
 
     @property
@@ -159,8 +161,23 @@ class Weighted(Reward):
         """True if any of the rewards does."""
         return any(part.reward.compares for part in self.parts)
 
+    @property
+    def takes_videos(self) -> bool:  # type: ignore[override]
+        """True if any of the rewards does."""
+        return any(part.reward.takes_videos for part in self.parts)
+
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        return self.score(images, prompts, rows).total
+        scores = self.score(images, prompts, rows)
+        failures = [scores.errors[name] for name, weight in self.weight_of.items() if weight and name in scores.errors]
+        self.failure = failures[0] if failures else None
+        for counts in scores.counts.values():
+            self._counts.update(counts)
+        return scores.total
+
+    def take_counts(self) -> dict[str, float]:
+        counts: dict[str, float] = {**self._counts}
+        self._counts.clear()
+        return counts
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         return next(iter(self.errors_of_prompt(prompt, row).values()), None)
