@@ -54,11 +54,22 @@ class RewardHackAlarm(StopsRun):
         if metric == TRAINED:
             raise ValueError(f"metric={metric} is the trained reward. Use {UNTRAINED}.")
         self.patience, self.action = patience, action
-        self.warnings: list[str] = []
-        self.fingerprint = 0  # of the last evaluation
         self.watches = {name: Divergence() for name in (IMAGES, metric) if name is not None}
 
     @property
+        self.warnings: list[str] = []
+        self._start_over()
+
+    def _start_over(self, fingerprint: int = 0) -> None:
+        self.fingerprint = fingerprint  # of the last evaluation
+        for watch in self.watches.values():
+            watch.reference, watch.in_a_row = None, 0
+
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and trainer.global_step == 0:  # before a checkpoint is restored
+            self.warnings = []
+            self._start_over()
     def state_key(self) -> str:
         return f"{type(self).__qualname__}{list(self.watches)}"
 
@@ -87,9 +98,7 @@ class RewardHackAlarm(StopsRun):
         if not (evaluations := self.news(trainer, module)):
             return
         if evaluations[-1].fingerprint != self.fingerprint:
-            self.fingerprint = evaluations[-1].fingerprint
-            for watch in self.watches.values():
-                watch.reference, watch.in_a_row = None, 0
+            self._start_over(evaluations[-1].fingerprint)
         image_signs = signs(evaluations[0].metrics, evaluations[-1].metrics)
         warnings = []
         for name, watch in self.watches.items():
