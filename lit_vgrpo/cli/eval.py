@@ -152,15 +152,16 @@ def rewards_with_similarity(rewards: Weighted, network: FeatureNetwork | None) -
     return rewards
 
 
-def interval(values: Sequence[float], prompts: Sequence[int]) -> dict[str, Any]:
+def interval(values: Sequence[float], prompts: Sequence[str] | Sequence[int]) -> dict[str, Any]:
     """Return the mean and its bootstrap interval, without NaN values; whole prompts are resampled.
 
-    >>> interval([1.0, 3.0, math.nan], [0, 0, 1])
-    {'mean': 2.0, 'low': 2.0, 'high': 2.0, 'count': 2, 'failed': 1}
+    >>> interval([1.0, 3.0, math.nan], [0, 0, 1])  # no interval of a single prompt
+    {'mean': 2.0, 'low': None, 'high': None, 'count': 2, 'failed': 1}
     """
     kept = [value for value in values if not math.isnan(value)]
     mean = math.fsum(kept) / len(kept) if kept else None
-    low, high = bootstrap_interval(values, prompts, LEVEL, RESAMPLES) if kept else (None, None)
+    ends = bootstrap_interval(values, prompts, LEVEL, RESAMPLES)
+    low, high = (None if math.isnan(end) else end for end in ends)
     return {"mean": mean, "low": low, "high": high, "count": len(kept), "failed": len(values) - len(kept)}
 
 
