@@ -208,7 +208,7 @@ class PromptMixture:
         self, sources: Sequence[Rows | TableRows], weights: Sequence[float] = (1.0,), names: Sequence[str] = ()
     ) -> None:
         self.sources, self.names = sources, names
-        self.weights = [Fraction(repr(weight)) for weight in weights]
+        self.weights = [Fraction(repr(float(weight))) for weight in weights]  # of numpy's too
 
     def rows(self, seed: int, positions: Sequence[int]) -> Rows:
         """Return the rows at positions of the endless prompt sequence: a pure function of seed and position."""
