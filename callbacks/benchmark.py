@@ -17,6 +17,7 @@ from lit_vgrpo.data.benchmark_prompts import TASK, read_rows
 from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.system.paths import resolve_path
 from lit_vgrpo.training.evaluation import Evaluator
+from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -48,6 +49,9 @@ class Benchmark(L.Callback):
         self._evaluator: Evaluator | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        name = self.benchmark.name
+        if any(other is not self and other.benchmark.name == name for other in callbacks_of(trainer, Benchmark)):
+            raise ValueError(f"Two Benchmark callbacks log heldout/{name}. Remove one from trainer.callbacks.")
         if self in pl_module.evaluator.observers:
             return
         benchmark = self.benchmark
@@ -67,7 +71,7 @@ class Benchmark(L.Callback):
     def compute(self, module: VGRPOModule) -> dict[str, float]:
         """Return the means over all ranks' images, the same on every rank; called in every held-out evaluation."""
         run, trainer = module.evaluator, module.trainer
-        if self._evaluator is None:
+        if self._evaluator is None or self._evaluator.ledger is not run.ledger:  # of another module
             options: dict[str, Any] = {"spec": run.spec, "batch_size": run.batch_size, "ledger": run.ledger}
             self._evaluator = Evaluator(run.policy, self.reward, seed=0, **options)
             self._evaluator.observers.clear()

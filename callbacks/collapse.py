@@ -40,6 +40,10 @@ class StopsRun(L.Callback):
     reason: str | None = None
     _seen: Evaluation | None = None
 
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        if stage == "fit":  # not those of an earlier fit
+            self.outcome = self.reason = None
+
     def news(self, trainer: L.Trainer, module: VGRPOModule) -> list[Evaluation]:
         """Return the comparable evaluations after a new one of the current weights, otherwise []."""
         newest = module.evaluator.newer_than(self._seen, trainer.global_step)
@@ -86,6 +90,11 @@ class CollapseStop(StopsRun):
 
     patience: PositiveInt | None = 10
     drop: Annotated[float, Range(above=0)] | None = 1.0
+
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and trainer.global_step == 0:  # before a checkpoint is restored
+            self.__post_init__()
 
     def __post_init__(self) -> None:
         self.flat_iterations = 0
@@ -134,6 +143,8 @@ class CollapseStop(StopsRun):
     def _fallen(self, trainer: L.Trainer, module: VGRPOModule) -> str:
         """Return a warning of a held-out reward far below its best for too long, or nothing."""
         news = self.news(trainer, module)
+        if news and module.evaluator.history[-2:][0].fingerprint != news[-1].fingerprint:
+            self.low_evaluations = 0  # of other images or rewards
         if not news or self.drop is None or self.unit is None or not math.isfinite(now := news[-1].reward):
             return ""
         best = max((one for one in news if math.isfinite(one.reward)), key=lambda one: one.reward)

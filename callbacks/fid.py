@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_vgrpo import metrics
 from lit_vgrpo.core.gather import raise_together
 from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class FID(L.Callback):
-    """Logs ``heldout/fid@N`` and ``heldout/kid@N`` of N held-out images, generated with EMA weights if there are any.
+    """Logs ``heldout/fid@N`` and ``heldout/kid@N`` of N held-out images, with EMA weights if there are any.
 
     Each rank sums the features of its images in float64, so the result does not depend on the number of ranks. Both
-    distances depend on N: compare only equal N.
+    distances depend on N: compare only equal N. Images that are not finite are left out.
 
     Args:
         reference: Folder of real images, or the ``.npz`` file of their statistics that
@@ -52,6 +53,8 @@ class FID(L.Callback):
             errors.append("FID compares images, but the policy makes videos. Remove it from trainer.callbacks.")
         if not getattr(getattr(trainer, "datamodule", None), "has_heldout", False):
             errors.append("FID needs held-out prompts. Set data.heldout.")
+        if any(other is not self for other in callbacks_of(trainer, FID)):
+            errors.append("Two FID callbacks log the same metric. Remove one from trainer.callbacks.")
         # a file may be missing on one machine only, but all ranks must stop
         raise_together(ValueError(errors[0]) if errors else None)
         if self not in pl_module.evaluator.observers:
@@ -67,14 +70,16 @@ class FID(L.Callback):
         self._sums = None
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
-        """Add a batch of this rank's held-out images, ``(B, 3, H, W)`` in [0, 1]."""
+        """Add a batch of this rank's held-out images, ``(B, 3, H, W)`` in [0, 1], without those that are not finite."""
         features = self.network(images)
+        is_finite = features.isfinite().all(dim=1)
+        features, slots = features[is_finite], torch.tensor(batch.slots)[is_finite.cpu()].tolist()
         if self._sums is None:  # not before: tensors of Lightning's inference mode cannot be updated outside it
             self._sums = metrics.FeatureMoments(self.network.dimension), metrics.KeptFeatures(self.network.dimension)
         moments, kept = self._sums
         moments.update(features)
         if self.kid:
-            kept.add(features, batch.slots)
+            kept.add(features, slots)
 
     def compute(self, module: L.LightningModule) -> dict[str, float]:
         """Return the distances of this evaluation's images, the same on every rank."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_vgrpo.callbacks.collapse import StopsRun
 from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.report.verdict import listed, signs
-from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED
+from lit_vgrpo.training.checkpoint import DISTANCES, TRAINED, UNTRAINED
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -47,16 +47,29 @@ class RewardHackAlarm(StopsRun):
         warnings: The warnings so far, which ``summary.json`` and the report repeat.
 
     Raises:
-        ValueError: A number or action is invalid, or the metric is the trained reward.
+        ValueError: A number or action is invalid, or the metric is the trained reward, FID or KID.
     """
 
     def __init__(self, metric: str | None = UNTRAINED, patience: PositiveInt = 2, action: Action = "warn") -> None:
         if metric == TRAINED:
             raise ValueError(f"metric={metric} is the trained reward. Use {UNTRAINED}.")
+        if (metric or "").startswith(DISTANCES):
+            raise ValueError(f"metric={metric} is better when lower. Use a reward such as {UNTRAINED}.")
         self.patience, self.action = patience, action
-        self.warnings: list[str] = []
-        self.fingerprint = 0  # of the last evaluation
         self.watches = {name: Divergence() for name in (IMAGES, metric) if name is not None}
+        self.warnings: list[str] = []
+        self._start_over()
+
+    def _start_over(self, fingerprint: int = 0) -> None:
+        self.fingerprint = fingerprint  # of the last evaluation
+        for watch in self.watches.values():
+            watch.reference, watch.in_a_row = None, 0
+
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and trainer.global_step == 0:  # before a checkpoint is restored
+            self.warnings = []
+            self._start_over()
 
     @property
     def state_key(self) -> str:
@@ -87,9 +100,7 @@ class RewardHackAlarm(StopsRun):
         if not (evaluations := self.news(trainer, module)):
             return
         if evaluations[-1].fingerprint != self.fingerprint:
-            self.fingerprint = evaluations[-1].fingerprint
-            for watch in self.watches.values():
-                watch.reference, watch.in_a_row = None, 0
+            self._start_over(evaluations[-1].fingerprint)
         image_signs = signs(evaluations[0].metrics, evaluations[-1].metrics)
         warnings = []
         for name, watch in self.watches.items():
@@ -102,8 +113,8 @@ class RewardHackAlarm(StopsRun):
                     rank_zero_warn(f"No evaluation measured {name}, which RewardHackAlarm needs.")
                 continue
             now = Measurement(module.evaluator.history[-1].iteration, _values(module, TRAINED), watched)
-            before = watch.reference
-            if watch.add(now) != self.patience or before is None:  # warn once
+            before, count = watch.reference, watch.in_a_row
+            if not count < watch.add(now) == self.patience or before is None:  # warn once
                 continue
             fell = f"{name} fell from {before.watched.nanmean():.4g} to {now.watched.nanmean():.4g}"
             warnings.append(

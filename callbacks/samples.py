@@ -65,7 +65,7 @@ class SampleGrid(L.Callback):
         with pl_module.ledger.phase("samples"), pl_module.reference.swapped_into(pl_module.policy):
             ids = [row * self.images_per_prompt for row in range(len(self._rows))]
             self._reference = generate(pl_module, self._rows, ids)
-        if trainer.current_epoch == 0:
+        if trainer.global_step == 0:
             self._draw(trainer, pl_module, "before")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
@@ -120,10 +120,11 @@ class SampleGrid(L.Callback):
         data: PromptDataModule = trainer.datamodule  # type: ignore[attr-defined]
         is_current = module.evaluator.step == trainer.global_step
         scores = module.evaluator.per_image("heldout/reward") if is_current else None
+        numbers = torch.tensor(module.evaluator.numbers)
         size, rows, lines = data.heldout_images_per_prompt, data.heldout_rows(), []
         for row in self._rows:
-            start = size * rows.index(row)
-            mean = math.nan if scores is None else float(scores[start : start + size].nanmean())
+            own = numbers // size == rows.index(row)  # on several ranks, a limit leaves out images of each
+            mean = math.nan if scores is None else float(scores[own].nanmean())
             lines.append(row["prompt"] if math.isnan(mean) else f"{row['prompt']}: held-out reward {mean:.4g}")
         return "  \n".join(lines)
 

@@ -45,6 +45,10 @@ class RunSummary(L.Callback):
         self.reason: str | None = None
         self._outcome = "finished"
 
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        if stage == "fit":  # not that of an earlier fit
+            self.reason, self._outcome = None, "finished"
+
     def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
         kinds = KeyboardInterrupt | (SystemExit if is_stop_requested() else SIGTERMException)  # callbacks may exit too
         self._outcome = "interrupted" if isinstance(exception, kinds) else "failed"

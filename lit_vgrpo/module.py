@@ -273,11 +273,12 @@ class VGRPOModule(L.LightningModule):
         for copy in (self.reference, *self.objective.copies.values()):
             copy.follow()
         self.reward.enter_run(move_root_dir(self.trainer))
+        if not self.is_resumed and self.trainer.global_step == 0:  # no state of an earlier fit
+            self.evaluator.load_state_dict({"history": [], "contents": {}, "starts": {}})
+            self.ledger.load_state_dict(PassLedger().state_dict())
+            self.replay = Replay()
         compile_if_it_pays(self)
         choose_micro_batch_size(self)
-        if not self.is_resumed and self.trainer.global_step == 0:
-            self.evaluator.load_state_dict({"history": [], "contents": {}, "starts": {}})  # not that of an earlier fit
-            self.replay = Replay()
         if not self.is_resumed and self.evaluate_at_start:
             read_limits(self.trainer)  # before the first image, and not after the evaluation
             self.evaluator.evaluate(self, logs=True)

@@ -20,6 +20,7 @@ from lit_vgrpo.config.parts import with_full_key
 from lit_vgrpo.config.recipe import refuse_overrides
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.datasets import Rows, held_out_error
+from lit_vgrpo.data.prompts import text_of
 from lit_vgrpo.errors import UserError, counted, say, shell_line, with_interval
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.checks import picture_errors
@@ -96,7 +97,7 @@ def evaluate(options: Evaluate) -> int:
         "rewards": {name: {"weight": weight, "untrained": weight == 0} for name, weight in rewards.weight_of.items()},
         "world_size": cli.trainer.world_size,
         "versions": versions(),
-        **results(module.scores, per_prompt),
+        **results(module.scores, [text for row in rows for text in [text_of(row)] * per_prompt]),
     }
     say(table(report))
     whole, table_file = write(report, module.scores, options.out or run.folder / "eval.json")
@@ -151,30 +152,31 @@ def rewards_with_similarity(rewards: Weighted, network: FeatureNetwork | None) -
     return rewards
 
 
-def interval(values: Sequence[float], prompts: Sequence[int]) -> dict[str, Any]:
+def interval(values: Sequence[float], prompts: Sequence[str] | Sequence[int]) -> dict[str, Any]:
     """Return the mean and its bootstrap interval, without NaN values; whole prompts are resampled.
 
-    >>> interval([1.0, 3.0, math.nan], [0, 0, 1])
-    {'mean': 2.0, 'low': 2.0, 'high': 2.0, 'count': 2, 'failed': 1}
+    >>> interval([1.0, 3.0, math.nan], [0, 0, 1])  # no interval of a single prompt
+    {'mean': 2.0, 'low': None, 'high': None, 'count': 2, 'failed': 1}
     """
     kept = [value for value in values if not math.isnan(value)]
     mean = math.fsum(kept) / len(kept) if kept else None
-    low, high = bootstrap_interval(values, prompts, LEVEL, RESAMPLES) if kept else (None, None)
+    ends = bootstrap_interval(values, prompts, LEVEL, RESAMPLES)
+    low, high = (None if math.isnan(end) else end for end in ends)
     return {"mean": mean, "low": low, "high": high, "count": len(kept), "failed": len(values) - len(kept)}
 
 
-def results(scores: Mapping[str, ImageScores], images_per_prompt: int) -> dict[str, Any]:
+def results(scores: Mapping[str, ImageScores], prompts: Sequence[str]) -> dict[str, Any]:
     """Return the means with intervals of each set of weights, and its differences to the reference image by image.
 
     Args:
         scores: For each set of weights, the scores of the same images: same prompts, same noise.
-        images_per_prompt: Image ``i`` was generated for prompt ``i // images_per_prompt``.
+        prompts: Each image's prompt, by number; rows of the same prompt are one prompt.
     """
 
     def intervals(metrics: Mapping[str, pd.Series]) -> dict[str, Any]:
         return {name: interval(values.tolist(), values.index.tolist()) for name, values in metrics.items()}
 
-    measured = {variant: _measured(score, images_per_prompt) for variant, score in scores.items()}
+    measured = {variant: _measured(score, prompts) for variant, score in scores.items()}
     variants = {
         variant: {"means": intervals(measured[variant]), "distances": score.distances, "errors": score.errors}
         for variant, score in scores.items()
@@ -189,9 +191,9 @@ def results(scores: Mapping[str, ImageScores], images_per_prompt: int) -> dict[s
     return {"variants": variants, "difference_to_reference": differences}
 
 
-def _measured(scores: ImageScores, images_per_prompt: int) -> dict[str, pd.Series]:
-    """Return the values of each metric by prompt number."""
-    images = scores.images.set_index(scores.images["image"] // images_per_prompt)
+def _measured(scores: ImageScores, prompts: Sequence[str]) -> dict[str, pd.Series]:
+    """Return the values of each metric by prompt."""
+    images = scores.images.set_index(scores.images["image"].map(dict(enumerate(prompts))))
     metrics = {name: images[name] for name in images.columns.drop(["prompt", "image"])}
     if scores.features is not None:
         sound = scores.features.isfinite().all(dim=1)

@@ -46,7 +46,7 @@ SECTIONS = {"model": "model.objective=VGRPO", "data": "data.group_size=8", "trai
 RESULTS = ("metrics.csv", "summary.json")
 """Files of which a report can be made, also without a recipe."""
 SUFFIXES = (".yaml", ".yml")
-PATH_KEYS = ("train", "heldout", "path", "checkpoint", "start_from")
+PATH_KEYS = ("train", "heldout", "exclude", "path", "checkpoint", "start_from")
 """Options whose value may be a file or folder name without a dot or slash."""
 CALLBACK_KEYS = ("reference", "features")
 """Options of callbacks whose paths are read; other paths under ``trainer`` are written."""

@@ -50,6 +50,7 @@ class PromptDataModule(L.LightningDataModule):
         heldout_fraction: Hold out this share of the training prompts for evaluation instead, chosen by hash.
         deduplicate: Keep only the first of equal prompts, and do not train on held-out prompts; prompts that differ
             only in case or white space are equal.
+        exclude: Prompts, likewise, that are left out of the training prompts, before a share is held out.
 
     Raises:
         TypeError: An option of a source is wrong.
@@ -71,13 +72,15 @@ class PromptDataModule(L.LightningDataModule):
         seed: Seed = 0,
         heldout_fraction: Annotated[float, Range(above=0, below=1)] | None = None,
         deduplicate: bool = False,
+        exclude: Sources | None = None,
     ) -> None:
         super().__init__()
         self._sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates)
         if heldout_fraction is not None and heldout is not None:
             raise ValueError(f"heldout_fraction={heldout_fraction} and heldout are both given. Set one to null.")
-        held_out = as_sources(heldout) if heldout is not None else []
-        self.choice = PromptChoice(as_sources(train), held_out, heldout_fraction, heldout_limit, deduplicate)
+        held_out, left_out = ([] if given is None else as_sources(given) for given in (heldout, exclude))
+        options: dict[str, Any] = {"deduplicate": deduplicate, "exclude": left_out}
+        self.choice = PromptChoice(as_sources(train), held_out, heldout_fraction, heldout_limit, **options)
         self.heldout_images_per_prompt = heldout_images_per_prompt
         self.eval_batch_size = eval_batch_size
         self.seed = seed

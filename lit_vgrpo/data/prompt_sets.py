@@ -34,6 +34,7 @@ class PromptChoice:
     heldout_limit: int | None = None
     deduplicate: bool = False
     edits: bool = True
+    exclude: list[PromptSource] = field(default_factory=list)
 
 
 class PromptSets:
@@ -54,6 +55,8 @@ class PromptSets:
         keys = np.concatenate([prompt_keys(_texts(rows)) for rows in sources])
         firsts, is_shared = first_of_each(keys), np.isin(keys, apart)
         stays = firsts & ~is_shared if choice.deduplicate else np.ones_like(firsts)
+        excluded = (text_of(row) for source in choice.exclude for row in open_prompts(source, choice.edits))
+        stays &= ~np.isin(keys, prompt_keys(excluded))
         self.shared = int((stays & is_shared).sum())  # training prompts that are also held-out prompts, and were kept
         self.has_others = bool((stays & ~is_shared).any())
         aside = stays & is_held_out(keys, choice.heldout_fraction or 0.0)
@@ -208,7 +211,7 @@ class PromptMixture:
         self, sources: Sequence[Rows | TableRows], weights: Sequence[float] = (1.0,), names: Sequence[str] = ()
     ) -> None:
         self.sources, self.names = sources, names
-        self.weights = [Fraction(repr(weight)) for weight in weights]
+        self.weights = [Fraction(repr(float(weight))) for weight in weights]  # of numpy's too
 
     def rows(self, seed: int, positions: Sequence[int]) -> Rows:
         """Return the rows at positions of the endless prompt sequence: a pure function of seed and position."""

@@ -144,7 +144,7 @@ def bootstrap_interval(
     whole prompts are resampled instead.
 
     Args:
-        values: One score per image; without any, both ends are NaN.
+        values: One score per image; with values of less than two clusters, both ends are NaN.
         clusters: The cluster of each value, such as its prompt; ``None`` resamples single values.
         level: Confidence level, in (0, 1).
         resamples: Number of bootstrap samples.
@@ -157,9 +157,8 @@ def bootstrap_interval(
     known = ~np.isnan(scores)
     _, cluster_of = np.unique(labels[known], return_inverse=True)
     sums, counts = np.bincount(cluster_of, scores[known]), np.bincount(cluster_of)
-    if len(sums) < 2:  # scipy refuses to resample a single cluster
-        mean = float(sums[0] / counts[0]) if len(sums) else math.nan
-        return mean, mean
+    if len(sums) < 2:  # a single prompt does not show how prompts differ
+        return math.nan, math.nan
     from scipy.stats import bootstrap  # importing it takes 0.5 s
 
     interval = bootstrap(

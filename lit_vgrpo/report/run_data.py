@@ -282,8 +282,8 @@ def read_scores(run: Path, say: Say = lambda line: None) -> dict[int, PromptSums
 def interval(sums: list[tuple[float, int]] | None) -> Interval | None:
     """Return the mean over images and its interval over prompts; ``None`` without scores.
 
-    >>> interval([(1.0, 1), (1.0, 1)])
-    Interval(mean=1.0, low=1.0, high=1.0)
+    >>> interval([(1.0, 1), (1.0, 1)]), interval([(2.0, 2)])
+    (Interval(mean=1.0, low=1.0, high=1.0), Interval(mean=1.0, low=nan, high=nan))
     """
     values = [total / count for total, count in sums or [] for _ in range(count)]
     clusters = [number for number, (_, count) in enumerate(sums or []) for _ in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,7 +90,7 @@ class Change:
     def ends(self) -> list[str]:
         """The start, if there is one, and the end, as text, all with their intervals or none."""
         both = [(self.start, self.intervals[0])] * (self.start is not None) + [(self.end, self.intervals[1])]
-        known = all(ends for _, ends in both)
+        known = all(brackets(ends) for _, ends in both)
         return [f"{score(value)} {brackets(ends)}" if known else score(value) for value, ends in both]
 
     @property
@@ -313,8 +314,12 @@ def score(value: float | None, sign: str = "", decimals: int | None = None) -> s
 
 
 def brackets(ends: Interval | None, sign: str = "", decimals: int | None = None) -> str:
-    """Return an interval in brackets; empty for none."""
-    return "" if ends is None else f"[{score(ends.low, sign, decimals)}, {score(ends.high, sign, decimals)}]"
+    """Return an interval in brackets; empty for none, or that of a single prompt."""
+    return (
+        ""
+        if ends is None or math.isnan(ends.low)
+        else f"[{score(ends.low, sign, decimals)}, {score(ends.high, sign, decimals)}]"
+    )
 
 
 def amount(value: float | None) -> str:

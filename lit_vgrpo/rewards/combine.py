@@ -6,6 +6,7 @@ import inspect
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
@@ -21,8 +22,11 @@ from lit_vgrpo.rewards.function import RewardLike, RewardsLike, as_reward
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.signals import is_stop
 
-# would collide with another metric's key, such as reward/mean or heldout/reward
-RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"})
+# would collide with another metric's key, such as reward/mean or heldout/reward, or a column of eval's table
+RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"}) | {
+    *("diversity_within_prompts", "diversity_across_prompts", "sharpness", "saturation", "distance_to_start"),
+    *("reward_std", "fingerprint", "image", "prompt", "variant"),
+}
 ROW_FIELD = "rewards"
 """The field of a row that names the rewards that apply to it."""
 
@@ -77,6 +81,7 @@ class Weighted(Reward):
             if low is not None and high is not None and not low < high:
                 raise ValueError(f"clips=[{low}, {high}] is an empty range. Write [low, high] with low < high.")
         self.overlap = overlap
+        self._counts: Counter[str] = Counter()  # since a sum that contains this one took them
         self.parts = [Part(*entry) for entry in zip(_unique_names(built), built, weights, clips, strict=True)]
 
     @property
@@ -158,8 +163,23 @@ class Weighted(Reward):
         """True if any of the rewards does."""
         return any(part.reward.compares for part in self.parts)
 
+    @property
+    def takes_videos(self) -> bool:  # type: ignore[override]
+        """True if any of the rewards does."""
+        return any(part.reward.takes_videos for part in self.parts)
+
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        return self.score(images, prompts, rows).total
+        scores = self.score(images, prompts, rows)
+        failures = [scores.errors[name] for name, weight in self.weight_of.items() if weight and name in scores.errors]
+        self.failure = failures[0] if failures else None
+        for counts in scores.counts.values():
+            self._counts.update(counts)
+        return scores.total
+
+    def take_counts(self) -> dict[str, float]:
+        counts: dict[str, float] = {**self._counts}
+        self._counts.clear()
+        return counts
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         return next(iter(self.errors_of_prompt(prompt, row).values()), None)

@@ -42,7 +42,8 @@ class ScoreQueue:
             self.reward.load()
             self._is_loaded = True
         batch = ImageBatch.rounded(images, prompts, rows)
-        threaded = [part for part in self.reward.parts if self.reward.overlap and part.reward.concurrent]
+        at_once = [part for part in self.reward.parts if not part.reward.compares]
+        threaded = [part for part in at_once if self.reward.overlap and part.reward.concurrent]
         is_kept = self.reward.compares
         on_cpu = replace(batch, images=batch.images.cpu()) if threaded or is_kept else batch
         scores: dict[str, Future[Scores]] = {}
@@ -51,8 +52,8 @@ class ScoreQueue:
                 threads = ThreadPoolExecutor(part.reward.calls_at_once, thread_name_prefix=f"reward-{part.name}")
                 self._threads[part.name] = threads
             scores[part.name] = self._threads[part.name].submit(self.reward.score_part, part, on_cpu)
-        for part in self.reward.parts:
-            if part not in threaded and not part.reward.compares:
+        for part in at_once:
+            if part not in threaded:
                 scores[part.name] = Future()
                 scores[part.name].set_result(self.reward.score_part(part, batch))
         kept = on_cpu if is_kept else replace(on_cpu, images=on_cpu.images[:0])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.gather import rank_and_world_size
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.errors import counted, say, shell_line
@@ -70,20 +71,22 @@ class VoteReward(Reward):
             raise RewardError("VoteReward asks people about the images of a run. Start one: lightning vote RECIPE")
         files = [encode_png(image) for image in to_uint8(images).cpu()]
         ids = [sha256(data).hexdigest()[:32] for data in files]
-        groups: dict[str, dict[str, bytes]] = {prompt: {} for prompt in prompts}
-        for prompt, image, data in zip(prompts, ids, files, strict=True):
-            groups[prompt][image] = data
+        keys = [(prompt, str(row.get(PICTURE))) for prompt, row in zip(prompts, rows, strict=True)]
+        groups: dict[tuple[str, str], dict[str, bytes]] = {key: {} for key in keys}
+        for key, image, data in zip(keys, ids, files, strict=True):
+            groups[key][image] = data
+        asked = [(prompt, pictures) for (prompt, _), pictures in groups.items()]
         rank, num_ranks = rank_and_world_size()
         try:
-            numbers = self._store.publish(groups, self.images_per_vote, self.voters, rank, num_ranks)
+            numbers = self._store.publish(asked, self.images_per_vote, self.voters, rank, num_ranks)
             self._wait(self._store, announces=rank == 0)
             progress, scores = self._store.progress(numbers), self._store.scores(numbers)
             self._store.close(numbers)
         except VoteStoreError as error:
             raise RewardOutage(str(error)) from error
         self._counts = {"given": progress.given, "skipped": progress.skipped}
-        scores_by_prompt = dict(zip(groups, scores, strict=True))
-        return torch.tensor([scores_by_prompt[prompt][image] for prompt, image in zip(prompts, ids, strict=True)])
+        scores_by_group = dict(zip(groups, scores, strict=True))
+        return torch.tensor([scores_by_group[key][image] for key, image in zip(keys, ids, strict=True)])
 
     def take_counts(self) -> dict[str, float]:
         counts, self._counts = self._counts, {}

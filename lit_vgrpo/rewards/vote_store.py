@@ -9,7 +9,7 @@ import json
 import random
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -122,7 +122,7 @@ class VoteStore:
 
     def publish(
         self,
-        groups: Mapping[str, Mapping[str, bytes]],
+        groups: Iterable[tuple[str, Mapping[str, bytes]]],
         images_per_vote: int = 4,
         voters: int = 1,
         owner: int = 0,
@@ -131,7 +131,7 @@ class VoteStore:
         """Open groups for voting, close the others of this owner, and return their numbers; old votes are kept.
 
         Args:
-            groups: By prompt, the images as PNG files by their ids.
+            groups: The prompt of each group, and its images as PNG files by their ids.
             images_per_vote: Images of a comparison.
             voters: People who answer each comparison.
             owner: The rank that asks.
@@ -140,7 +140,7 @@ class VoteStore:
         numbers = []
         with self._transaction() as db:
             db.execute("UPDATE groups SET is_open = 0 WHERE owner = ? OR owner >= ?", (owner, num_owners))
-            for prompt, images in groups.items():
+            for prompt, images in groups:
                 db.executemany("INSERT OR REPLACE INTO images VALUES (?, ?)", images.items())
                 key = sha256("\n".join([prompt, *sorted(images)]).encode()).hexdigest()
                 order = random.Random(key).sample(sorted(images), len(images))

@@ -209,7 +209,8 @@ class CopyGuard:
         if not self._images:
             return {}
         groups = torch.cat(self._images).unflatten(0, (-1, group_size))
-        pairs = similarity(groups[:, :, None], groups[:, None])  # (P, G, G), 1 on the diagonal
+        # (P, G, G), 1 on the diagonal; all pairs of images of an iteration would not fit into memory
+        pairs = torch.stack([similarity(group[:, None], group) for group in groups])
         others = (pairs.sum(-1) - 1) / (group_size - 1) if group_size > 1 else pairs[..., 0] * torch.nan
         return {
             "similarity_to_reference": torch.cat(self._to_reference),

@@ -157,6 +157,7 @@ class Evaluator:
         failed_share: Share of images that a reward failed to score in the last evaluation.
         history: The evaluations of the run so far.
         contents: Hashes of what the last one evaluated, by name.
+        numbers: The images' numbers in the last one, in rank order.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class Evaluator:
         self.step, self.failed_share = -1, 0.0
         self.history: list[Evaluation] = []
         self.contents: dict[str, str] = {}
+        self.numbers: list[int] = []
         self._starts: dict[int, Tensor] = {}  # reduced images of the first evaluation with each fingerprint
         self._num_predicted = 0
         self._sources: list[str] = []
@@ -276,6 +278,7 @@ class Evaluator:
     def _read_contents(self, trainer: Trainer) -> tuple[dict[str, str], int]:
         """Return hashes of what the batches evaluate, and their fingerprint."""
         asked = {slot: row for own in all_gather_objects(self._asked) for slot, row in own.items()}
+        self.numbers = list(asked)
         with self.policy.sized(*self.sides):
             size = dict(zip(("height", "width"), self.policy.image_size or (), strict=False))
         contents = {
@@ -288,7 +291,10 @@ class Evaluator:
         return hashes, int(hashed(sorted(hashes.items()))[:6], 16)  # 24 bits: a float32 holds them
 
     def per_image(self, name: str) -> Tensor | None:
-        """Return a metric of the last evaluation per image, ``(N,)`` by number, NaN if it has none, or ``None``."""
+        """Return a metric of the last evaluation per image, ``(N,)``, NaN if it has none, or ``None``.
+
+        The images are in the order of :attr:`numbers`.
+        """
         return self._of_images.get(name)
 
     def means(self, module: TrainingModule | None = None, is_first: bool = False) -> dict[str, float]:

@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 from commands import evaluate, run
 from fault_server import FaultServer, close_midway
+from helpers import make_data, make_module, make_trainer
 from PIL import Image
 from saved_runs import assert_one_line
 
-from lit_vgrpo.apps.benchmark.result import by_task
+from lit_vgrpo.apps.benchmark.result import by_task, results
+from lit_vgrpo.apps.benchmark.scores import Subject
+from lit_vgrpo.callbacks import Benchmark
 from lit_vgrpo.data.benchmark import Paper, differences, read_benchmark
 from lit_vgrpo.data.benchmark_prompts import TASK, read_rows
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.report.page import write_report
 from lit_vgrpo.system.paths import shipped
 
@@ -104,6 +108,22 @@ def test_the_mean_of_tasks_is_not_that_of_images():
     one = by_task(np.repeat([0.0, 1.0], 8), np.repeat([0, 1], 8), ["a"] * 16)
     assert (one["overall"]["low"], one["overall"]["high"]) == (0.0, 1.0)
     assert by_task(np.full(2, math.nan), np.arange(2), ["a", "b"])["overall"]["mean"] is None
+
+
+def test_a_failed_retry_keeps_the_scores(tmp_path):
+    one = Subject("one", {}, "dpm++", Policy, tmp_path)
+    lines = [{"images": [0, 1], "scores": {"r": values}, "errors": {}} for values in ([0.5, None], [None, 0.7])]
+    for name, line in zip(("x-1of2.jsonl", "x-2of2.jsonl"), lines, strict=True):
+        (tmp_path / name).write_text(json.dumps(line))
+    one.read(tmp_path / "x")
+    assert one.scores == {0: {"r": 0.5}, 1: {"r": 0.7}}
+
+
+def test_a_repeated_prompt_is_one_prompt_for_the_intervals(cache):
+    rows = [{"prompt": prompt, TASK: "a"} for prompt in ("one", "two") * 3]
+    scores = {image: {"r": image // 2 % 2 + image // 2 / 10} for image in range(12)}
+    (found,) = results(preset(), rows, [Subject("one", {}, "dpm++", Policy, cache, scores)])["scores"].values()
+    assert (found["r"]["overall"]["low"], found["r"]["overall"]["high"]) == pytest.approx((0.2, 1.3))
 
 
 def test_prompts_are_downloaded_once_and_verified(cache):
@@ -265,6 +285,16 @@ def test_two_models_in_one_table_and_an_interrupted_evaluation_continues(cache, 
     assert evaluate([models[0], *words, "--out=shared/r.json"]) == 0
     assert Path("calls").read_text() == calls
     assert scores("shared")[0]["scores"]["tiny_sd3"]["score"]["overall"]["count"] == 6
+
+
+def test_a_callback_serves_the_run_it_is_in_and_only_one_of_a_name(cache, tiny_sd3):
+    preset()
+    one, other = (Benchmark("mine.yaml", prompt_file="mine.txt") for _ in range(2))
+    for module in (make_module(tiny_sd3), make_module(tiny_sd3)):
+        make_trainer(cache, 1, [one]).validate(module, datamodule=make_data(), verbose=False)
+        assert one._evaluator.policy is module.policy
+    with pytest.raises(ValueError, match="Two Benchmark callbacks log heldout/mine"):
+        make_trainer(cache, 1, [one, other]).fit(make_module(tiny_sd3), datamodule=make_data())
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ SETTINGS = ["model.reward=VoteReward", "model.untrained_reward=JPEGCompressibili
 @pytest.fixture
 def store(tmp_path):
     found = VoteStore(tmp_path / FILE_NAME)
-    found.publish({"<b>a cat</b>": {f"a{number}": b"png" for number in range(4)}})
+    found.publish([("<b>a cat</b>", {f"a{number}": b"png" for number in range(4)})])
     return found
 
 
@@ -207,7 +207,7 @@ def test_a_run_has_ended_by_its_summary_unless_it_asks_again(store):
         assert has_ended(folder, VoteStore(store.path)) == is_over, outcome
     summary.write_text('{"outcome": "finished"}')
     time.sleep(0.02)  # a file system's clock
-    store.publish({"a dog": {f"b{number}": b"png" for number in range(4)}})
+    store.publish([("a dog", {f"b{number}": b"png" for number in range(4)})])
     assert not has_ended(folder, store)
 
 

@@ -42,7 +42,7 @@ def wait_for(address, job):
 def test_an_image_is_enlarged_by_key_and_by_click(width, tmp_path):
     store = VoteStore(tmp_path / FILE_NAME)
     pngs = [encode_png(torch.full((3, 64, 64), 60 * shade, dtype=torch.uint8)) for shade in range(4)]
-    store.publish({"a grey square": {f"a{number}": png for number, png in enumerate(pngs)}})
+    store.publish([("a grey square", {f"a{number}": png for number, png in enumerate(pngs)})])
     with (
         listening_socket("127.0.0.1", 0) as listener,
         browser(viewport={"width": width, "height": 800}) as (page, said),
@@ -80,7 +80,7 @@ def test_an_image_is_enlarged_by_key_and_by_click(width, tmp_path):
 def test_a_held_key_and_a_double_click_vote_once(tmp_path):
     store = VoteStore(tmp_path / FILE_NAME)
     png = encode_png(torch.zeros(3, 64, 64, dtype=torch.uint8))
-    numbers = store.publish({f"prompt {group}": {f"{group}-{n}": png for n in range(4)} for group in range(9)})
+    numbers = store.publish([(f"prompt {group}", {f"{group}-{n}": png for n in range(4)}) for group in range(9)])
     with listening_socket("127.0.0.1", 0) as listener, browser() as (page, said):
         listener.listen(BACKLOG)
         with served_in_thread(make_app(store), listener):

@@ -1,8 +1,9 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import fit, make_data, make_module, make_trainer, same, weights
+from helpers import SaveAt, fit, make_data, make_module, make_trainer, same, weights
 from PIL import Image
 
 from lit_vgrpo import SD3Policy
@@ -100,6 +101,28 @@ def test_sample_grid(tiny_sd3, tmp_path):
     assert column("before", 0) == column("after", 0)
     assert column("after", 1) != column("before", 1)
     assert "samples" in module.ledger.counts
+
+
+def test_captions_have_the_scores_of_their_images(tiny_sd3, tmp_path):
+    """Of the third and the fourth image, as trainer.limit_val_batches leaves them to a second rank."""
+    module, data, grid = make_module(tiny_sd3), make_data(heldout_limit=4, eval_batch_size=2), SampleGrid(4)
+    module.trainer = make_trainer(tmp_path)
+    module.configure_model()
+    grid._rows = data.heldout_samples(4)
+    module.evaluator.add(data.val_dataloader().dataset[1])
+    module.evaluator.finish(module)
+    module.evaluator.step = 0
+    caption = grid._caption(SimpleNamespace(datamodule=data, global_step=0), module)
+    assert ["held-out reward" in line for line in caption.splitlines()] == [False, False, True, True]
+
+
+def test_a_run_that_continues_its_first_iteration_keeps_the_grid_of_the_start(tiny_sd3, tmp_path):
+    saved, options = tmp_path / "x.ckpt", {"iterations": 1, "data": {"updates_per_iteration": 2}}
+    fit(tiny_sd3, tmp_path, [SampleGrid(1, 1), SaveAt(saved, 0, 2)], **options)
+    first = (tmp_path / "samples/before.png").read_bytes()
+    fit(tiny_sd3, tmp_path, [SampleGrid(1, 1)], ckpt=saved, **options)
+    assert torch.load(saved, weights_only=True)["global_step"] == 1
+    assert (tmp_path / "samples/before.png").read_bytes() == first
 
 
 @pytest.mark.slow

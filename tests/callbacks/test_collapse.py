@@ -1,11 +1,15 @@
 import json
 import math
+from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 from helpers import Breaking, make_data, make_module, make_trainer
 
-from lit_vgrpo.callbacks import CollapseStop, RunSummary
+from lit_vgrpo.callbacks import CollapseStop, RewardHackAlarm, RunSummary
+from lit_vgrpo.callbacks.hack_alarm import IMAGES
+from lit_vgrpo.core.records import Evaluation
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.train import train
 from lit_vgrpo.rewards import Reward
@@ -118,3 +122,32 @@ def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(tiny_reci
     saved = torch.load(cli.folder / "checkpoints/last.ckpt", weights_only=True)
     assert saved["global_step"] == 1
     assert all(value.isfinite().all() for value in saved["state_dict"].values())
+
+
+def test_a_second_fit_starts_over_with_the_same_callbacks_and_module(tiny_sd3, tmp_path):
+    class Fails(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            raise ValueError("a callback of the user's")
+
+    module, alarm = make_module(tiny_sd3, reward=Scripted.of(0.0)), RewardHackAlarm()
+    callbacks = [CollapseStop(patience=2), RunSummary(), alarm]
+    with pytest.raises(ValueError, match="of the user's"):
+        make_trainer(tmp_path / "1", 1, [*callbacks, Fails()]).fit(module, datamodule=make_data())
+    alarm.warnings, alarm.watches[IMAGES].in_a_row = ["Reward hacking?"], 2
+    make_trainer(tmp_path / "2", 2, callbacks).fit(module, datamodule=make_data())
+    first = summary_of(tmp_path / "2")
+    assert first["reason"].startswith("Collapsed: no group has had reward spread for 2 iterations, ")
+    assert (first["alarms"], alarm.watches[IMAGES].in_a_row, first["images"]) == ([], 0, 16)
+    make_trainer(tmp_path / "3", 1, callbacks).fit(module, datamodule=make_data())
+    second = summary_of(tmp_path / "3")
+    assert (second["outcome"], second.get("reason")) == ("finished", None)
+    assert (second["evaluations"][0]["images"], second["evaluations"][0]["passes"]) == (0, 0)
+
+
+def test_low_evaluations_of_other_images_do_not_count(tiny_sd3):
+    stop, module = CollapseStop(), make_module(tiny_sd3)
+    stop.unit, module.evaluator.step = 1.0, 0
+    for images, reward in ((1, 9.0), (2, 9.0), (2, 0.0), (1, 0.0)):
+        module.evaluator.history.append(Evaluation(0, reward, 0, 0, 0.0, 0.0, 0, fingerprint=images))
+        stop._fallen(SimpleNamespace(global_step=0), module)
+    assert stop.low_evaluations == 1

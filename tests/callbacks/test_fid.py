@@ -1,7 +1,9 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import fit, make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import EMA, FID, RunSummary, averaged_weights
@@ -61,6 +63,16 @@ def test_validation_alone(tiny_sd3, tmp_path, script, real):
     assert found["heldout/fid@8"] > 0
 
 
+def test_images_that_are_not_finite_are_left_out(script, real):
+    images = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    expected = distances(images[1:], script, real)
+    images[0, 0, 0, 0] = torch.nan
+    fid = FID(real, script, kid=True)
+    fid.update(images, SimpleNamespace(slots=[*range(5)]))
+    found = fid.compute(SimpleNamespace(device=torch.device("cpu")))
+    assert found == pytest.approx({"heldout/fid@4": expected[0], "heldout/kid@4": expected[1]})
+
+
 def test_an_error_ends_the_run_before_training(tiny_sd3, tmp_path, script, real, monkeypatch):
     monkeypatch.setattr(VGRPOModule, "training_step", lambda *_: pytest.fail("it trained"))
     torn = tmp_path / "torn"
@@ -78,3 +90,5 @@ def test_an_error_ends_the_run_before_training(tiny_sd3, tmp_path, script, real,
     for fid, data, kind, message in cases:
         with pytest.raises(kind, match=message):
             train(tiny_sd3, tmp_path, [fid], data={"heldout_images_per_prompt": 1, **data})
+    with pytest.raises(ValueError, match="Two FID callbacks log the same metric. Remove one"):
+        train(tiny_sd3, tmp_path, [FID(real, script), FID(real, script)])

@@ -10,6 +10,7 @@ from helpers import make_data, make_module, make_trainer
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import ProgressBar, RewardHackAlarm, RunSummary
 from lit_vgrpo.callbacks.hack_alarm import Divergence, Measurement
+from lit_vgrpo.core.records import Evaluation
 from lit_vgrpo.rewards import JPEGCompressibility, ShapesReward
 from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED, RunCheckpoint
 
@@ -58,6 +59,17 @@ def test_other_prompts_start_over():
     assert watch.add(at([2.0, 2.0], [0.5, 0.5])) == 1
     assert watch.add(at([2.0, 2.0], [0.4])) == 0
     assert watch.add(at([2.1, 2.1], [0.3])) == 1
+
+
+def test_an_evaluation_without_scores_repeats_no_warning(tiny_sd3, tmp_path):
+    alarm, module, trainer = RewardHackAlarm(), make_module(tiny_sd3), make_trainer(tmp_path)
+    module.evaluator.step = 0
+    with pytest.warns(UserWarning, match="Reward hacking?"):
+        for number, (trained, watched) in enumerate([(0.0, 1.0), (1.0, 0.5), (2.0, 0.4), (3.0, math.nan)]):
+            module.evaluator.latest = {TRAINED: trained, UNTRAINED: watched}
+            module.evaluator.history.append(Evaluation(number, trained, 0, 0, 0.0, 0.0, 0))
+            alarm._judge(trainer, module)
+    assert len(alarm.warnings) == 1
 
 
 def hacked(tmp_path, callbacks, iterations=8, ckpt=None, heldout_limit=8, **options):
@@ -129,6 +141,8 @@ def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path, capf
 def test_the_trained_reward_is_no_other_and_without_held_out_images_it_rests(tiny_sd3, tmp_path):
     with pytest.raises(ValueError, match="is the trained reward"):
         RewardHackAlarm(metric=TRAINED)
+    with pytest.raises(ValueError, match="metric=heldout/fid@8 is better when lower"):
+        RewardHackAlarm(metric="heldout/fid@8")
     alarm, module = RewardHackAlarm(), make_module(tiny_sd3, reward=JPEGCompressibility())
     make_trainer(tmp_path, 1, [alarm]).fit(module, datamodule=make_data(heldout=None))
     assert not alarm.warnings

@@ -194,7 +194,7 @@ def scored(total, features=None):
 
 def test_differences_are_taken_image_by_image():
     start, end = scored([0.0, 1.0, 5.0, math.nan]), scored([1.0, 2.0, math.nan, 3.0])
-    found = results({"trained": end, "reference": start}, images_per_prompt=2)
+    found = results({"trained": end, "reference": start}, ["a", "b", "b", "b"])
     difference = found["difference_to_reference"]
     assert list(difference) == ["trained"]
     # pairs: 1 and 1; the other two images failed on one side each
@@ -204,12 +204,14 @@ def test_differences_are_taken_image_by_image():
 
 
 def test_an_interval_resamples_prompts_and_diversity_is_the_distance_within_a_prompt():
-    # within a prompt all images are alike, so that sixteen images say no more than two prompts do
-    found = results({"trained": scored([0.0] * 8 + [1.0] * 8)}, images_per_prompt=8)["variants"]["trained"]["means"]
+    # within a prompt all images are alike, so that sixteen images of four rows say no more than two prompts do
+    found = results({"trained": scored(([0.0] * 4 + [1.0] * 4) * 2)}, ([*"aaaabbbb"]) * 2)["variants"]["trained"][
+        "means"
+    ]
     assert (found["reward"]["low"], found["reward"]["mean"], found["reward"]["high"]) == (0.0, 0.5, 1.0)
     across, up, unsound = [1.0, 0.0], [0.0, 1.0], [math.nan, 0.0]
     features = torch.tensor([across, up, unsound, across, across, across, unsound, up, unsound])
-    found = results({"trained": scored([1.0] * 9, features)}, images_per_prompt=3)["variants"]["trained"]["means"]
+    found = results({"trained": scored([1.0] * 9, features)}, [*"aaabbbccc"])["variants"]["trained"]["means"]
     # distances 1 and 0; the third prompt has one sound image
     assert found["diversity"] == {"mean": 0.5, "low": 0.0, "high": 1.0, "count": 2, "failed": 1}
 

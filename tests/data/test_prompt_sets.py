@@ -68,6 +68,12 @@ def test_the_split_is_pinned():
     assert sides.nonzero()[0].tolist() == [2, 6, 7, 14, 15, 19, 25]
 
 
+def test_excluded_prompts_are_on_neither_side(file):
+    prompts = [f"prompt {i}" for i in range(30)]
+    data = data_module(file(prompts), heldout_fraction=0.2, exclude={"prompts": ["PROMPT 1", "prompt 2"]})
+    assert {*prompts} - {*training(data), *heldout(data)} == {"prompt 1", "prompt 2"}
+
+
 @quick
 @given(PROMPTS, st.randoms(use_true_random=False), st.floats(0.2, 0.8))
 def test_no_prompt_is_on_both_sides_and_none_ever_moves(file, prompts, draw, fraction):

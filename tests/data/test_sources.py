@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import prompt_file
@@ -52,6 +53,11 @@ def test_every_prompt_has_its_sources_name_on_any_number_of_ranks(sources):
         )
         assert one == two
         assert {(prompt[0], source) for prompt, source in one.values()} == {("a", "a"), ("b", "last")}
+
+
+def test_a_weight_of_numpy_is_a_number():
+    data = PromptDataModule({"prompts": ["a", "b"], "weight": np.float64(2)}, 1, 2)
+    assert (data.check(), data.sets.training.weights) == ([], [2])
 
 
 def test_names_are_the_files_unless_given(sources, tmp_path):

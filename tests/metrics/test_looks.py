@@ -6,14 +6,20 @@ import pytest
 import torch
 from helpers import make_data, make_module, make_trainer
 
+from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.metrics.looks import LOOKS, distances, diversities, reduced, saturation, sharpness
+from lit_vgrpo.rewards.combine import RESERVED_NAMES
 from lit_vgrpo.training.evaluation import Looks
 
 
 def plain(*levels):
     """Return a grey image per level, ``(B, 3, 32, 32)``."""
     return torch.tensor(levels).reshape(-1, 1, 1, 1).expand(-1, 3, 32, 32)
+
+
+def test_no_reward_has_the_name_of_a_metric_or_of_a_column_of_eval():
+    assert {*LOOKS, FINGERPRINT, "reward_std", "prompt", "image", "variant"} <= RESERVED_NAMES
 
 
 def test_sharpness_and_saturation_of_known_images():

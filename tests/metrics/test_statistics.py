@@ -77,7 +77,8 @@ def test_prompts_are_resampled_whole():
 def test_failed_images_are_left_out():
     kept = bootstrap_interval([1.0, 2.0, 4.0], ["a", "a", "b"])
     assert bootstrap_interval([1.0, 2.0, math.nan, 4.0, math.nan], ["a", "a", "b", "b", "c"]) == kept
-    assert all(math.isnan(end) for end in bootstrap_interval([math.nan]))
+    for values, prompts in (([math.nan], ["a"]), ([1.0, 2.0, math.nan], ["a", "a", "b"])):  # at most one prompt
+        assert all(math.isnan(end) for end in bootstrap_interval(values, prompts))
     assert all(math.isnan(end) for end in bootstrap_interval([]))
 
 

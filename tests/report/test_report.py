@@ -17,8 +17,8 @@ from saved_runs import assert_one_line, folder_with, train
 from lit_vgrpo.report import verdict
 from lit_vgrpo.report.curves import plots
 from lit_vgrpo.report.page import read_kept, read_pairs, render
-from lit_vgrpo.report.run_data import Point, RunData, read_run, read_scores
-from lit_vgrpo.report.verdict import Verdict
+from lit_vgrpo.report.run_data import Point, RunData, difference, interval, read_run, read_scores
+from lit_vgrpo.report.verdict import Change, Verdict
 
 EVIL = 'a red circle <script>alert(1)</script> & "quotes" on the left'
 HELDOUT = ("a green circle on the right", EVIL)
@@ -450,6 +450,12 @@ def test_a_change_has_the_decimals_of_its_ends_and_a_plot_the_name_of_its_curve(
     page = render([one])
     assert all(f'<td class="n">{text} <' in page for text in ("\u22120.001", "+100"))
     assert [plot.title for plot in plots([one])] == ["Held-out reward", "Distance to the anchor"]
+
+
+def test_a_single_prompt_has_no_interval_and_no_direction():
+    start, end = [(0.2, 2)], [(1.8, 2)]
+    change = Change("reward", 0.1, 0.9, (interval(start), interval(end)), difference(start, end))
+    assert (change.ends, change.direction) == (["0.100", "0.900"], 0)
 
 
 def test_runs_with_the_same_answer_share_a_line():

@@ -307,3 +307,22 @@ def test_a_reward_that_raises_on_several_images_only_is_reported_as_slow():
 
     with pytest.warns(UserWarning, match=r'^Reward "one" raised on 4 images at once, .*: .*OSError: too many'):
         assert score(Field("one", alone)).total.tolist() == [0, 1, 2, 3]
+
+
+def test_a_sum_in_a_sum_keeps_reasons_counts_and_videos():
+    class Server(Field):
+        takes_videos = True
+
+        def take_counts(self):
+            return {"retried": 3.0}
+
+    def down(scores, images, rows):
+        inner.failure = "server down"
+        return scores * math.nan
+
+    inner = Server("inner", down)
+    alone, nested = (Weighted([reward]) for reward in (inner, Weighted([inner, Field()], [1, 0])))
+    videos = IMAGES[:, None].expand(-1, 2, -1, -1, -1)
+    for weighted, name in ((alone, "inner"), (nested, "weighted")):
+        scores = weighted.score(videos, PROMPTS, ROWS)
+        assert (scores.errors, scores.counts) == ({name: "server down"}, {name: {"retried": 3.0}})

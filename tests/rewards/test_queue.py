@@ -11,8 +11,9 @@ PROMPTS = ["a", "b"]
 class Mean(Reward):
     """The mean of a picture; it remembers in which thread it worked, and waits for ``gate`` where there is one."""
 
-    def __init__(self, name="mean", concurrent=False, gate=None, trouble=None):
+    def __init__(self, name="mean", concurrent=False, gate=None, trouble=None, compares=False):
         self.name = name
+        self.compares = compares
         self.concurrent = concurrent
         self.gate = gate
         self.trouble = trouble
@@ -108,6 +109,13 @@ def test_closing_drops_what_waits_and_the_queue_works_again():
     put_all(queue, batches(1))
     assert len(queue.take()) == 2
     assert len(slow.seen) <= 2  # the one that was under way, and the new one
+
+
+def test_a_concurrent_reward_that_compares_is_called_once():
+    queue = ScoreQueue(Weighted([reward := Mean("both", concurrent=True, compares=True)]))
+    put_all(queue, batches())
+    queue.take()
+    assert (len(reward.seen), queue._threads) == (1, {})
 
 
 def test_a_queue_uses_the_threads_of_another():

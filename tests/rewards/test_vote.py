@@ -21,7 +21,7 @@ def store(tmp_path):
 
 
 def groups(size, *names):
-    return {f"prompt of {name}": {f"{name}{number}": b"png" for number in range(size)} for name in names}
+    return [(f"prompt of {name}", {f"{name}{number}": b"png" for number in range(size)}) for name in names]
 
 
 def grey(*levels):
@@ -151,6 +151,14 @@ def test_scores_are_fitted_within_each_prompt_whatever_the_batches(tmp_path):
     assert b.tolist() == pytest.approx(choice_scores([(1, [0, 1])], 2).tolist())
     assert a.sum() == pytest.approx(0, abs=1e-6)
     assert scores.counts["votes"] == {"given": 4, "skipped": 0}
+
+
+def test_a_prompt_that_edits_two_pictures_is_asked_twice(tmp_path):
+    rows = [{"image": picture} for picture in ("car.png", "car.png", "cat.png", "cat.png")]
+    voter = vote_in_thread(tmp_path / FILE_NAME, brightest, 2)
+    scores = reward_in(tmp_path)(grey(0.1, 0.9, 0.2, 0.3), ["make it red"] * 4, rows)
+    assert scores[1] == scores[3] > scores[0] == scores[2]
+    voter.join()
 
 
 def test_votes_on_the_same_pixels_are_kept_and_twins_share_a_score(tmp_path):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from lit_vgrpo.apps.benchmark.scores import Subject
 from lit_vgrpo.data.benchmark import Benchmark, differences
 from lit_vgrpo.data.benchmark_prompts import TASK
-from lit_vgrpo.data.prompts import Rows
+from lit_vgrpo.data.prompts import Rows, text_of
 from lit_vgrpo.errors import with_interval
 from lit_vgrpo.system.process import versions
 
@@ -25,7 +25,7 @@ def by_task(values: Numbers, prompts: Numbers, tasks: Sequence[str], mean_of: st
 
     Args:
         values: Score of each image, ``(N,)``; NaN is left out and counted as failed.
-        prompts: Index of each image's prompt, ``(N,)``.
+        prompts: Each image's prompt, as text or number, ``(N,)``.
         tasks: Each image's task.
         mean_of: ``tasks`` takes the mean of the tasks' means, ``images`` that of all images.
 
@@ -67,8 +67,8 @@ def _interval(draws: Numbers, values: Numbers) -> dict[str, Any]:
 
 def results(benchmark: Benchmark, rows: Rows, subjects: Sequence[Subject]) -> dict[str, Any]:
     """Return the scores of all models by metric and task, and the differences of each to the first, image by image."""
-    prompts = np.repeat(np.arange(len(rows)), benchmark.images_per_prompt)
-    tasks = [rows[number][TASK] for number in prompts]
+    prompts = np.repeat([text_of(row) for row in rows], benchmark.images_per_prompt)
+    tasks = [row[TASK] for row in rows for _ in range(benchmark.images_per_prompt)]
     result: dict[str, Any] = {"scores": {}, "differences": {}}
     for name in dict.fromkeys(name for subject in subjects for one in subject.scores.values() for name in one):
         first: Numbers | None = None

@@ -58,16 +58,19 @@ class Subject:
 
     def read(self, stem: Path) -> None:
         """Read the scores so far; an unfinished line of a killed process is ignored."""
-        for file in stem.parent.glob(f"{stem.name}*.jsonl"):
+        for file in sorted(stem.parent.glob(f"{stem.name}*.jsonl")):
             for line in file.read_text().splitlines():
                 with suppress(ValueError):
                     self.add(json.loads(line))
 
     def add(self, batch: Mapping[str, Any]) -> None:
-        """Add a batch: its ``images``, their ``scores`` by reward, ``None`` if one failed, and ``errors``."""
+        """Add a batch: its ``images``, their ``scores`` by reward, ``None`` if one failed, and ``errors``.
+
+        A failure does not replace an earlier score.
+        """
         for number, *values in zip(batch["images"], *batch["scores"].values(), strict=True):
-            scores = (math.nan if value is None else value for value in values)
-            self.scores[number] = dict(zip(batch["scores"], scores, strict=True))
+            scores = {name: value for name, value in zip(batch["scores"], values, strict=True) if value is not None}
+            self.scores[number] = dict.fromkeys(batch["scores"], math.nan) | self.scores.get(number, {}) | scores
         self.errors |= batch["errors"]
 
 

@@ -34,7 +34,7 @@ def read_names(text: str) -> list[str]:
 
 
 def set_sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> str:
-    """Replace the recipe's held-out prompts by a share of its training prompts, in place, and return their name.
+    """Replace the recipe's held-out prompts by a share of its other training prompts, in place; return their name.
 
     Prompts set on the command line, by the ``overridden`` keys, are kept. A share that the recipe itself holds out by
     hash is kept too, since any other share would contain it or lie in it.
@@ -43,6 +43,8 @@ def set_sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> str:
         return "prompts of the command line"
     if base.get("data", {}).get("heldout_fraction") is not None:
         return "held-out prompts"
+    if base.get("data", {}).get("heldout") is not None:
+        set_value(base, "data.exclude", base["data"]["heldout"])
     set_value(base, "data.heldout", None)
     set_value(base, "data.heldout_fraction", SWEEP_HELDOUT_FRACTION)
     return "training prompts"

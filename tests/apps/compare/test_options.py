@@ -52,6 +52,7 @@ def test_a_sweep_does_not_see_the_races_prompts():
     def heldout(*words):
         options = parsed(*words)
         data = options.base["data"]
+        assert data.get("exclude") == (None if data.get("heldout") else "shipped:prompts/shapes_heldout.jsonl")
         return data.get("heldout"), data.get("heldout_fraction"), options.prompts
 
     assert heldout()[:2] == ("shipped:prompts/shapes_heldout.jsonl", None)
