@@ -35,7 +35,7 @@ from lit_vgrpo.training.evaluation import EvaluationSpec, Evaluator
 from lit_vgrpo.training.micro_batch import choose_micro_batch_size
 from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
-from lit_vgrpo.training.saved_weights import load_policy
+from lit_vgrpo.training.saved_weights import load_policy, other_alpha
 from lit_vgrpo.training.settings import fitting_callbacks, hide_expected_warnings, set_up, sizes_of
 from lit_vgrpo.training.teachers import load_teachers
 from lit_vgrpo.training.trainer_internals import (
@@ -296,14 +296,14 @@ class VGRPOModule(L.LightningModule):
         # Include the images of an unfinished iteration, so that no rollout is repeated.
         iteration = self.saved_iteration if self.iteration is None else self.iteration.state_dict()
         checkpoint["lit_vgrpo"] = {name: getattr(self, name).state_dict() for name in PARTS} | {"iteration": iteration}
-        checkpoint["lit_vgrpo"]["pipeline"] = self.policy.description()
+        checkpoint["lit_vgrpo"] |= {"pipeline": self.policy.description(), "lora_alpha": self.policy.lora_alpha}
         round_progress(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the state of the run, and let ``fit`` continue it.
 
         Raises:
-            RuntimeError: Trained weights are missing, or the checkpoint was written with another method or pipeline.
+            RuntimeError: Trained weights are missing, or are of another method, pipeline or ``lora_alpha``.
         """
         trained, state = self._trained_names(), checkpoint["lit_vgrpo"]
         if missing := trained - checkpoint["state_dict"].keys():
@@ -311,6 +311,8 @@ class VGRPOModule(L.LightningModule):
                 f"The checkpoint lacks {len(missing)} of {len(trained)} trained tensors, e.g. {min(missing)}. "
                 "Resume with the recipe that wrote it (RUN/config.yaml)."
             )
+        if error := other_alpha(state["lora_alpha"], self.policy):
+            raise RuntimeError(f"The checkpoint was {error}")
         for before, now in zip(state["pipeline"], self.policy.description(), strict=False):
             if without_sizes(before) != without_sizes(now):
                 raise RuntimeError(

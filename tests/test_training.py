@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lit_vgrpo import VGRPOModule
 from lit_vgrpo.callbacks import RewardLogger, SurrogateDiagnostics
+from lit_vgrpo.system.hub import LoadError
 
 
 def test_the_gradient_is_that_of_the_whole_iteration(tiny_sd3, tmp_path):
@@ -44,6 +45,11 @@ def test_a_checkpoint_holds_no_frozen_tensor_and_loads_weights_only(tiny_sd3, tm
     assert size < 3 * trained + 200_000  # weights and Adam's two moments, plus names
     with pytest.raises(RuntimeError, match="lacks .* trained tensors"):  # from another recipe
         fit(tiny_sd3, tmp_path, ckpt=tmp_path / "lora.ckpt")
+    scaled, said = {"lora_rank": 2, "lora_alpha": 8}, "trained with lora_alpha=2, but this run has 8"
+    with pytest.raises(RuntimeError, match=said):
+        fit(tiny_sd3, tmp_path, policy_options=scaled, ckpt=tmp_path / "lora.ckpt")
+    with pytest.raises(LoadError, match=said):
+        fit(tiny_sd3, tmp_path, policy_options={**scaled, "start_from": str(tmp_path / "lora.ckpt")})
 
 
 def test_load_from_checkpoint_names_the_parts_that_it_needs(tiny_sd3, tmp_path):

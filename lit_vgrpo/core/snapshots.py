@@ -100,7 +100,11 @@ class Snapshot:
             with torch.no_grad():
                 yield
         finally:
-            write(parameters, kept)
+            try:
+                write(parameters, kept)
+            except BaseException:  # such as a signal's
+                write(parameters, kept)
+                raise
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full tensors, on rank 0 if they are sharded; all ranks must call it."""

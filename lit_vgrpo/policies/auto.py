@@ -717,9 +717,7 @@ class AutoPolicy(Policy):
     def scheduler(self, solver: str, steps: int) -> Any:
         base = self.pipeline.scheduler
         if self.path_kind == "vp":
-            scheduler = vp_scheduler(solver, base)
-            scheduler.set_timesteps(steps)
-            return scheduler
+            return vp_scheduler(solver, base, steps)
         if solver == self.solvers[0]:
             return self._flow_scheduler(solver, steps)
         middles = [self._times(self._flow_scheduler(name, LONG)).median() for name in (self.solvers[0], solver)]

@@ -465,6 +465,8 @@ class Policy(nn.Module):
     @contextmanager
     def sized(self, height: int | None, width: int | None) -> Iterator[None]:
         """Use the evaluation's size inside the block; ``None`` keeps a side. LoadError if loaded and impossible."""
+        if self.loaded:
+            self._choose_decode_dtype()  # at the policy's size
         before = self.height, self.width, self.size_in, self.latent_shape if self.loaded else (0, 0, 0)
         self.height, self.width, self.size_in = height or self.height, width or self.width, "model.evaluation"
         try:
@@ -780,8 +782,7 @@ class Policy(nn.Module):
     @in_own_precision
     def _decoded(self, latents: Tensor, halved: bool = False) -> Tensor:
         place([self.pipeline.vae], self.device)
-        if self._tries_float16 and self.device.type == "cuda":
-            self._choose_decode_dtype()
+        self._choose_decode_dtype()
         with self.autocast(self.decode_dtype):
             latents = self.vae_latents(latents)
             if halved:
@@ -792,6 +793,8 @@ class Policy(nn.Module):
     @torch.no_grad()
     def _choose_decode_dtype(self) -> None:
         """Decode in float16 from now on if the images then round as in float32; NaN of an overflow does not."""
+        if not self._tries_float16 or self.device.type != "cuda":
+            return
         self._tries_float16 = False
         noise = self.prior([torch.Generator().manual_seed(0)])  # the same on every rank and after a resume
         exact, self.decode_dtype = self._decoded(noise), torch.float16

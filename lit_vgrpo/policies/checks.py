@@ -28,7 +28,7 @@ from lit_vgrpo.policies.loading import call_parameters
 from lit_vgrpo.system.hub import quiet_libraries
 
 PROMPTS = ("a red circle on the left", "a blue square", "a green triangle at the top", "dogs")
-STEPS = 3
+STEPS = {"flow": 3, "vp": 4}  # by the path's kind; DDIM needs a divisor of 1000
 GUIDANCE = 3.0
 SAME = 1e-3  # largest relative difference due to float error over a few passes
 OTHER = 1e-5  # smallest relative difference due to a different input
@@ -63,7 +63,7 @@ def solvers_of(policy: Policy) -> list[str]:
     found = [first]
     for solver in others:
         with suppress(ValueError):
-            policy.scheduler(solver, STEPS)
+            policy.scheduler(solver, STEPS[policy.path_kind])
             found.append(solver)
     return found
 
@@ -114,9 +114,9 @@ def times_are_in_range(policy: Policy) -> str:
     """Check that every solver's times are in (0, 1], decrease, and have the same shift."""
     solvers = solvers_of(policy)
     for solver in solvers:
-        times = policy.scheduler_times(policy.scheduler(solver, STEPS))
-        if len(times) != STEPS:
-            raise Broken(f"{solver} calls the network {len(times)} times for {STEPS} steps")
+        times = policy.scheduler_times(policy.scheduler(solver, STEPS[policy.path_kind]))
+        if len(times) != STEPS[policy.path_kind]:
+            raise Broken(f"{solver} calls the network {len(times)} times for {STEPS[policy.path_kind]} steps")
         if not (times.max() <= 1 and times.min() > 0 and (times.diff() < 0).all()):
             raise Broken(f"{solver} has the times {times.tolist()}: scheduler_times uses other units")
     middles = {
@@ -175,7 +175,7 @@ def _sampled(
     edited: Sequence[str] | None = None,
 ) -> Tensor:
     """Return the latents ``(B, C, h, w)`` of a short rollout; ``edited`` are prompts whose pictures are edited."""
-    spec = RolloutSpec(solver or policy.solvers[0], STEPS, guidance)
+    spec = RolloutSpec(solver or policy.solvers[0], STEPS[policy.path_kind], guidance)
     rows = torch.arange(len(noise), device=noise.device)
     return sample(policy, policy.encode(prompts, pictures_for(policy, edited or prompts)), rows, spec, noise)[0]
 
@@ -194,11 +194,12 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
     """Check that policy and pipeline sample the same image from the same noise."""
     noise, _, _ = inputs(policy)
     drawn = policy.decode(_sampled(policy, PROMPTS[:2], noise, solver, guidance))
-    given, parts = pictures_for(policy, PROMPTS[:2]), []
+    pictured, parts = pictures_for(policy, PROMPTS[:2]), []
     for rows in (slice(0, 1), slice(1, 2)) if policy.pipeline_takes_one else (slice(0, 2),):
-        edited = None if given is None else torch.stack(given[rows]).to(policy.device).float() / 255
+        edited = None if pictured is None else torch.stack(pictured[rows]).to(policy.device).float() / 255
         with quiet_libraries(), _pipeline_with(policy, solver, guidance) as pipeline:
-            parts.append(pipeline(**call_of(policy, PROMPTS[rows], noise[rows], STEPS, guidance, edited))[0])
+            given = PROMPTS[rows], noise[rows], STEPS[policy.path_kind], guidance, edited
+            parts.append(pipeline(**call_of(policy, *given))[0])
     pictures = torch.cat(parts)[..., :3, :, :]  # some pipelines add transparency
     plain = "The shift, or the units of times, latents or the prediction, differ."
     guided = "See encode_negative and pipeline_options."
@@ -209,7 +210,7 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
 def path_agrees_with_the_solver(policy: Policy) -> str:
     """Check that a first-order solver's last step gives the clean latents that the path derives from its prediction."""
     z, _, cond = inputs(policy)
-    scheduler = policy.scheduler(policy.solvers[0], STEPS)
+    scheduler = policy.scheduler(policy.solvers[0], STEPS[policy.path_kind])
     times = policy.scheduler_times(scheduler).to(z.device)
     for timestep, t in zip(scheduler.timesteps, times, strict=True):
         before, t = z, t.expand(len(z))
@@ -346,7 +347,8 @@ def _scheduler_of_the_pipeline(policy: Policy, solver: str, steps: int) -> Any:
 def _pipeline_with(policy: Policy, solver: str, guidance: float) -> Iterator[Any]:
     """Yield a policy's pipeline with a solver, its parts for a guidance scale, and all on the network's device."""
     pipeline = policy.pipeline.to(policy.device)
-    parts = {"scheduler": _scheduler_of_the_pipeline(policy, solver, STEPS), **policy.pipeline_parts(guidance)}
+    scheduler = _scheduler_of_the_pipeline(policy, solver, STEPS[policy.path_kind])
+    parts = {"scheduler": scheduler, **policy.pipeline_parts(guidance)}
     originals = {name: getattr(pipeline, name) for name in parts}
     for name, part in parts.items():
         setattr(pipeline, name, part)

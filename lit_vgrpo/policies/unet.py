@@ -79,9 +79,7 @@ class UNetPolicy(Policy):
         return None
 
     def scheduler(self, solver: str, steps: int) -> Any:
-        scheduler = vp_scheduler(solver, self.pipeline.scheduler)
-        scheduler.set_timesteps(steps)
-        return scheduler
+        return vp_scheduler(solver, self.pipeline.scheduler, steps)
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
         return self.path.time(scheduler.timesteps)
@@ -105,11 +103,14 @@ def vp_misfit(pipeline: Any) -> str | None:
     return None
 
 
-def vp_scheduler(solver: str, base: Any) -> Any:
+def vp_scheduler(solver: str, base: Any, steps: int = 1) -> Any:
     """Return a variance-preserving scheduler: ``ddim`` (eta 0) or ``dpm++`` (2M), with the pipeline's betas.
 
+    diffusers' DDIM steps by ``num_train_timesteps // steps``, so it leaves its times unless ``steps`` is a divisor.
+    DPM-Solver++ of the first order takes the same steps and stays on them.
+
     Raises:
-        ValueError: The path has no such solver.
+        ValueError: The path has no such solver, or none of diffusers' schedulers has these steps.
     """
     from diffusers import CogVideoXDDIMScheduler, DDIMScheduler, DPMSolverMultistepScheduler
 
@@ -117,14 +118,23 @@ def vp_scheduler(solver: str, base: Any) -> Any:
     kept = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type")
     shared = {name: config[name] for name in (*kept, "rescale_betas_zero_snr") if name in config}
     shared["timestep_spacing"] = "trailing"
+    total = config.num_train_timesteps
+    if solver not in VP_SOLVERS:
+        raise ValueError(f"solver={solver!r} does not exist on this path. Use {' or '.join(VP_SOLVERS)}.")
     if solver == "ddim" and SNR_SHIFT in config:
+        if total % steps:
+            near = sorted((n for n in range(1, total + 1) if total % n == 0), key=lambda n: abs(n - steps))
+            missed = f"steps={steps} does not divide {total}, so that CogVideoXDDIMScheduler misses its times."
+            raise ValueError(f"{missed} Use {near[0]} or {near[1]}.")
         shift = {SNR_SHIFT: config[SNR_SHIFT]}
-        return CogVideoXDDIMScheduler(**shared, **shift, clip_sample=False, set_alpha_to_one=True)
-    if solver == "ddim":
-        return DDIMScheduler(**shared, clip_sample=False, set_alpha_to_one=True)
-    if solver == "dpm++":
-        grid = {name: config.get(name, False) for name in SIGMA_KINDS}
-        return DPMSolverMultistepScheduler(
-            **shared, **grid, algorithm_type="dpmsolver++", solver_order=2, final_sigmas_type="zero"
+        scheduler = CogVideoXDDIMScheduler(**shared, **shift, clip_sample=False, set_alpha_to_one=True)
+    elif solver == "ddim" and total % steps == 0:
+        scheduler = DDIMScheduler(**shared, clip_sample=False, set_alpha_to_one=True)
+    else:
+        grid = {name: config.get(name, False) for name in SIGMA_KINDS if solver == "dpm++"}
+        order = VP_SOLVERS.index(solver) + 1
+        scheduler = DPMSolverMultistepScheduler(
+            **shared, **grid, algorithm_type="dpmsolver++", solver_order=order, final_sigmas_type="zero"
         )
-    raise ValueError(f"solver={solver!r} does not exist on this path. Use {' or '.join(VP_SOLVERS)}.")
+    scheduler.set_timesteps(steps)
+    return scheduler

@@ -6,11 +6,10 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -27,7 +26,7 @@ from lit_vgrpo.policies.meta import drawing_errors
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, leave_silent_hub, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path, typed_path
 from lit_vgrpo.system.process import report_on_first
-from lit_vgrpo.training.checkpoint_file import RECIPE_KEY, averages, read_sound
+from lit_vgrpo.training.checkpoint_file import averages, read_sound
 from lit_vgrpo.training.resume import Progress, last_good
 from lit_vgrpo.training.trainer_internals import declared
 
@@ -47,13 +46,13 @@ class SavedWeights:
     Args:
         tensors: Trained weights and, if the run had an EMA callback, their average, by variant and by their names in
             the policy.
-        policy_options: The policy's options in the checkpoint's recipe.
+        lora_alpha: The policy's.
     """
 
     path: Path
     progress: Progress
     tensors: dict[str, dict[str, Tensor]]
-    policy_options: dict[str, Any] = field(default_factory=dict)
+    lora_alpha: int | None
     is_whole: bool = True  # not saved in the middle of an iteration
 
     @classmethod
@@ -63,9 +62,8 @@ class SavedWeights:
         tensors = {TRAINED: _of_policy(saved["state_dict"])}
         for average in averages(saved):
             tensors[AVERAGE] = _of_policy(average)
-        recipe = saved.get(RECIPE_KEY) or {}
-        options = recipe.get("model", {}).get("policy", {}).get("init_args", {})
-        return cls(path, Progress.of(saved), tensors, options, saved["lit_vgrpo"]["iteration"] is None)
+        state = saved["lit_vgrpo"]
+        return cls(path, Progress.of(saved), tensors, state["lora_alpha"], state["iteration"] is None)
 
     def origin(self, variant: str) -> str:
         """Return a description of a variant."""
@@ -224,13 +222,19 @@ def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:
             "and train_only, or start from its weights as a pipeline: "
             "lightning export RUN --to DIR [--merge], then model.policy.checkpoint=DIR."
         )
-    alpha = saved.policy_options.get("lora_alpha") or saved.policy_options.get("lora_rank")
-    if policy.lora_rank is not None and alpha not in (None, policy.lora_alpha):
-        raise LoadError(
-            f"{KEY}={policy.start_from} trained with lora_alpha={alpha}, but this run has {policy.lora_alpha}, which "
-            f"would scale the same adapter by {policy.lora_alpha / alpha:g}. Set model.policy.lora_alpha={alpha}."
-        )
+    if error := other_alpha(saved.lora_alpha, policy):
+        raise LoadError(f"{KEY}={policy.start_from} {error}")
     saved.put_into(policy, variant)
+
+
+def other_alpha(alpha: int | None, policy: Policy) -> str | None:
+    """Return how a policy would scale an adapter that was trained with another ``lora_alpha``, or ``None``."""
+    if alpha is None or policy.lora_alpha in (None, alpha):
+        return None
+    return (
+        f"trained with lora_alpha={alpha}, but this run has {policy.lora_alpha}, which would scale the same adapter by "
+        f"{policy.lora_alpha / alpha:g}. Set model.policy.lora_alpha={alpha}."
+    )
 
 
 def start_hashes(policy: Policy) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_vgrpo.core.gather import all_gather
 from lit_vgrpo.core.snapshots import all_finite, trainable_parameters
+from lit_vgrpo.policies.two_networks import TwoNetworks
 from lit_vgrpo.training.sharded import local_gradients
 
 MOST_IN_A_ROW = 10
@@ -75,6 +77,7 @@ class UpdateGuard:
         """Check an update before its step, see :meth:`refuses`, and drop its gradients to skip it."""
         self._scale = _loss_scale(trainer)
         weights = list(trainable_parameters(policy).values())
+        drop_zero_gradients(policy)
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients) if gradients else None
         self.norm = total.full_tensor() if isinstance(total, DTensor) else total
@@ -102,6 +105,20 @@ class UpdateGuard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped = state["skipped_updates"]
+
+
+def drop_zero_gradients(policy: nn.Module) -> None:
+    """Remove the gradient of one of two networks if it is zero, so that the optimizer leaves the network as it is.
+
+    A network that no row of an update needed has no gradient in a single process, but zeros on several ranks.
+    """
+    network = getattr(policy, "network", None)
+    for part in network.children() if isinstance(network, TwoNetworks) else ():
+        gradients = [weight.grad for weight in part.parameters() if weight.grad is not None]
+        largest = torch.nn.utils.get_total_norm(gradients, math.inf)
+        if not (largest.full_tensor() if isinstance(largest, DTensor) else largest):
+            for weight in part.parameters():
+                weight.grad = None
 
 
 def _are_bad(losses: list[Tensor], norm: Tensor | None) -> tuple[bool, bool]:

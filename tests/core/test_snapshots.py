@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+from lit_vgrpo.core import snapshots
+from lit_vgrpo.core.sharding import write
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.policies import SD3Policy
 
@@ -25,6 +27,25 @@ def test_swap_puts_the_copy_in_and_the_weights_back():
     trained = module[0].weight.detach().clone()
     with copy.swapped_into(module):
         torch.testing.assert_close(module[0].weight.detach(), trained - 1)
+    assert torch.equal(module[0].weight, trained)
+
+
+def test_a_signal_while_the_weights_are_put_back_does_not_leave_the_copy(monkeypatch):
+    module, calls = network(), []
+    copy = Snapshot(module)
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    trained = module[0].weight.detach().clone()
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        write(*given)
+
+    monkeypatch.setattr(snapshots, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt), copy.swapped_into(module):
+        pass
     assert torch.equal(module[0].weight, trained)
 
 

@@ -135,16 +135,16 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
     """The same noise becomes the same image as in the diffusers pipeline."""
     policy = family.shared_with_negative if negative else family.shared
     noise, _, cond = inputs(policy)
-    latents, times = sample(policy, cond, torch.arange(2), RolloutSpec(solver, 3, guidance), noise)
-    assert len(times) == 3
+    latents, times = sample(policy, cond, torch.arange(2), RolloutSpec(solver, 4, guidance), noise)
+    assert len(times) == 4
     pipeline, original = family.shared_pipeline, family.original_scheduler
-    if solver != "ddim" and isinstance(policy.scheduler(solver, 3), type(original)):
+    if solver != "ddim" and isinstance(policy.scheduler(solver, 4), type(original)):
         # the pipeline's, which must not be told anything by the policy
         pipeline.scheduler = type(original).from_config(original.config)
     elif solver == "ddim":
         pipeline.scheduler = diffusers.DDIMScheduler.from_config(original.config, **FROM_PURE_NOISE)
     else:  # not all take what the pipeline would set them with
-        pipeline.scheduler = policy.scheduler(solver, 3)
+        pipeline.scheduler = policy.scheduler(solver, 4)
         pipeline.scheduler.set_timesteps = lambda steps=None, device=None, sigmas=None, mu=None: None
     known = inspect.signature(type(pipeline).__call__).parameters
     given = {name: value for name, value in family.options.items() if name in known}
@@ -155,7 +155,7 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
             given |= family.edit(torch.stack(pictures(policy, PROMPTS[rows])).float() / 255)
         drawn += pipeline(
             prompt=PROMPTS[rows],
-            num_inference_steps=3,
+            num_inference_steps=4,
             latents=family.pack(noise[rows].clone()),
             output_type="pt",
             height=family.size[0],

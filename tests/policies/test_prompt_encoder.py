@@ -296,3 +296,16 @@ def test_auto_decodes_in_float16_where_no_pixel_changes_by_half_a_grey_level(ove
         assert policy.decode_dtype == (torch.float32 if overflows else torch.float16)
         assert torch.equal(found, exact) is overflows
         assert (found - exact).abs().max() < 0.7 / 255
+
+
+def test_auto_tries_float16_at_the_policys_size(monkeypatch):
+    policy = SD3Policy("shipped:assets/tiny_sd3", decode_dtype="auto").load()
+    decode, shapes = policy.vae_decode, []
+    monkeypatch.setattr(policy, "vae_decode", lambda latents: shapes.append(latents.shape[1:]) or decode(latents))
+    with pretended_gpu():
+        policy.to("cuda")
+        with policy.sized(16, 16):  # an evaluation's
+            policy.decode(policy.prior([torch.Generator().manual_seed(0)]))
+            own = policy.latent_shape
+    assert shapes == [policy.latent_shape, policy.latent_shape, own]
+    assert own != policy.latent_shape

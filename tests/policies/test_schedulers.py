@@ -5,10 +5,12 @@ import pytest
 import torch
 from policies.contract import HEIGHT, PROMPTS, WIDTH, inputs, same_image_as_the_pipeline
 
+from lit_vgrpo.core.probability_paths import VariancePreserving
 from lit_vgrpo.core.sampling import sample, schedule_of
+from lit_vgrpo.core.solvers import transition
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies.flow import dynamic_mu, flow_scheduler, static_shift
-from lit_vgrpo.policies.unet import vp_scheduler
+from lit_vgrpo.policies.unet import PREDICTIONS, vp_scheduler
 
 STEPS, TOKENS = 8, 1024
 
@@ -70,6 +72,20 @@ def test_another_grid_of_times_is_followed_or_refused(kind):
     for solver in ("dpm++", "unipc"):
         with pytest.raises(ValueError, match=f"cannot follow {kind} of the pipeline's scheduler. Use euler."):
             flow_scheduler(solver, of_pipeline, STEPS, TOKENS)
+
+
+@pytest.mark.parametrize("steps", [7, 28, 100, 600])
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
+def test_ddim_steps_to_its_next_time(steps, kind):
+    of_pipeline = diffusers.DDIMScheduler(beta_schedule="scaled_linear", prediction_type=kind)
+    scheduler = vp_scheduler("ddim", of_pipeline, steps)
+    path = VariancePreserving(of_pipeline.alphas_cumprod, PREDICTIONS[kind])
+    z = ours = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    times = torch.cat([path.time(scheduler.timesteps), torch.zeros(1)])[:, None]
+    for timestep, t, t_next in zip(scheduler.timesteps, times[:-1], times[1:], strict=True):
+        z = scheduler.step(torch.sin(z), timestep, z, return_dict=False)[0]
+        ours = transition("ddim_sde", path, torch.sin(ours), ours, t, t_next, noise_level=0.0).mean
+    torch.testing.assert_close(z, ours, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])

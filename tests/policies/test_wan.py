@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 
 from lit_vgrpo import RolloutSpec
 from lit_vgrpo.core.sampling import sample
-from lit_vgrpo.policies import WanPolicy
+from lit_vgrpo.policies import WanPolicy, two_networks
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.saved_weights import load_policy
+from lit_vgrpo.training.update_guard import drop_zero_gradients
 
 OPTIONS = {"max_sequence_length": 16, "num_frames": 5}
 NO_BOUNDARY, NO_SECOND = {"boundary_ratio": None}, {"transformer_2": [None, None]}
@@ -81,3 +82,14 @@ def test_what_does_not_fit_two_networks_is_one_line(two, here, entries, options,
     save_file({"a.lora_A.weight": torch.ones(1, 1)}, LORA["start_from"])
     with pytest.raises(LoadError, match=said):
         load_policy(WanPolicy("two", height=32, width=48, **OPTIONS, **options))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_network_that_no_row_needs_keeps_its_weights_on_any_number_of_ranks(two, monkeypatch, ranks):
+    monkeypatch.setattr(two_networks, "rank_and_world_size", lambda: (0, ranks))
+    policy = WanPolicy(str(two), lora_rank=2, height=32, width=48, **OPTIONS).load()
+    z, cond = torch.randn(1, *policy.latent_shape), policy.encode(["a red circle"])
+    policy(z, torch.tensor([0.1]), cond).sum().backward()  # below the boundary
+    drop_zero_gradients(policy)
+    given = {name.split(".")[1] for name, weight in policy.named_parameters() if weight.grad is not None}
+    assert given == {"transformer_2"}
