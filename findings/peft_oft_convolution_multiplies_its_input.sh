@@ -7,7 +7,7 @@
 # What happens (peft 0.21.2, torch 2.13.0, diffusers 0.42.1): for a convolution, OFT cuts the input into overlapping
 # patches, rotates each patch and adds the patches up again, without dividing by the number of patches that cover a
 # pixel. Without any rotation, what a 3 x 3 convolution gets from an input of ones, 6 x 6 pixels:
-#   1 in the corners, 2 and 3 along the edges, 9 from the third row and column on
+#   1 in the corners, 2 and 3 along the edges, 9 in the middle
 # Relative change of a small Stable Diffusion UNet's prediction by a new adapter, and of that of a trained adapter
 # (random weights) by merging it:
 #                                  new adapter     by merging
