@@ -41,7 +41,14 @@ from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, FolderLock, RunFolder, release, reserve
 from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, continue_trackers, log_recipe, rows_up_to
 from lit_vgrpo.training.optimizer import OptimizerConfig
-from lit_vgrpo.training.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
+from lit_vgrpo.training.resume import (
+    Progress,
+    Resumption,
+    last_good_checkpoint,
+    newest_checkpoint,
+    read_summary,
+    resumed_folder,
+)
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
 from lit_vgrpo.training.settings import errors_under, gradient_note
 from lit_vgrpo.training.strategies import AbsentGPU
@@ -267,6 +274,9 @@ class RecipeCLI(LightningCLI):
         lines, device, asked = [*self.recipe.notes], self.trainer.strategy.root_device, self._asked_folder
         lines += [f"Changed: {change}" for change in self.allowed_changes]
         taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} belongs to an earlier run)"
+        outcome = (read_summary(asked) or {}).get("outcome") if taken else "finished"
+        if outcome in (None, "interrupted", "failed") and newest_checkpoint(asked) is not None:
+            taken = f" ({asked} belongs to a run that is not finished: add --resume to continue it)"
         lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}"]
         lines.append(f"Run folder: {self.folder}{taken}")
         if device.type == "cpu" and (count := self.trainer.num_devices) > (cores := os.cpu_count() or count):

@@ -36,9 +36,9 @@ class PythonReward(Reward):
     """Score from ``function(images, prompts, rows)``: one number per image, None or NaN for a failed one.
 
     In a recipe: ``reward: {python: my_module:my_function}``. The module may be next to the recipe or in the current
-    folder. In Python, a function is accepted wherever a reward is. A function of two arguments gets images and prompts;
-    one with an argument ``references`` also gets the pictures that the prompts edit, in the same format as the images,
-    or None.
+    folder. In Python, a function is accepted wherever a reward is, and so is a network, which is put into evaluation
+    mode. A function of two arguments gets images and prompts; one with an argument ``references`` also gets the
+    pictures that the prompts edit, in the same format as the images, or None.
 
     Args:
         function: ``my_module:my_function``, or the function.
@@ -156,6 +156,8 @@ class PythonReward(Reward):
         try:
             with guest():
                 function = resolve_name(self.function) if isinstance(self.function, str) else self.function
+                if isinstance(function, nn.Module):  # a dropout would score at random
+                    function.eval()
                 signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
         except (Exception, SystemExit) as error:  # importing the user's module may raise anything
             if (missing := missing_module(error, str(self))) is not None:

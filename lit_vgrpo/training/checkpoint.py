@@ -282,6 +282,8 @@ class RunCheckpoint(Checkpoint):
             return
         self._seen = newest
         if evaluator.failed_share > MOST_FAILED:
+            share = f"{evaluator.failed_share:.0%} of the held-out images"
+            rank_zero_warn(f"Rewards failed on {share}, so this evaluation does not count for {BEST}.")
             return
         heldout = evaluator.latest
         if self.best.metric not in (AUTO, *heldout):

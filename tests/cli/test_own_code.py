@@ -267,6 +267,10 @@ def test_a_second_run_and_another_method_say_where_they_go(recipe, capsys):
         assert run([*words, *more]) == 0
         assert said in capsys.readouterr().out
         assert Path(folder, "summary.json").is_file()
+    summary = Path("runs/tiny/summary.json")
+    summary.write_text(summary.read_text().replace('"finished"', '"interrupted"'))
+    assert run(words) == 0
+    assert "(runs/tiny belongs to a run that is not finished: add --resume to continue it)" in capsys.readouterr().out
     assert run([recipe, "ckpt_path=runs/tiny"]) == 2
     assert "Set ckpt_path=runs/tiny/checkpoints/last.ckpt, or continue it with --resume." in capsys.readouterr().err
 

@@ -17,6 +17,7 @@ LINES = [
         "model.policy.skip_guidance_layers is not an option of SD3Policy. For an argument of the pipeline's call, set "
         "model.policy.call.skip_guidance_layers of AutoPolicy.",
     ),
+    ("model.policy.device=cuda", "model.policy.device is not an option of SD3Policy. The device is the trainer's: tra"),
     ("model.polcy=3", "model.polcy is not an option of VGRPOModule. Did you mean policy?"),
     ("modl.x=3", "modl is not an option of a recipe. Did you mean model?"),
     ("model.objective=VGRP", "model.objective=VGRP is not a known class. Did you mean VGRPO?"),

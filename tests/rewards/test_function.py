@@ -200,6 +200,9 @@ class Change(torch.nn.Module):
 def test_a_network_is_called_as_its_forward():
     torch.testing.assert_close(Weighted([Channel()])(IMAGES, PROMPTS, ROWS), torch.tensor([0.0, 1.0, 0.2]))
     assert PythonReward(Change()).takes_references
+    dropping = torch.nn.Sequential(torch.nn.Dropout(0.9))
+    dropping.forward = lambda images, prompts: dropping[0](images).mean((1, 2, 3))
+    torch.testing.assert_close(Weighted([dropping])(IMAGES, PROMPTS, ROWS), IMAGES.mean((1, 2, 3)))
     named = [Channel(), partial(redness), lambda images, prompts: redness(images, prompts)]
     assert Weighted(named).part_names == ["Channel", "redness", "lambda"]
 

@@ -350,9 +350,11 @@ def draw(path: Path, evaluations: pd.DataFrame, targets: Sequence[float], title:
                 x, reward = points[cost].mean()[cost], points["reward"].agg(["mean", "min", "max"])
                 line, colour = styles[method]
                 axis.fill_between(x, reward["min"], reward["max"], color=colour, alpha=0.1, linewidth=0)
-                axis.plot(x, reward["mean"], color=colour, linestyle=line, label=method)
+                axis.plot(x, reward["mean"], color=colour, linestyle=line, label=method, marker=".")
             for target in targets:
                 axis.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
+                place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "bottom"}
+                axis.annotate(f"target {target:g}", (0.01, target), color="#777777", **place)
             axis.set(xlabel=label, ylabel=f"held-out reward, {kind}", ylim=(min(ends) - margin, max(ends) + margin))
             axis.grid(alpha=0.25)
         part.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)

@@ -53,7 +53,8 @@ def report(options: Report) -> int:
                 say(f"{run.folder}: Did it cheat? {verdict.cheating.words}")
             for line in run.left_out:
                 say(f"Left out: {line}", error=True)
-    say(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB)")
+    size = out.stat().st_size
+    say(f"Written: {out} ({f'{size / 1e3:.0f} kB' if size < 1e6 else f'{size / 1e6:.1f} MB'})")
     return 0
 
 
