@@ -110,7 +110,8 @@ def _check_recipe(command: Command, gpu_bytes: int | None) -> Policy:
     evidence = [f"Evidence{changed}: {level}."] if level else []
     shown = [f"{cli.model.policy.pipeline_class}, learned from watched calls:", *learned] if learned else []
     say("\n".join([*recipe.notes, cli.plan(), estimate, *shown, *cli.about_prompts(), *evidence]))
-    say(f"{command.recipe}: no errors found for world size {cli.trainer.world_size}.")
+    number = cli.trainer.world_size
+    say(f"{command.recipe}: no errors found for {number} process{'es' * (number != 1)}.")
     return cli.model.policy
 
 

@@ -105,7 +105,8 @@ class PromptSets:
         drop = f"To drop them, set {setting('data', deduplicate=True)}."
         advice = drop if self.has_others else "Set data.heldout to other prompts."
         which = "" if self.has_others else "All "
-        return f"{which}{self.shared:,} training prompts are also held-out prompts. {advice}"
+        are = "prompt is also a held-out prompt" if self.shared == 1 else "prompts are also held-out prompts"
+        return f"{which * (self.shared > 1)}{self.shared:,} training {are}. {advice}"
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the training prompts and their pictures in order, independent of file locations."""

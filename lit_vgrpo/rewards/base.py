@@ -259,7 +259,8 @@ def described(value: Any) -> str:
     """
     if hasattr(value, "dtype"):
         return f"{value.dtype} {tuple(value.shape)}"
-    return f"{type(value).__name__} {one_line(repr(value)):.60}"
+    shown = one_line(repr(value))
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else f'{shown[:57]}...'}"
 
 
 def reason_of(error: BaseException) -> str:

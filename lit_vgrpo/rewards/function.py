@@ -131,7 +131,8 @@ class PythonReward(Reward):
         scores = [*returned] if is_list and getattr(returned, "ndim", True) else []
         numbers = [_number(score) for score in scores]
         if len(numbers) != count or (isinstance(returned, tuple) and None in numbers):  # such as (scores, info)
-            wanted = f"Return one number per image: a list or tensor of {count}."
+            what = "only the scores" if isinstance(returned, tuple) else "one number per image"
+            wanted = f"Return {what}: a list or tensor of {count}."
             raise RewardOutage(f'{place_of(self)}Reward "{self.name}" returned {described(returned)}. {wanted}')
         if None in numbers:
             shown = described(scores[numbers.index(None)])

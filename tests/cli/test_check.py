@@ -25,7 +25,7 @@ def test_a_good_recipe(tiny_recipe, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert "images" in out
-    assert "no errors found for world size 1" in out
+    assert "no errors found for 1 process." in out
     assert sorted(path.name for path in tiny_recipe.parent.iterdir()) == ["tiny.yaml"]
 
 
@@ -131,7 +131,7 @@ def test_a_gpu_that_this_machine_lacks(tiny_recipe, capsys):
     assert check([*words, "trainer.devices=2"]) == 0
     out = capsys.readouterr().out
     assert "This machine has no GPU. Compare with a GPU: --memory 80GiB." in out
-    assert "no errors found for world size 2" in out
+    assert "no errors found for 2 processes." in out
     assert check([*words, "--memory", "1.0001"]) == 2
     assert "0.1 MiB is available (the given GPU)" in capsys.readouterr().err
     assert check([*words, "--memory", "1GiB"]) == 2
