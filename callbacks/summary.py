@@ -86,7 +86,9 @@ class RunSummary(L.Callback):
             when = f"after {counted(start.iteration, 'iteration')}" if start.iteration else "before"
             weights = evaluated_weights(trainer)
             before, now, done = score_text(start.reward), score_text(end.reward), counted(end.iteration, "iteration")
-            say(f"Held-out reward {before} {when}, {now} after {done} ({weights} weights).")
+            failed = int(end.metrics.get("failed", 0))
+            unscored = f"; {counted(failed, 'image')} could not be scored" if failed else ""
+            say(f"Held-out reward {before} {when}, {now} after {done} ({weights} weights{unscored}).")
             say(f"Did it cheat? {self._cheating(trainer, module).words}")
         if completed and self.reason is not None:
             say(self.reason, error=True)

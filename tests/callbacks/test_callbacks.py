@@ -1,4 +1,5 @@
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,16 @@ def test_the_average_goes_on_with_the_trainer_and_starts_over_with_another(tiny_
     assert ema.num_updates == 3
     make_trainer(tmp_path, 1, [ema]).fit(module, datamodule=data)
     assert ema.num_updates == 1
+
+
+def test_the_last_words_count_images_that_could_not_be_scored(tiny_sd3, tmp_path, capsys):
+    def half(images, prompts):
+        return [None if number % 2 else float(image.mean()) for number, image in enumerate(images)]
+
+    summary = RunSummary()
+    module, trainer = fit(tiny_sd3, tmp_path, [summary], iterations=1, reward=half)
+    summary.finish(trainer, module, completed=True)
+    assert re.search(r"after 1 iteration \(trained weights; 1 image could not be scored\)\.", capsys.readouterr().out)
 
 
 def test_evaluation_sees_the_average_and_training_goes_on_from_the_weights(tiny_sd3, tmp_path):
