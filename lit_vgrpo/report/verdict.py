@@ -149,7 +149,9 @@ class Verdict:
     def cheating(self) -> Cheating:
         """The answer to "Did it cheat?", which the page, the headline, the summary and the model card repeat."""
         if self.reward is None or self.reward.start is None or self.compared[0].iteration:
-            return Cheating(False, "Not checked: that needs an evaluation at the start and a later one.", [])
+            is_changed = len(self.run.comparable) < len(self.run.evaluations)
+            why = " Earlier ones had other prompts, settings or rewards." if is_changed else ""
+            return Cheating(False, f"Not checked: that needs an evaluation at the start and a later one.{why}", [])
         start, end = self.compared[0].metrics, self.compared[-1].metrics
         image_signs = signs(start, end)
         other = next((change for change in self.changes if change.name == UNTRAINED and change.start is not None), None)

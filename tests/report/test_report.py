@@ -331,7 +331,10 @@ def test_did_it_cheat(start, end, likely, words):
     assert (hacked in found.help) == likely
     points[0].costs["iterations"] = 1
     late = Verdict(RunData(Path("run"), {}, {}, [], points))
-    assert late.cheating.words.startswith("Not checked: that needs an evaluation at the start")
+    assert late.cheating.words == "Not checked: that needs an evaluation at the start and a later one."
+    points[0].metrics["fingerprint"] = 7.0
+    edited = Verdict(RunData(Path("run"), {}, {}, [], points))
+    assert edited.cheating.words.endswith("Earlier ones had other prompts, settings or rewards.")
     if likely:
         assert found.headline == f"Reward rose, and {found.cheating.signs[0]}"
         assert f"and {found.cheating.signs[0]}: +0.300" in found.sentence
