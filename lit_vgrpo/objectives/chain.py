@@ -174,7 +174,8 @@ class ChainObjective(Objective):
                 f"{where}.solver={spec.solver} is an ODE: its steps have no likelihood for {name} to train on. "
                 f"Use {known}."
             ]
-        errors, last = [], spec.sde_steps.stop if self.window is None else max(self.window[1], self.window_range[1])
+        stop = max(1, spec.sde_steps.stop)  # a method trains on one step at least
+        errors, last = [], stop if self.window is None else max(self.window[1], self.window_range[1])
         if spec.noise_level == 0 or (spec.solver == "cps" and (spec.noise_level or 0) > 1):
             errors.append(
                 f"{where}.noise_level={spec.noise_level} gives {spec.solver} no likelihood. "
