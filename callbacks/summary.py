@@ -81,7 +81,8 @@ class RunSummary(L.Callback):
     def finish(self, trainer: L.Trainer, module: VGRPOModule, completed: bool) -> None:
         """Print the held-out reward before and after training; called on the first rank."""
         evaluations = module.evaluator.comparable
-        if (completed or self._outcome == "interrupted") and len(evaluations) > 1:
+        is_known = completed and TRAINED in module.evaluator.latest  # else another fit's
+        if (is_known or self._outcome == "interrupted") and len(evaluations) > 1:
             start, end = evaluations[0], evaluations[-1]
             when = f"after {counted(start.iteration, 'iteration')}" if start.iteration else "before"
             weights = evaluated_weights(trainer)

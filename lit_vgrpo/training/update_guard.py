@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -115,8 +114,8 @@ def drop_zero_gradients(policy: nn.Module) -> None:
     network = getattr(policy, "network", None)
     for part in network.children() if isinstance(network, TwoNetworks) else ():
         gradients = [weight.grad for weight in part.parameters() if weight.grad is not None]
-        largest = torch.nn.utils.get_total_norm(gradients, math.inf)
-        if not (largest.full_tensor() if isinstance(largest, DTensor) else largest):
+        total = torch.nn.utils.get_total_norm(gradients, 1.0)  # the largest does not exist of a rank's empty shard
+        if not (total.full_tensor() if isinstance(total, DTensor) else total):
             for weight in part.parameters():
                 weight.grad = None
 
