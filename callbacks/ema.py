@@ -42,7 +42,7 @@ class EMA(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if self._restored is None and self.average is not None and trainer.global_step > 0:
-            self.average.follow()  # the trainer goes on
+            self.average.follow()  # the trainer continues
             return
         if self._restored is None:
             self.num_updates = 0  # of an earlier fit

@@ -165,8 +165,7 @@ def _misnamed_option(node: Mapping[Any, Any], owner: Any, place: Place) -> str |
             message = unknown_option(f"{key}.{option}", owner.__name__, known)
             of_auto = "" if "call" in known else " of AutoPolicy"
             way = f" For an argument of the pipeline's call, set {key}.call.{option}{of_auto}."
-            if option == "device":
-                way = " The device is the trainer's: trainer.accelerator=gpu."
+            way = " The device is the trainer's: trainer.accelerator=gpu." if option == "device" else way
             start, listed, _ = message.partition(" Use one of")
             return start + way if key == "model.policy" and listed else message
         if error := _misnamed(value, hints.get(option), (*place, option)):

@@ -42,6 +42,7 @@ from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, FolderLock, RunF
 from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, continue_trackers, log_recipe, rows_up_to
 from lit_vgrpo.training.optimizer import OptimizerConfig
 from lit_vgrpo.training.resume import (
+    UNDONE,
     Progress,
     Resumption,
     last_good_checkpoint,
@@ -273,10 +274,11 @@ class RecipeCLI(LightningCLI):
         """Return the lines to print before training."""
         lines, device, asked = [*self.recipe.notes], self.trainer.strategy.root_device, self._asked_folder
         lines += [f"Changed: {change}" for change in self.allowed_changes]
-        taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} belongs to an earlier run)"
-        outcome = (read_summary(asked) or {}).get("outcome") if taken else "finished"
-        if outcome in (None, "interrupted", "failed") and newest_checkpoint(asked) is not None:
-            taken = f" ({asked} belongs to a run that is not finished: add --resume to continue it)"
+        taken = ""
+        if self.resumption is None and self.folder != asked:
+            is_open = (read_summary(asked) or {}).get("outcome") in UNDONE and newest_checkpoint(asked) is not None
+            whose = "a run that is not finished: add --resume to continue it" if is_open else "an earlier run"
+            taken = f" ({asked} belongs to {whose})"
         lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}"]
         lines.append(f"Run folder: {self.folder}{taken}")
         if device.type == "cpu" and (count := self.trainer.num_devices) > (cores := os.cpu_count() or count):

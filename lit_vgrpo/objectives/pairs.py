@@ -427,7 +427,7 @@ class PairObjective(Objective):
                     f"{where} needs whole groups, but updates_per_iteration={sizes.updates_per_iteration} splits the "
                     f"{sizes.prompts_per_iteration} groups. Use a divisor, or data.split_updates=false."
                 )
-        shares = self.share_passes != "none"  # then t = 1 has a pair of its own
+        shares = self.share_passes != "none"  # then t = 1 has a separate pair
         others = self.num_times_in_all - (shares and self.times != "uniform")
         most, number = min(self.noisiest or others, others), self.num_drawn - shares
         wanted = min(1, number) if self.repeats_times else number

@@ -317,11 +317,9 @@ def score(value: float | None, sign: str = "", decimals: int | None = None) -> s
 
 def brackets(ends: Interval | None, sign: str = "", decimals: int | None = None) -> str:
     """Return an interval in brackets; empty for none, or that of a single prompt."""
-    return (
-        ""
-        if ends is None or math.isnan(ends.low)
-        else f"[{score(ends.low, sign, decimals)}, {score(ends.high, sign, decimals)}]"
-    )
+    if ends is None or math.isnan(ends.low):
+        return ""
+    return f"[{score(ends.low, sign, decimals)}, {score(ends.high, sign, decimals)}]"
 
 
 def amount(value: float | None) -> str:

@@ -172,7 +172,7 @@ class PythonReward(Reward):
             raise RewardError(f"{self._shown} is a class. {FORM} A subclass of Reward is named by {own}.")
         takes_references = "references" in signature.parameters and "references" not in self.options
         given = {**self.options, **({"references": None} if takes_references else {})}
-        third = [*signature.parameters.values()][2:3]  # with a value of its own it is an option, such as invert=False
+        third = [*signature.parameters.values()][2:3]  # a default makes it an option, such as invert=False
         is_option = any(
             one.default is not one.empty and one.default is not None and one.name not in ROWS for one in third
         )

@@ -107,6 +107,12 @@ def file_sha256(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()
 
 
+def file_content(path: Path) -> str | int:
+    """Return what tells a file's content from another: its SHA-256, or its size if that is 256 MiB or more."""
+    size = path.stat().st_size
+    return file_sha256(path) if size < 2**28 else size
+
+
 def read_regular(path: Path) -> bytes:
     """Read a file; raise OSError for anything else, such as a FIFO, which would block."""
     if path.exists() and not path.is_file():

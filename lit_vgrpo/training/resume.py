@@ -25,6 +25,8 @@ PREFERRED = (BEST, LAST, INTERRUPTED)
 """Checkpoints of equal progress, the preferred one last; others come before them."""
 ENDED = ("finished", "diverged")
 """Outcomes of a run that reached its last iteration."""
+UNDONE = (None, "failed", "interrupted")
+"""Outcomes after which a run may continue; ``None`` if it wrote none."""
 Whole = Annotated[int, Range(0, 2**53)]
 Number = Annotated[float, Range(-1e50, 1e50)]  # also a sum of many float32 scores
 OF_SUMMARY: dict[str, Any] = {
@@ -97,7 +99,7 @@ class Resumption:
             what = f"{self.folder} is not a run folder, and a run would replace its {', '.join(taken)}."
             raise UserError(f"{what} Set run_dir=/another/folder.")
         outcome = (read_summary(self.folder) or {}).get("outcome")
-        if self.checkpoint is None and outcome not in (None, "failed", "interrupted"):  # before the first one
+        if self.checkpoint is None and outcome not in UNDONE:  # before the first one
             raise UserError(
                 f"{self.folder} is {outcome}, but its checkpoints are gone, or a full disk took none. Starting "
                 f"over would replace its results. Restore {self.folder / CHECKPOINTS}, or leave out --resume to start "

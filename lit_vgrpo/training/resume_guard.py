@@ -35,7 +35,7 @@ from lit_vgrpo.policies.modular import MODULAR_INDEX
 from lit_vgrpo.rewards import Reward, Weighted
 from lit_vgrpo.rewards.combine import Part
 from lit_vgrpo.rewards.function import PythonReward
-from lit_vgrpo.system.paths import file_sha256, import_from_here, typed_path
+from lit_vgrpo.system.paths import file_content, file_sha256, import_from_here, typed_path
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
 from lit_vgrpo.training.loggers import log_settings
 from lit_vgrpo.training.saved_weights import averaged_weights, start_hashes
@@ -312,8 +312,7 @@ def _content_at(value: Any) -> Any:
     if not isinstance(value, str | Path) or not value:
         return value
     if os.path.isfile(value):
-        size = os.path.getsize(value)
-        return file_sha256(Path(value)) if size < 2**28 else size
+        return file_content(Path(value))
     if os.path.isfile(os.path.join(value, "config.json")):
         return sorted((entry.name, entry.stat().st_size) for entry in os.scandir(value) if entry.is_file())
     return value

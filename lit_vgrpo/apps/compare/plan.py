@@ -24,7 +24,7 @@ from lit_vgrpo.config.tree import Place, class_name, dotted, leaves, merged, rep
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import UserError, counted, shell_line, suggestion, unknown_option
 from lit_vgrpo.launch.build import build
-from lit_vgrpo.system.paths import file_sha256, shipped, typed_path
+from lit_vgrpo.system.paths import file_content, shipped, typed_path
 
 KEYS = ("like", "published", "tuned", "found", "sweep")
 MAY_SET = (
@@ -32,8 +32,6 @@ MAY_SET = (
     *("model.gradient_clip_val", "data.updates_per_iteration", "data.split_updates"),
 )
 """Keys that may differ between methods; all share the recipe's task, images and evaluation."""
-LARGE = 2**28
-"""Bytes of a file, such as of weights, from which only its size is compared."""
 POLICY_OPTIONS = ("scale_cap", "teachers")
 """Options of an objective that depend on the network. The recipe sets them for every method that has them."""
 LEFT_OUT_CALLBACKS = ("SampleGrid", "Export", "SurrogateDiagnostics")
@@ -228,8 +226,7 @@ def fingerprint(recipe: Mapping[str, Any], seed: int, folder: Path = Path()) -> 
         for file in (Path(value), *(place / f"{module.replace('.', '/')}.py" for place in (Path(), folder))):
             with suppress(OSError, ValueError, RuntimeError):  # a text that no file can have as its name
                 if (typed := typed_path(file)).is_file():
-                    size = typed.stat().st_size
-                    found[str(file)] = file_sha256(typed) if size < LARGE else size
+                    found[str(file)] = file_content(typed)
     text = json.dumps([merged(recipe, {"seed_everything": seed}), found], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -337,6 +337,7 @@ def draw(path: Path, evaluations: pd.DataFrame, targets: Sequence[float], title:
     about = f"mean and range of {seeds} seeds" if seeds > 1 else "one seed: methods differ by chance too"
     ends = [*evaluations["reward"].agg(["min", "max"]), *targets]
     margin = 0.05 * (max(ends) - min(ends)) or 0.05
+    label_of_target: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "bottom", "color": "#777777"}
     kinds = evaluations.groupby("settings", sort=False)
     styles = dict(zip(evaluations["method"].unique(), itertools.product(LINES, COLOURS), strict=False))
     figure = Figure(figsize=(14, 0.6 + 8.2 * len(kinds)), layout="constrained")
@@ -353,8 +354,7 @@ def draw(path: Path, evaluations: pd.DataFrame, targets: Sequence[float], title:
                 axis.plot(x, reward["mean"], color=colour, linestyle=line, label=method, marker=".")
             for target in targets:
                 axis.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
-                place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "bottom"}
-                axis.annotate(f"target {target:g}", (0.01, target), color="#777777", **place)
+                axis.annotate(f"target {target:g}", (0.01, target), **label_of_target)
             axis.set(xlabel=label, ylabel=f"held-out reward, {kind}", ylim=(min(ends) - margin, max(ends) + margin))
             axis.grid(alpha=0.25)
         part.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)

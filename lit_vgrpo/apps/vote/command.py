@@ -23,9 +23,8 @@ from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.paths import typed_path
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.system.sockets import listening_socket, require_packages, web_address
-from lit_vgrpo.training.resume import SUMMARY_NAME, read_summary
+from lit_vgrpo.training.resume import SUMMARY_NAME, UNDONE, read_summary
 
-UNFINISHED = ("interrupted", "failed")
 LAST_LOOK_S = 1.5
 """Time for pages, which poll once per second, to learn that training has ended."""
 NOT_ASKED = "does not ask people. Set model.reward=VoteReward, and model.untrained_reward for the held-out images"
@@ -67,7 +66,7 @@ def _serve(options: Vote, listener: socket.socket, run: Path) -> int:
 
 def has_ended(run: Path, store: VoteStore) -> bool:
     """Return True if a run has ended and has not asked for votes since; one that was interrupted may continue."""
-    if (read_summary(run) or {}).get("outcome") in (None, *UNFINISHED):
+    if (read_summary(run) or {}).get("outcome") in UNDONE:
         return False
     return (run / SUMMARY_NAME).stat().st_mtime_ns >= store.path.stat().st_mtime_ns
 
