@@ -73,11 +73,10 @@ class Iteration:
         if objective.uses_advantages and not valid.all():
             weights = (valid / valid.mean()).split(len(rollout))[rank_and_world_size()[0]]
         own = rollout, advantages, weights
-        replayed = replay.previous(rollout, batch) if objective.replay else None
+        replayed = replay.previous(rollout, batch) if objective.replay and record.has_advantage else None
         size, off_policy = batch.micro_batch_size, None
         if batch.order is not None:  # the first update does not train on the others' shares
             off_policy = torch.tensor(batch.order[len(batch.order) // batch.updates :])
-        replayed = replayed if record.has_advantage else None
         if replayed is not None:
             off_policy = None if off_policy is None else torch.cat([off_policy, off_policy + len(rollout)])
             again, old = replayed

@@ -154,7 +154,8 @@ def direct(make: Callable[..., Any], option: str = "optimizer") -> Callable[...,
 def resumed_group(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's parameter group with the settings of the group it is loaded into.
 
-    The learning rate keeps its place in the schedule; without one, that is without ``initial_lr``, it is the current one.
+    The learning rate keeps its place in the schedule; without a schedule, and so without ``initial_lr``, it is the
+    current one.
 
     >>> resumed_group({"lr": 1e-3, "initial_lr": 1e-2}, {"lr": 4.0, "initial_lr": 8.0, "params": [0]})
     {'lr': 0.005, 'initial_lr': 0.01, 'params': [0]}
