@@ -72,7 +72,8 @@ class ProgressBar(LightningProgressBar):
 
     def _show_heldout(self, module: VGRPOModule) -> None:
         if module.evaluator.history:  # of a resumed run before its first evaluation, too
-            self._shown["held-out"] = score_text(module.evaluator.history[-1].reward)
+            newest = module.evaluator.history[-1]
+            self._shown["held-out"] = score_text(newest.reward) + ("" if newest.iteration else " (start)")
         if self._bar is not None:
             self._bar.set_postfix(self._shown)
 

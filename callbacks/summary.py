@@ -18,7 +18,7 @@ from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.errors import UserError, counted, one_line, say, score_text
 from lit_vgrpo.report.run_data import Point, RunData, read_scores
-from lit_vgrpo.report.verdict import Cheating, Verdict
+from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.memory import PeakMemory, device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import commit, versions
@@ -89,19 +89,21 @@ class RunSummary(L.Callback):
             before, now, done = score_text(start.reward), score_text(end.reward), counted(end.iteration, "iteration")
             failed = int(end.metrics.get("failed", 0))
             unscored = f"; {counted(failed, 'image')} could not be scored" if failed else ""
-            say(f"Held-out reward {before} {when}, {now} after {done} ({weights} weights{unscored}).")
-            say(f"Did it cheat? {self._cheating(trainer, module).words}")
+            verdict = self._verdict(trainer, module)
+            change = f": {verdict.change}" if verdict.change else ""
+            say(f"Held-out reward {before} {when}, {now} after {done}{change} ({weights} weights{unscored}).")
+            say(f"Did it cheat? {verdict.cheating.words}")
         if completed and self.reason is not None:
             say(self.reason, error=True)
         if completed and any((timer.time_remaining() or 1) <= 0 for timer in callbacks_of(trainer, Timer)):
             done = f"trainer.max_time is used up after {counted(trainer.current_epoch, 'iteration')}."
             say(f"{done} {how_to_resume(run_folder(trainer))} trainer.max_time=null")
 
-    def _cheating(self, trainer: L.Trainer, module: VGRPOModule) -> Cheating:
-        """Return the report's "Did it cheat?" for the start and the newest evaluation."""
+    def _verdict(self, trainer: L.Trainer, module: VGRPOModule) -> Verdict:
+        """Return the report's verdict on the evaluations so far."""
         points = [Point({"iterations": one.iteration}, one.metrics) for one in module.evaluator.history]
         folder = run_folder(trainer)
-        return Verdict(RunData(folder, {}, {}, [], points, read_scores(folder))).cheating
+        return Verdict(RunData(folder, {}, {}, [], points, read_scores(folder)))
 
     def _write(self, trainer: L.Trainer, module: VGRPOModule) -> None:
         end = {name.removeprefix("heldout/"): value for name, value in module.evaluator.latest.items()}
@@ -110,7 +112,7 @@ class RunSummary(L.Callback):
         summary = {
             "outcome": outcome,
             **({"reason": reason} if reason is not None else {}),
-            "did_it_cheat": asdict(self._cheating(trainer, module)),
+            "did_it_cheat": asdict(self._verdict(trainer, module).cheating),
             "alarms": [line for alarm in callbacks_of(trainer, RewardHackAlarm) for line in alarm.warnings],
             "heldout_reward_start": _plain(_start(module).get("reward")),
             "heldout_reward_end": _plain(end.get("reward")),

@@ -216,6 +216,14 @@ class Verdict:
         return f"{self.headline}: {' to '.join(self.reward.ends)} {self.evaluated}."
 
     @property
+    def change(self) -> str:
+        """The reward's change and its interval; empty with one evaluation."""
+        if (reward := self.reward) is None or reward.change is None:
+            return ""
+        of = reward.decimals
+        return f"{score(reward.change, '+', of)} {brackets(reward.difference, '+', of)}".rstrip()
+
+    @property
     def sentence(self) -> str:
         """The result in one sentence."""
         reward, run = self.reward, self.run
@@ -233,9 +241,8 @@ class Verdict:
             return f"Held-out reward {end} {when}."
         at = f" at iteration {first}" if (first := self.compared[0].iteration) else ""
         verb = {1: "rose from", -1: "fell from", 0: "did not change measurably:"}[reward.direction]
-        change = f"{score(reward.change, '+', reward.decimals)} {brackets(reward.difference, '+', reward.decimals)}"
         so_far = " so far" if run.outcome == RUNNING else ""
-        return f"Held-out reward {verb} {start[0]}{at} to {end}{so_far}{self._and_signs}: {change.rstrip()} {when}."
+        return f"Held-out reward {verb} {start[0]}{at} to {end}{so_far}{self._and_signs}: {self.change} {when}."
 
     @property
     def help(self) -> list[str]:

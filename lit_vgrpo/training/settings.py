@@ -244,8 +244,11 @@ def limit_error(module: TrainingModule, trainer: Trainer, sizes: Sizes, has_held
         return f"trainer.overfit_batches={trainer.overfit_batches} would drop images already made. {fewer}"
     if (moved := moved_option(trainer)) is not None:
         return moved
-    if trainer.limit_train_batches < 1:
-        return f"trainer.limit_train_batches={trainer.limit_train_batches} is less than an iteration. {fewer}"
+    if (limit := trainer.limit_train_batches) < 1:
+        return f"trainer.limit_train_batches={limit} is less than an iteration. {fewer}"
+    if limit > 1 and not trainer.fast_dev_run:  # which sets it
+        number = f"For {limit} iterations, set trainer.max_epochs={limit}."
+        return f"trainer.limit_train_batches={limit} has no effect: an epoch is an iteration of one batch. {number}"
     updates, steps = sizes.updates_per_iteration, trainer.max_steps
     if steps > 0 and steps % updates and not trainer.fast_dev_run:
         return (

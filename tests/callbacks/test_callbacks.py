@@ -59,7 +59,8 @@ def test_the_last_words_count_images_that_could_not_be_scored(tiny_sd3, tmp_path
     summary = RunSummary()
     module, trainer = fit(tiny_sd3, tmp_path, [summary], iterations=1, reward=half)
     summary.finish(trainer, module, completed=True)
-    assert re.search(r"after 1 iteration \(trained weights; 1 image could not be scored\)\.", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search(r"after 1 iteration: \S0\.\d{3} \(trained weights; 1 image could not be scored\)\.", out)
 
 
 def test_evaluation_sees_the_average_and_training_goes_on_from_the_weights(tiny_sd3, tmp_path):

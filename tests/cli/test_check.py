@@ -130,7 +130,7 @@ def test_a_gpu_that_this_machine_lacks(tiny_recipe, capsys):
     words = [str(tiny_recipe), "trainer.accelerator=gpu", "trainer.precision=16-mixed", "model.policy.dtype=float16"]
     assert check([*words, "trainer.devices=2"]) == 0
     out = capsys.readouterr().out
-    assert "This machine has no GPU. Compare with a GPU: --memory 80GiB." in out
+    assert "This machine has no GPU. Its parts, compared with a GPU: --memory 80GiB." in out
     assert "no errors found for 2 processes." in out
     assert check([*words, "--memory", "1.0001"]) == 2
     assert "0.1 MiB is available (the given GPU)" in capsys.readouterr().err

@@ -96,10 +96,11 @@ def test_an_interrupted_run_says_what_it_reached_and_a_resumed_one_what_is_known
     assert train(cli) == 130
     cli.give_back()
     out = capsys.readouterr().out
-    assert re.search(r"^Held-out reward -?[\d.]+ before, -?[\d.]+ after 1 iteration ", out, re.MULTILINE)
+    result = r"^Held-out reward -?[\d.]+ before, -?[\d.]+ after 1 iteration: \S+ \[.+\] \(trained"
+    assert re.search(result, out, re.MULTILINE)
     assert "\nThe result: runs/tiny/report.html\n" in out
     assert run(["runs/tiny", "--resume"]) == 0
-    assert re.search(r"^iteration 2/2, reward .*, held-out -?[\d.]+$", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(r"^iteration 2/2, reward .*, held-out -?[\d.]+ \(start\)$", capsys.readouterr().err, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def counting(module):
     ("limit", "error"),
     [
         ({"limit_train_batches": 0.5}, "limit_train_batches=0.5 is less than an iteration. Leave it out; use fewer"),
+        ({"limit_train_batches": 9}, "limit_train_batches=9 has no effect: .* set trainer.max_epochs=9."),
         (
             {"gradient_clip_val": 1.0},
             r"trainer.gradient_clip_val is now an option of the model. .*model.gradient_clip_val=1.0 \(in Python: V",
@@ -91,7 +92,7 @@ def test_a_callback_of_lightnings_that_does_not_fit_is_refused(tiny_sd3, tmp_pat
     assert not module.policy.loaded
 
 
-@pytest.mark.parametrize("limit", [{}, {"limit_train_batches": 1}, {"limit_train_batches": 9}, {"max_steps": 4}])
+@pytest.mark.parametrize("limit", [{}, {"limit_train_batches": 1}, {"limit_train_batches": 1.0}, {"max_steps": 4}])
 def test_a_limit_that_cuts_none_is_kept(tiny_sd3, tmp_path, limit):
     sizes = Sizes(2, 4, updates_per_iteration=2, micro_batch_size=4)
     trainer = make_trainer(tmp_path, 1, **limit)

@@ -90,6 +90,10 @@ class Estimate:
         """Largest number of bytes allocated at once."""
         return sum(self.parts.values()) + self.phases[self.peak_phase]
 
+    def line(self) -> str:
+        """Return the peak in a sentence."""
+        return f"Estimated memory per rank, without Python and libraries: {shown(self.peak)}, in {self.peak_phase}."
+
     def table(self) -> str:
         """Return an aligned table of the permanent memory, what each phase adds, and the peak."""
         rows = [(name, shown(size)) for name, size in self.parts.items() if size]
@@ -101,6 +105,8 @@ class Estimate:
 
 def memory_report(cli: RecipeCLI, gpu_bytes: int | None = None, is_complete: bool = True) -> tuple[str, list[str]]:
     """Return the estimate as text, and an error if the recipe needs more than its device, or a GPU of a size, has.
+
+    The text has a line for each part if a GPU's size is given.
 
     A GPU counts as empty, even if other processes are using it. The batch sizes must fit the world size. The settings
     that are advised are checked if the recipe ``is_complete``: without its weights, each check would miss them again.
@@ -121,11 +127,10 @@ def memory_report(cli: RecipeCLI, gpu_bytes: int | None = None, is_complete: boo
     free = size if device.type == "cpu" else max(0, size - max(SMALLEST_RESERVE, size // RESERVED))
     peaks = Peaks()
     needed = _estimated(cli, device, peaks)
-    hint = "" if size and device.type == "cuda" else " Compare with a GPU: --memory 80GiB."
+    hint = "" if gpu_bytes is not None else " Its parts, compared with a GPU: --memory 80GiB."
     fits = "It fits." if needed.peak <= free else "It does not fit."
-    text = (
-        f"{needed.table()}\n{f'Available: {shown(free)}, {name}. {fits}' if size else 'This machine has no GPU.'}{hint}"
-    )
+    room = f"Available: {shown(free)}, {name}. {fits}" if size else "This machine has no GPU."
+    text = f"{needed.line() if gpu_bytes is None else needed.table()}\n{room}{hint}"
     if needed.unknown:
         text += f"\nNot included, because their size is unknown: models of the reward {', '.join(needed.unknown)}."
     if not size or needed.peak <= free:

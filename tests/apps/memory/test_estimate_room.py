@@ -62,10 +62,10 @@ def test_a_gpu_can_be_given(tiny_recipe, capsys):
     assert "text encoders" not in out
     assert check([*words, "--memory=1GB"]) == 2
     assert "1GB leaves nothing: 1.00 GiB is reserved for CUDA. Give more." in capsys.readouterr().err
+    assert "text encoders" in estimate(build(words, make_folder=False)).parts
     assert check(words) == 0
     out = capsys.readouterr().out
-    assert "text encoders" in out
-    assert "Compare with a GPU: --memory 80GiB." in out
+    assert "Its parts, compared with a GPU: --memory 80GiB." in out
 
 
 def test_rewards_of_held_out_images_count(tiny_recipe, tiny_clip):
