@@ -37,8 +37,16 @@ class RewardError(RuntimeError):
         super().__init__(*map(one_line, words))
 
 
-class RewardErrorOfAll(RewardError):
-    """A reward error that is raised on all ranks together, so that they can still save."""
+class RaisedOnAllRanks(Exception):
+    """An error that all ranks raise together, so that they can still save."""
+
+
+class RewardErrorOfAll(RaisedOnAllRanks, RewardError):
+    """A reward failed on so many images that every rank ends the run."""
+
+
+class NotFiniteError(RaisedOnAllRanks, FloatingPointError):
+    """A loss or gradient is not finite; the weights were not changed."""
 
 
 def without_controls(text: object) -> str:

@@ -196,8 +196,8 @@ class VGRPOModule(L.LightningModule):
         return iteration
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.is_savable = False
         self.guard.check(self.trainer, self.policy, f"in {self.iteration}")
+        self.is_savable = False
         self.configure_gradient_clipping(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
 
     def on_train_epoch_start(self) -> None:

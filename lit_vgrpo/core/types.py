@@ -267,6 +267,19 @@ class Rollout:
         trajectories = [batch.trajectory for batch in batches if batch.trajectory is not None]
         return replace(batches[-1], **columns, trajectory=Trajectory.joined(trajectories) if trajectories else None)
 
+    def made_finite(self, images: Tensor) -> Rollout:
+        """Return the rollout with numbers for NaN in some images, ``(B,)``, bool: NaN times a weight of 0 is NaN."""
+
+        def finite(values: Tensor) -> Tensor:
+            chosen = images.to(values.device).view(-1, *[1] * (values.ndim - 1))
+            return torch.where(chosen, values.nan_to_num(0, 0, 0), values)
+
+        steps = self.trajectory
+        if steps is not None:
+            names = [name for name, value in vars(steps).items() if isinstance(value, Tensor) and name != "times"]
+            steps = replace(steps, **{name: finite(getattr(steps, name)) for name in names})
+        return replace(self, latents=finite(self.latents), trajectory=steps)
+
     def followed_by(self, other: Rollout) -> Rollout:
         """Return these images, followed by others with other numbers of groups and images."""
         rows = torch.cat([self.rows, other.rows + len(self.conditioning)])

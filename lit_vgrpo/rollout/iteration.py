@@ -72,6 +72,7 @@ class Iteration:
         valid, weights = (~record.rewards.isnan()).float(), None
         if objective.uses_advantages and not valid.all():
             weights = (valid / valid.mean()).split(len(rollout))[rank_and_world_size()[0]]
+            rollout = rollout.made_finite(weights == 0)
         own = rollout, advantages, weights
         replayed = replay.previous(rollout, batch) if objective.replay and record.has_advantage else None
         size, off_policy = batch.micro_batch_size, None

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lit_vgrpo.core.ranges import NonNegativeInt, checked
 from lit_vgrpo.core.records import FINGERPRINT
-from lit_vgrpo.errors import RewardErrorOfAll, counted, one_line, say, suggestion
+from lit_vgrpo.errors import RaisedOnAllRanks, counted, one_line, say, suggestion
 from lit_vgrpo.system.paths import draft_of
 from lit_vgrpo.system.signals import StopRequests
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, put_in_place, read
@@ -234,7 +234,7 @@ class RunCheckpoint(Checkpoint):
             self._requests.hear_ctrl_c()
         is_asked = isinstance(exception, KeyboardInterrupt | SIGTERMException)
         # Saving is collective, and the other ranks may be waiting elsewhere.
-        is_together = trainer.world_size == 1 or isinstance(exception, RewardErrorOfAll)
+        is_together = trainer.world_size == 1 or isinstance(exception, RaisedOnAllRanks)
         if not (is_together and self.training and self.saved is None and not self._leaving):
             return
         if is_asked:

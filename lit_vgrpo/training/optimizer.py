@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +58,7 @@ class OptimizerConfig:
         if self.kind == "adamw8bit":
             return _adamw8bit(list(parameters), settings)
         optimizer = torch.optim.AdamW(parameters, **settings)
-        optimizer.register_load_state_dict_pre_hook(with_current_settings)
+        optimizer.register_load_state_dict_pre_hook(partial(with_current_settings, keys={"exp_avg", "exp_avg_sq"}))
         return optimizer
 
 
@@ -72,7 +73,8 @@ def _adamw8bit(weights: list[nn.Parameter], settings: Mapping[str, Any]) -> torc
 
     class ResumableAdamW8bit(AdamW8bit):  # the library's class runs no load hooks
         def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-            super().load_state_dict(with_current_settings(self, state_dict), move_to_device)
+            state_dict = with_current_settings(self, state_dict, {"state1", "state2"})
+            super().load_state_dict(state_dict, move_to_device)
 
     return ResumableAdamW8bit(weights, **settings)
 
@@ -88,24 +90,28 @@ class CustomOptimizer:
 
     def check(self) -> list[str]:
         """Return why the optimizer cannot take a step, tried on one weight: at most one line."""
+        return self._tried()[0]
+
+    def _tried(self) -> tuple[list[str], set[str]]:
+        """Return the errors of a step on one weight, and the names in the state that it left."""
         weight = nn.Parameter(torch.zeros(2, 2))
         weight.grad = torch.ones_like(weight)
         try:
             optimizer = self.make([weight])
         except Exception:  # it may need other weights; build() reports the reason
-            return []
+            return [], set()
         key, module = f"model.optimizer={type(optimizer).__name__}", type(optimizer).__module__
         if not isinstance(optimizer, torch.optim.Optimizer):
-            return [f"{key} is not an optimizer. Name a class such as torch.optim.SGD."]
+            return [f"{key} is not an optimizer. Name a class such as torch.optim.SGD."], set()
         file, losses = getattr(sys.modules.get(module), "__file__", None) or "", [0.0]
         if optimizer.defaults.get("capturable") or ("site-packages" in file and not module.startswith("torch.")):
-            return []  # a step may need a GPU
+            return [], set()  # a step may need a GPU
         try:
             optimizer.step(closure=losses.pop)
         except Exception as error:  # a step may raise anything
             why = "it needs the loss several times" if isinstance(error, IndexError) else one_line(error).rstrip(".")
-            return [f"{key} cannot take a step: {why}. Use AdamW or another."]
-        return []
+            return [f"{key} cannot take a step: {why}. Use AdamW or another."], set()
+        return [], {name for name, value in optimizer.state[weight].items() if value is not None}
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer; a checkpoint restores its state, not its settings. Raises ValueError if it fails."""
@@ -113,7 +119,8 @@ class CustomOptimizer:
             optimizer = self.make(list(parameters))
         except Exception as error:  # the constructor may raise anything
             raise ValueError(f"model.optimizer cannot be built: {one_line(error)}") from error
-        optimizer.register_load_state_dict_pre_hook(with_current_settings)
+        hook = partial(with_current_settings, keys=self._tried()[1])
+        optimizer.register_load_state_dict_pre_hook(hook)
         return optimizer
 
 
@@ -166,13 +173,33 @@ def resumed_group(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
     lr = current["lr"] if base is None else saved["lr"] if base == before else base * (saved["lr"] / before)
     cycled = CYCLED if "max_momentum" in current else ()
     settings = {key: current[key] for key in SETTINGS if key in current and key not in cycled}
-    return {**saved, **settings, "lr": lr}
+    return {**current, **saved, **settings, "lr": lr}
 
 
-def with_current_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's state with the settings of the optimizer that loads it."""
+def with_current_settings(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], keys: AbstractSet[str] = frozenset()
+) -> dict[str, Any]:
+    """Return a checkpoint's state with the settings of the optimizer that loads it.
+
+    Args:
+        keys: Names that it needs in the state of a weight. If one is missing, that of another optimizer is dropped.
+    """
     groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    return {**state, "param_groups": [resumed_group(current, saved) for current, saved in groups]}
+    groups = [resumed_group(current, saved) for current, saved in groups]
+    kept = {name for values in state["state"].values() for name in leaf_names(values)}
+    if not kept or keys <= kept:
+        return {**state, "param_groups": groups}
+    rank_zero_warn(
+        f"The checkpoint has the state of another optimizer ({', '.join(sorted(kept))}), which "
+        f"{type(optimizer).__name__} cannot use. Its own ({', '.join(sorted(keys))}) starts at zero."
+    )
+    return {**state, "state": {}, "param_groups": groups}
+
+
+def leaf_names(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names in a weight's state, also those that bitsandbytes puts a level deeper."""
+    for name, value in values.items():
+        yield from leaf_names(value) if isinstance(value, Mapping) else [name]
 
 
 class Optimization:

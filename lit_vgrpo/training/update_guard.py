@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_vgrpo.core.gather import all_gather
 from lit_vgrpo.core.snapshots import all_finite, trainable_parameters
+from lit_vgrpo.errors import NotFiniteError
 from lit_vgrpo.policies.two_networks import TwoNetworks
 from lit_vgrpo.training.sharded import local_gradients
 
@@ -43,7 +44,7 @@ class UpdateGuard:
         self._losses.append(loss.detach())
 
     def refuses(self, gradients: Iterable[Tensor], when: str, norm: Tensor | None = None) -> bool:
-        """Return whether to skip this update, or raise FloatingPointError; called once per update, on every rank.
+        """Return whether to skip this update, or raise NotFiniteError; called once per update, on every rank.
 
         Args:
             gradients: This rank's gradients, or its shards of them.
@@ -68,9 +69,7 @@ class UpdateGuard:
         often = f" for {self._in_a_row} updates in a row" if self.action == "skip" else ""
         advice = "Lower model.optimizer.lr or set model.gradient_clip_val=1.0"
         advice += "." if self.action == "skip" else ", or skip such updates: model.non_finite=skip."
-        raise FloatingPointError(
-            f"The {what} is not finite{where}{often}, {when}. The weights were not changed. {advice}"
-        )
+        raise NotFiniteError(f"The {what} is not finite{where}{often}, {when}. The weights were not changed. {advice}")
 
     def check(self, trainer: Trainer, policy: nn.Module, when: str) -> None:
         """Check an update before its step, see :meth:`refuses`, and drop its gradients to skip it."""

@@ -53,7 +53,7 @@ class Run:
         self.latents.append(rollout.latents)
         self.tokens.append(self.policy.encode(batch.prompts).tensors["tokens"].repeat_interleave(GROUP, dim=0))
         groups, rewards = rollout.group_ids, torch.zeros(IMAGES)
-        rewards[[*failed]] = torch.nan
+        rewards[[*failed]] = rollout.latents[[*failed]] = torch.nan
         record = IterationRecord(iteration, rewards, groups, {}, {}, groups, IMAGES, has_advantage=has_advantage)
         return Iteration.prepared(
             *(self.objective, self.policy, rollout, self.advantages(iteration), record, batch, PassLedger()),
@@ -115,7 +115,9 @@ def test_replay_goes_on_from_a_checkpoint_and_skips_an_iteration_without_advanta
 def test_failed_images_have_no_weight_also_when_they_are_trained_on_again(policy):
     run = Run(policy, order=None)
     assert run.take(0).experience.weights is None
-    weights = run.take(1, failed=[3, 6]).experience.weights.unflatten(0, (-1, 2, MICRO)).transpose(0, 1)
+    found = run.take(1, failed=[3, 6])
+    assert all(run.objective.loss(policy, micro)[0].isfinite() for micro in found.micros)
+    weights = found.experience.weights.unflatten(0, (-1, 2, MICRO)).transpose(0, 1)
     torch.testing.assert_close(weights.flatten(1), torch.tensor([[1, 1, 1, 0, 1, 1, 0, 1], [0.75] * 8]) / 0.75)
     saved = run.replay.state_dict()
     run.replay = Replay()

@@ -11,7 +11,7 @@ from torch import nn
 
 from lit_vgrpo import OptimizerConfig, SD3Policy
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.training.optimizer import CustomOptimizer, Optimization
+from lit_vgrpo.training.optimizer import CustomOptimizer, Optimization, as_optimizer
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, strategy_errors
 
 KINDS = ["adamw", "adamw8bit"]
@@ -99,6 +99,32 @@ def test_adamw8bit_moves_weights_as_adamw_does_with_a_quarter_of_its_memory():
     assert 0 < difference < 0.03 * (after["adamw"] - 1).abs().mean()
     tables = 2 * 256 * 4  # of the values that 8 bits stand for; one pair for all parameters
     assert size["adamw8bit"] - tables < 0.26 * size["adamw"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (partial(torch.optim.SGD, lr=1e-3, momentum=0.9), OptimizerConfig()),
+        (OptimizerConfig(), partial(torch.optim.SGD, lr=1e-3, momentum=0.9)),
+        (OptimizerConfig(), partial(torch.optim.RMSprop, lr=1e-3)),
+        pytest.param(OptimizerConfig(), OptimizerConfig(kind="adamw8bit"), id="to adamw8bit"),
+        pytest.param(OptimizerConfig(kind="adamw8bit"), OptimizerConfig(), id="from adamw8bit"),
+    ],
+)
+def test_another_optimizer_starts_anew_and_says_so(before, after):
+    def built(config):
+        parameter = nn.Parameter(torch.ones(EIGHT_BIT_FROM))
+        parameter.grad = torch.ones(EIGHT_BIT_FROM)
+        return as_optimizer(config).build([parameter])
+
+    old, new, fresh = built(before), built(after), built(after)
+    old.step()
+    with pytest.warns(UserWarning, match="The checkpoint has the state of another optimizer .* starts at zero"):
+        new.load_state_dict(old.state_dict())
+    for optimizer in (new, fresh):
+        optimizer.param_groups[0]["lr"] = 1e-3
+        optimizer.step()
+    assert torch.equal(new.param_groups[0]["params"][0], fresh.param_groups[0]["params"][0])
 
 
 def test_adamw8bit_leaves_a_weight_without_gradient_as_it_is():

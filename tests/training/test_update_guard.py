@@ -9,6 +9,7 @@ from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA, RewardLogger
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.training import update_guard
+from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.update_guard import MOST_IN_A_ROW, UpdateGuard
 
 GOOD, BAD = torch.tensor([1.0, -2.0]), torch.tensor([1.0, math.inf])
@@ -96,9 +97,12 @@ def test_a_refused_update_leaves_weights_moments_and_clocks(tiny_sd3, tmp_path):
     states = [fit.optimizers[0].state_dict()["state"] for fit in (first, trainer)]
     assert all(same(states[1][index], state) for index, state in states[0].items())
     module = make_module(tiny_sd3, Once(RolloutSpec(steps=2)))  # by default it stops
+    trainer = make_trainer(tmp_path, 3, [RunCheckpoint()], enable_checkpointing=True)
     with pytest.raises(FloatingPointError, match="The loss is not finite, in update 1 of iteration 2. The weights"):
-        make_trainer(tmp_path, 3).fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=2))
+        trainer.fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=2))
     assert same(weights(module), weights(before))
+    saved = torch.load(tmp_path / "checkpoints" / "interrupted.ckpt", weights_only=False)
+    assert (saved["global_step"], saved["lit_vgrpo"]["iteration"]["updates_done"]) == (1, 0)
 
 
 CLIPS = [{}, {"gradient_clip_algorithm": "value"}]
