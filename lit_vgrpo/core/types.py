@@ -276,8 +276,9 @@ class Rollout:
 
         steps = self.trajectory
         if steps is not None:
-            names = [name for name, value in vars(steps).items() if isinstance(value, Tensor) and name != "times"]
-            steps = replace(steps, **{name: finite(getattr(steps, name)) for name in names})
+            of_images = {n: v for n, v in vars(steps).items() if isinstance(v, Tensor) and n != "times"}
+            columns: dict[str, Any] = {name: finite(values) for name, values in of_images.items()}
+            steps = replace(steps, **columns)
         return replace(self, latents=finite(self.latents), trajectory=steps)
 
     def followed_by(self, other: Rollout) -> Rollout:

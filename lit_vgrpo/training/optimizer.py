@@ -184,8 +184,8 @@ def with_current_settings(
     Args:
         keys: Names that it needs in the state of a weight. If one is missing, that of another optimizer is dropped.
     """
-    groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    groups = [resumed_group(current, saved) for current, saved in groups]
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    groups = [resumed_group(current, saved) for current, saved in pairs]
     kept = {name for values in state["state"].values() for name in leaf_names(values)}
     if not kept or keys <= kept:
         return {**state, "param_groups": groups}
