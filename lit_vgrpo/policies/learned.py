@@ -85,6 +85,12 @@ def as_tensor(value: Any) -> Tensor:
 def arguments_of(one: Any, two: Any, name: str = "", is_listed: bool = False) -> Any:
     """Return a network's arguments as leaves, from a pass with one image and a pass with two.
 
+    >>> one = {"states": torch.zeros(1, 16, 8), "mask": [torch.ones(16)], "return_dict": False}
+    >>> two = {"states": torch.zeros(2, 16, 8), "mask": [torch.ones(16)] * 2, "return_dict": False}
+    >>> tree = arguments_of(one, two)
+    >>> tree["states"].dim, tree["mask"].entry.is_listed, tree["return_dict"].dim
+    (0, True, None)
+
     Raises:
         NotLearned: It cannot be seen how two images are passed.
     """

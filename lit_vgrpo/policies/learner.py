@@ -78,7 +78,14 @@ def codes(size: int) -> list[Tensor]:
 
 
 def decoded(seen: Sequence[Tensor], size: int) -> Source:
-    """Return where values come from, by what arrived for each of :func:`codes`."""
+    """Return where values come from, by what arrived for each of :func:`codes`.
+
+    Here the network gets three times four latents, in reverse order, followed by a 7 of the pipeline's own:
+
+    >>> found = decoded([torch.cat([3 * code.flip(0), torch.tensor([7.0])]) for code in codes(4)], 4)
+    >>> found.index.tolist(), found.scale.tolist(), found.offset.tolist()
+    ([3, 2, 1, 0, -1], [3.0, 3.0, 3.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0, 7.0])
+    """
     zeros, ones, *digits = (value.detach().flatten().double().cpu() for value in seen)
     scale = ones - zeros
     comes = scale.abs() > 1e-7 * ones.abs().max().clamp(min=1e-3)
