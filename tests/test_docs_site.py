@@ -24,3 +24,8 @@ def test_notebooks_are_kept_without_outputs(path):
     cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     assert cells
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+
+
+def test_the_demo_has_the_same_result_in_every_text():
+    texts = [DOCS.parent / "README.md", DOCS / "start.md", DOCS.parent / "recipes" / "tiny_shapes.yaml"]
+    assert all("0.96 or more" in path.read_text(encoding="utf-8") for path in texts)
