@@ -24,7 +24,7 @@ FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not i
 CURRICULA = [path for path in FILES if STAGES in loaded(path)]
 RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have their own tests
 
-PLAIN = "chroma_pickscore flux2_dev_pickscore flux2_klein_pickscore kontext_edit qwen_image21_pickscore "
+PLAIN = "chroma_pickscore flux_pickscore flux2_dev_pickscore flux2_klein_pickscore kontext_edit qwen_image21_pickscore "
 PLAIN += "qwen_image_pickscore sd15_aesthetic sd35m_stage1 sd35m_stage3 sdxl_preference z_image_pickscore"
 TWO_PASSES = ("auraflow", "ltx", "flux3", "wan", "hidream", "wan_i2v")  # one of them for the negative prompt
 # By recipe: network passes an image, with and without gradient; at the steps of SIZES.
@@ -77,7 +77,7 @@ SIZES = {
     "hunyuan_image_pickscore": [FEW_STEPS, *SMALLEST],
     "wan_i2v_pickscore": [FEW_STEPS, *SMALLEST, "model.policy.num_frames=5"],
     "flux_hps_flowbp": [FEW_STEPS, *SMALL],
-    "flux_multireward": [FEW_STEPS, *SMALL],
+    **{f"flux_{kind}": [FEW_STEPS, *SMALL] for kind in ("pickscore", "multireward")},
     "kontext_edit": [FEW_STEPS, *SMALLEST],
     "sdxl_preference": [FEW_STEPS, *SMALL_UNET],
     "sd15_aesthetic": [FEW_STEPS, *SMALL_UNET],
@@ -95,7 +95,7 @@ REPEATS = (
     *(f"{model}_pickscore" for model in NEWER),
     *(f"{model}_pickscore" for model in ("auraflow", "ltx", "flux3", "hidream", "hunyuan_image", "wan_i2v")),
     *("sd3_pickscore_nft", "kontext_edit", "sd15_aesthetic", "flux_multireward", "sdxl_preference"),
-    *("sd3_pickscore_fast", "sd3_pickscore_flowbp", "flux_hps_flowbp", "tiny_hacked"),
+    *("sd3_pickscore_fast", "sd3_pickscore_flowbp", "flux_hps_flowbp", "flux_pickscore", "tiny_hacked"),
     *("tiny_ocr", "tiny_edit", "tiny_opd", "tiny_motion"),
     *("sd3_pickscore_flowgrpo", "sd3_pickscore_ram", "sd35m_stage5", "sd35m_opd", "tiny_ocr_pretrain"),
 )
