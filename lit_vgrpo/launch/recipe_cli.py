@@ -101,7 +101,9 @@ class RecipeCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         if args.get("seed_everything") is True:
-            args["seed_everything"] = random.SystemRandom().randrange(2**31)
+            # Processes that Lightning starts inherit the seed of the first; ResumeGuard refuses others' differing ones.
+            inherited = None if is_first_process() else os.environ.get("PL_GLOBAL_SEED")
+            args["seed_everything"] = int(inherited or random.SystemRandom().randrange(2**31))
         self.config = parser.parse_object(args)
         command, swapped = self.recipe.command, self.recipe.swapped
         if not self.config.name:

@@ -15,7 +15,7 @@ from lit_vgrpo.data import PromptError
 from lit_vgrpo.errors import UserError, error_in_user_code, is_deliberate, one_line, report, say, shell_line
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.system.process import is_first_process
+from lit_vgrpo.system.process import is_first_process, requeue_job
 from lit_vgrpo.training.folder import EXPORT, WRITTEN
 from lit_vgrpo.training.resume import how_to_resume, last_words, newest_checkpoint, next_commands
 from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end, declared, rehearse_setup
@@ -162,6 +162,8 @@ def _report_outcome(cli: RecipeCLI) -> int:
             path = checkpoints.saved
             what = "nothing new was saved." if path is None else f"{path} is saved."
             say(f"{word}: {what} {how_to_resume(cli.folder)}", error=True)
+            if checkpoints.requeues:
+                requeue_job()
     if checkpoints.unsaved is not None or unwritten or is_lost or (not stopped and _nothing_was_scored(cli)):
         return FAILED
     return status if stopped else FINISHED

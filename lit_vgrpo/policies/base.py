@@ -91,6 +91,7 @@ class Policy(nn.Module):
             batch.
         decode_dtype: Autocast type of the VAE while it decodes; 16 bits change images by about a grey level. ``auto``
             is float16 on a GPU if no pixel of an image decoded from noise then changes by half a grey level.
+            Gradients of rewards use bfloat16 in place of float16, in which they underflow.
         vae_tiling: Decode large images in overlapping tiles, which changes them slightly.
         embedding_cache: Folder that caches prompt embeddings; ``None`` for no cache.
         embedding_cache_gb: Maximum size of the folder; the least recently used embeddings are deleted first.
@@ -769,7 +770,8 @@ class Policy(nn.Module):
     def decode_with_gradient(self, latents: Tensor, halved: bool = False) -> Tensor:
         """Do the same in one VAE pass and keep the graph; if possible, the backward pass recomputes the VAE's blocks.
 
-        Latents may be a crop. The clamp to [0, 1] passes no gradient outside this range.
+        It decodes in bfloat16 where :meth:`decode` does in float16. Latents may be a crop. The clamp to [0, 1] passes
+        no gradient outside this range.
 
         Args:
             halved: Return images at half the resolution, decoded from the VAE's latents averaged over 2 x 2.
@@ -783,7 +785,9 @@ class Policy(nn.Module):
     def _decoded(self, latents: Tensor, halved: bool = False) -> Tensor:
         place([self.pipeline.vae], self.device)
         self._choose_decode_dtype()
-        with self.autocast(self.decode_dtype):
+        # Without a loss scale, gradients underflow in float16, whose smallest number is 6e-8.
+        is_too_narrow = torch.is_grad_enabled() and self.decode_dtype == torch.float16
+        with self.autocast(torch.bfloat16 if is_too_narrow else self.decode_dtype):
             latents = self.vae_latents(latents)
             if halved:
                 pooled = F.avg_pool2d(latents.flatten(0, -4), 2, ceil_mode=True)

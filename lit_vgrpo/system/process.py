@@ -59,6 +59,16 @@ def bar(title: str, items: Any = None, is_brief: bool = False, **options: Any) -
     return tqdm(items, title, **options)
 
 
+def requeue_job() -> None:
+    """Requeue the SLURM job of this process, as Lightning does; report it if that fails."""
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    try:
+        job = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{task}"
+        subprocess.run(["scontrol", "requeue", job], check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        report([f"The job was not requeued: {error}"])
+
+
 def versions() -> dict[str, str]:
     """Return the installed versions of packages that affect a run's numbers."""
     return {name: metadata.version(name) for name in PACKAGES}

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -97,7 +98,8 @@ class RunCheckpoint(Checkpoint):
 
     Attributes:
         interrupted: Ctrl-C was pressed.
-        terminated: SIGTERM, SIGHUP or torchrun's SIGINT was received.
+        terminated: SIGTERM, SIGHUP, torchrun's SIGINT or SLURM's signal to requeue was received.
+        requeues: It was SLURM's signal to requeue, such as SIGUSR1.
         status: Exit status for the received signals, as in a shell; ``None`` without one.
         saved: Checkpoint of the current state; ``None`` once training has continued.
         unsaved: Reason that the latest save failed; ``None`` if it succeeded.
@@ -110,7 +112,7 @@ class RunCheckpoint(Checkpoint):
         super().__init__()
         self.every_n_iterations = every_n_iterations
         self.best = None if best is None else BestEvaluation(best)
-        self.interrupted = self.terminated = self.training = False
+        self.interrupted = self.terminated = self.requeues = self.training = False
         self.saved: Path | None = None
         self.unsaved: str | None = None
         self.status: int | None = None
@@ -146,8 +148,16 @@ class RunCheckpoint(Checkpoint):
             signal.getsignal(signal.SIGTERM), "signal_handlers", ()
         ):
             signal.signal(signal.SIGTERM, self._requests.on_signal)
+        # That for SLURM saves at once, perhaps averaged weights that are swapped in.
+        requeue: Any = getattr(trainer._accelerator_connector.cluster_environment, "requeue_signal", None)
+        if None not in (self._requests, requeue) and hasattr(signal.getsignal(requeue), "signal_handlers"):
+            signal.signal(requeue, self._on_requeue)
         self._saved_step = trainer.global_step
         self._keep_best(trainer, pl_module)  # the start, which no later evaluation may reach
+
+    def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
+        self.requeues = True
+        signal.raise_signal(signal.SIGTERM)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lit_vgrpo.config.environment import is_same_value, with_fingerprints
 from lit_vgrpo.config.tree import Place, class_name, dotted, leaves
+from lit_vgrpo.core.gather import raise_together
 from lit_vgrpo.core.pictures import PICTURE, picture_files
 from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.errors import UserError
@@ -88,10 +89,20 @@ class ResumeGuard(Callback):
         with suppress(MisconfigurationException, NotImplementedError):
             if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
                 trainer.strategy.checkpoint_io = FileCheckpointIO()
+        first: dict[str, Any] = trainer.strategy.broadcast(self.recipe)
+        raise_together(self.difference(first, trainer.global_rank))
         if stage == "fit" and not self.recipe:  # the command logs the whole recipe
             module, data = cast(Any, pl_module), declared(trainer).datamodule
             parts = {"model": module, "rewards": module.reward.weight_of, "optimizer": module.optimization.optimizer}
             log_settings(trainer.loggers, {**parts, "data": data, "sizes": getattr(data, "sizes", None)})
+
+    def difference(self, first: Mapping[str, Any], rank: int) -> RuntimeError | None:
+        """Return an error if a rank's settings differ from the first's; texts from the environment may differ."""
+        lines = [
+            line for line in changes(first, self.recipe, where=("on rank 0", f"on rank {rank}")) if "${" not in line
+        ]
+        advice = "Start all ranks with the same command, and seed_everything with a number."
+        return RuntimeError(f"The ranks have different settings. {'; '.join(lines)}. {advice}") if lines else None
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -148,13 +159,19 @@ def refuse_changes(
     return changed
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Place, str] | None = None) -> list[str]:
+def changes(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    texts: Mapping[Place, str] | None = None,
+    where: tuple[str, str] = ("in the checkpoint", "now"),
+) -> list[str]:
     """Return one line for each changed setting that must stay the same.
 
     Args:
         saved: The checkpoint's recipe, plain values with the defaults filled in.
         now: The current one.
         texts: Values from the environment as written; they are not shown.
+        where: Words after the old and the new value.
 
     >>> changes({"model": {"lr": 0.001}, "name": "a"}, {"model": {"lr": 0.0003}, "name": "b"})
     ['model.lr: 0.001 in the checkpoint, 0.0003 now']
@@ -167,7 +184,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Pla
             continue  # an option that did not exist then
         if not is_same_value(old, new) and not _is_found_elsewhere(old, new):
             shown = key.replace(".init_args", "").removesuffix(".class_path")
-            lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(shown_now.get(key, new))} now")
+            lines.append(f"{shown}: {_shown(old)} {where[0]}, {_shown(shown_now.get(key, new))} {where[1]}")
     return lines
 
 

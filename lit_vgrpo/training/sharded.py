@@ -184,12 +184,13 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         adam = zero.optimizer
         group = resumed_group(adam.param_groups[0], saved["param_groups"][0])
         adam.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
-        if not saved["state"]:
+        step = common_step(saved["state"], len(self._trained))
+        if step is None:
             return
         # AdamW creates its state in its first step.
         for partition in self._partitions:
             adam.state[partition] = {
-                "step": saved["state"][0]["step"].clone(),
+                "step": step.clone(),
                 "exp_avg": torch.zeros_like(partition),
                 "exp_avg_sq": torch.zeros_like(partition),
             }
@@ -202,6 +203,23 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
                     safe_set_local_optimizer_state(parameter, cut(parameter, value), key)
                 else:
                     safe_set_full_optimizer_state(parameter, value, key)
+
+
+def common_step(state: Mapping[int, Mapping[str, Tensor]], weights: int) -> Tensor | None:
+    """Return the number of AdamW's steps, equal for all weights; ``None`` if it has not taken one.
+
+    Raises:
+        RuntimeError: The weights took different numbers of steps, but ZeRO corrects the bias of all by one number.
+    """
+    if not state:
+        return None
+    taken = {int(state[index]["step"]) if index in state else 0 for index in range(weights)}
+    if len(taken) > 1:
+        raise RuntimeError(
+            f"AdamW took from {min(taken)} to {max(taken)} steps on the checkpoint's weights, and ZeRO needs the same "
+            "number for all. Resume with trainer.strategy=ddp or fsdp2."
+        )
+    return state[0]["step"]
 
 
 @torch.no_grad()

@@ -104,6 +104,12 @@ def strategy_errors(
             f"model.gradient_clip_algorithm={clip_algorithm} does not work under ZeRO. Leave it out, or use ddp or "
             "fsdp2."
         )
+    if isinstance(strategy, ZeRO) and len(policy.network_names) > 1:
+        # It has zeros for a missing gradient, and AdamW then moves the weights by their moments.
+        yield (
+            "Two trained networks do not work under ZeRO: the one that no image of an update needs would move, too. "
+            "Use trainer.strategy=ddp or fsdp2."
+        )
     error = attention_error(policy.attention_backend or "native", isinstance(strategy.accelerator, AbsentGPU))
     yield from [] if error is None else [error]
     if isinstance(strategy, FSDP2):

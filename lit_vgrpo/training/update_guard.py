@@ -25,7 +25,8 @@ class UpdateGuard:
     """Detects updates whose loss or gradient is not finite, the same on every rank, and reports which took a step.
 
     With a gradient scaler (``trainer.precision=16-mixed``) only losses are checked: the scaler itself skips steps with
-    an overflow, and relies on occasional overflows to choose its scale.
+    an overflow, and relies on occasional overflows to choose its scale. At a scale of at most 1, which is 16 halvings
+    from the scaler's first one, ten consecutive skips stop the run: then the gradient itself is not finite.
 
     Args:
         action: Stop the run with the reason, or skip the update; ten consecutive skips also stop the run.
@@ -34,6 +35,7 @@ class UpdateGuard:
     def __init__(self, action: NonFinite = "stop") -> None:
         self.action = action
         self.skipped = self._in_a_row = 0  # updates since the start, and most recently
+        self._overflows = 0  # most recent steps that the scaler skipped at a scale of at most 1
         self.norm: Tensor | None = None  # of the last gradient over all ranks, before clipping; None under ZeRO
         self._losses: list[Tensor] = []
         self._is_refused = False
@@ -80,6 +82,11 @@ class UpdateGuard:
         total = torch.nn.utils.get_total_norm(gradients) if gradients else None
         self.norm = total.full_tensor() if isinstance(total, DTensor) else total
         if self._scale is not None:
+            if self._overflows == MOST_IN_A_ROW:
+                raise FloatingPointError(
+                    f"The gradient is not finite at any loss scale, down to {self._scale:.2g}, {when}. The weights "
+                    "were not changed. Leave out trainer.precision and set model.policy.dtype=bfloat16 or float32."
+                )
             self._is_refused = self.refuses([], when)
         else:
             own = list(local_gradients(weights))
@@ -91,8 +98,12 @@ class UpdateGuard:
 
     def took_step(self, trainer: Trainer) -> bool:
         """Return ``True`` after an update that changed the weights; a scaler lowers its scale when it skips a step."""
-        scale = _loss_scale(trainer)
-        return not self._is_refused and (self._scale is None or scale is None or scale >= self._scale)
+        scale, before = _loss_scale(trainer), self._scale
+        if self._is_refused or scale is None or before is None:
+            return not self._is_refused
+        is_taken = 0 < before <= scale
+        self._overflows = 0 if is_taken or before > 1 else self._overflows + 1
+        return is_taken
 
     def metrics(self) -> dict[str, float]:
         """Return the number of updates skipped since the start, if that does not end the run."""

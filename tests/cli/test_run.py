@@ -25,6 +25,15 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
     assert build([str(tiny_recipe), "seed_everything=false"], make_folder=False).model.seed == 0
 
 
+def test_a_rank_that_lightning_starts_has_the_first_ones_drawn_seed(tiny_recipe, monkeypatch):
+    words = [str(tiny_recipe), "seed_everything=true"]
+    first = build(words, make_folder=False)  # leaves its seed in the environment
+    assert build([*words, "name=a"], make_folder=False).model.seed != first.model.seed  # another run
+    first = build(words, make_folder=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert build(words, make_folder=False).model.seed == first.model.seed
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

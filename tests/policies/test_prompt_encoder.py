@@ -280,6 +280,16 @@ def test_sixteen_bits_change_images_by_a_few_grey_levels(dtype, levels):
     assert 0 < (found - whole.decode(latents)).abs().max() <= levels / 255
 
 
+def test_gradients_that_underflow_in_float16_pass_through_the_vae():
+    gradients = []
+    for name in ("float32", "float16"):
+        policy = SD3Policy("shipped:assets/tiny_sd3", decode_dtype=name).load()
+        leaf = policy.prior([torch.Generator().manual_seed(0)]).requires_grad_()
+        gradients += torch.autograd.grad(1e-3 * policy.decode_with_gradient(leaf).mean(), leaf)
+    exact, found = gradients
+    assert (found - exact).norm() < 0.02 * exact.norm()
+
+
 @pytest.mark.parametrize("overflows", [False, True])
 def test_auto_decodes_in_float16_where_no_pixel_changes_by_half_a_grey_level(overflows):
     """In float16, values above 65,504 are infinite."""

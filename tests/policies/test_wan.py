@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from policies import contract
 from policies.contract import Family
 from safetensors.torch import save_file
 
-from lit_vgrpo import RolloutSpec
+from lit_vgrpo import OptimizerConfig, RolloutSpec
 from lit_vgrpo.core.sampling import sample
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.policies import WanPolicy, two_networks
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.saved_weights import load_policy
+from lit_vgrpo.training.strategies import FSDP2, ZeRO, strategy_errors
 from lit_vgrpo.training.update_guard import drop_zero_gradients
 
 OPTIONS = {"max_sequence_length": 16, "num_frames": 5}
@@ -93,3 +96,9 @@ def test_a_network_that_no_row_needs_keeps_its_weights_on_any_number_of_ranks(tw
     drop_zero_gradients(policy)
     given = {name.split(".")[1] for name, weight in policy.named_parameters() if weight.grad is not None}
     assert given == {"transformer_2"}
+
+
+def test_two_networks_are_refused_under_zero_before_they_are_loaded(two, folder):
+    rest = OptimizerConfig(), Sizes(1, 2)
+    for path, strategy, count in ((two, ZeRO(), 1), (two, FSDP2(), 0), (two, DDPStrategy(), 0), (folder, ZeRO(), 0)):
+        assert len([*strategy_errors(strategy, WanPolicy(str(path), **OPTIONS), *rest)]) == count

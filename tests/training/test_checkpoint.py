@@ -1,6 +1,7 @@
 """Checkpoints of a run; apps/test_vote.py tries Ctrl-C through the command."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -181,6 +182,23 @@ def test_sigterm_saves_after_the_micro_batch_under_way_and_the_run_goes_on_bit_f
 def iterations_logged(folder):
     """The iterations' rows of the table, without the evaluations'."""
     return [row for row in read_table(Path(folder) / "metrics.csv")[1] if row["reward/mean"]]
+
+
+def test_slurms_signal_to_requeue_saves_the_trained_weights_and_then_requeues(tiny_recipe, monkeypatch):
+    Path("scontrol").write_text('#!/bin/sh\necho "$@" >>asked\n')
+    Path("scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path.cwd()}:{os.environ['PATH']}")
+    names = ("NTASKS", "PROCID", "LOCALID", "NODEID", "JOB_NAME", "ARRAY_JOB_ID", "ARRAY_TASK_ID")
+    for name, value in zip(names, ("1", "0", "0", "0", "train", "7", "3"), strict=True):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    cli = build([str(tiny_recipe), "trainer.max_epochs=3", "trainer.callbacks=[EMA]"])
+    evaluations = iter([lambda: None, lambda: signal.raise_signal(signal.SIGUSR1)])  # of the averaged weights
+    cli.model.on_validation_start = lambda: next(evaluations)()
+    assert train(cli) == 143
+    assert Path("asked").read_text() == "requeue 7_3\n"
+    assert not [*cli.folder.glob("hpc_ckpt_*")]
+    saved = torch.load(cli.checkpoints.saved, weights_only=True)
+    assert not same(saved["state_dict"], averages_in(saved)[0])
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from secrets import token_hex
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -35,7 +36,7 @@ from lit_vgrpo.rewards import (
 )
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.loggers import MetricsTable
-from lit_vgrpo.training.resume_guard import hashed, row_hash
+from lit_vgrpo.training.resume_guard import ResumeGuard, hashed, row_hash
 
 HELDOUT = {"heldout_limit": 4, "eval_batch_size": 1}
 CHANGED = "The held-out evaluation changed"
@@ -449,3 +450,18 @@ def test_the_command_prints_one_line_and_best_ckpt_is_there(tiny_recipe, capfd):
         2,
         3,
     ]
+
+
+def test_a_rank_with_other_settings_is_refused_but_not_for_what_its_machine_has():
+    def guard(**recipe):
+        guard = ResumeGuard()
+        guard.carry({"model": {}, "run_dir": "a", **recipe}, {("data", "train"): "${oc.env:PLACE}/x.jsonl"})
+        return guard
+
+    here, there = ({"train": f"/{machine}/x.jsonl"} for machine in "ab")
+    first = guard(seed_everything=1, data=here)
+    assert guard(seed_everything=1, data=there, run_dir="b").difference(first.recipe, 1) is None
+    other = guard(seed_everything=2, data=there)
+    strategy = SimpleNamespace(broadcast=lambda value: first.recipe, checkpoint_io=None)
+    with pytest.raises(RuntimeError, match=r"settings. seed_everything: 1 on rank 0, 2 on rank 1. Start all ranks"):
+        other.setup(SimpleNamespace(strategy=strategy, global_rank=1), None, "fit")

@@ -11,7 +11,12 @@ from torch import nn
 
 from lit_vgrpo import OptimizerConfig, SD3Policy
 from lit_vgrpo.core.sizes import Sizes
+<<<<<<< HEAD
 from lit_vgrpo.training.optimizer import CustomOptimizer, Optimization, as_optimizer
+=======
+from lit_vgrpo.training.optimizer import CustomOptimizer, Optimization
+from lit_vgrpo.training.sharded import common_step
+>>>>>>> h-ranks
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, strategy_errors
 
 KINDS = ["adamw", "adamw8bit"]
@@ -151,6 +156,14 @@ def test_sharded_states_that_no_checkpoint_can_hold_are_refused(optimizer, refus
         errors = [*strategy_errors(strategy(), SD3Policy("any"), optimizer, Sizes(1, 2))]
         why = f"keeps state that {strategy.__name__} cannot put into a checkpoint. Use torch's"
         assert [why in error for error in errors] == [True] * (strategy in refusing)
+
+
+def test_zero_resumes_only_weights_that_took_the_same_number_of_steps():
+    same = {index: {"step": torch.tensor(3.0)} for index in range(2)}
+    assert (common_step(same, 2), common_step({}, 2)) == (3, None)
+    for weights, state, least in ((3, same, 0), (2, {**same, 1: {"step": torch.tensor(1.0)}}, 1)):
+        with pytest.raises(RuntimeError, match=f"took from {least} to 3 steps"):
+            common_step(state, weights)
 
 
 def test_a_missing_package_is_one_line_with_its_command(monkeypatch):

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -65,6 +66,30 @@ def test_a_finite_norm_is_enough_and_any_other_is_looked_into():
     assert guard.refuses([GOOD, BAD], "now", norm=infinite)
     guard.watch(torch.tensor(math.nan))
     assert guard.refuses([GOOD], "now", norm=torch.tensor(2.0))
+
+
+def scaled_updates(gradient, count, scale=65536.0):
+    """Whether each update took a step, by a scaler's skips; ``gradient`` is that at a loss scale of 1."""
+    guard, scaler, weight = UpdateGuard(), torch.amp.GradScaler("cpu", init_scale=scale), torch.nn.Linear(1, 1)
+    trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
+    optimizer, took = torch.optim.SGD(weight.parameters(), lr=1e-9), []
+    for number in range(count):
+        scaled = (scaler.scale(torch.tensor(1.0)) * gradient).half().float()  # infinite above 65,504
+        for parameter in weight.parameters():
+            parameter.grad = scaled.expand_as(parameter).clone()
+        guard.check(trainer, weight, f"in update {number}")
+        scaler.step(optimizer)
+        scaler.update()
+        took.append(guard.took_step(trainer))
+    return took
+
+
+def test_a_scaler_may_search_for_its_scale_but_not_without_end():
+    assert scaled_updates(60_000.0, 20) == [False] * 16 + [True] * 4
+    for scale, updates in ((65536.0, 16 + MOST_IN_A_ROW), (0.0, MOST_IN_A_ROW)):
+        assert scaled_updates(math.nan, updates, scale) == [False] * updates
+        with pytest.raises(FloatingPointError, match=f"not finite at any loss scale, .* in update {updates}. The w"):
+            scaled_updates(math.nan, updates + 1, scale)
 
 
 class Once(VGRPO):
