@@ -10,6 +10,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -149,8 +150,8 @@ def _crc(path: Path, content: bytes) -> bytes:
 def encoder_fingerprint(policy: Embedder) -> str:
     """Return a fingerprint of the encoders, independent of their files' location: 64 hex digits.
 
-    Covers the text encoders (class, config, type, weights, large ones sampled), the VAE too in a family that edits, the
-    tokenizers and processors of pictures, the pipeline's settings, and the family's options.
+    Covers the text encoders (class, config, types, weights and buffers, large ones sampled), the VAE too in a family
+    that edits, the tokenizers and processors of pictures, the pipeline's settings, and the family's options.
     """
     digest = hashlib.sha256()
 
@@ -169,9 +170,10 @@ def encoder_fingerprint(policy: Embedder) -> str:
             add(name, type(component).__name__, without_origin(config))
             if getattr(component, "use_tiling", False):  # a VAE then encodes in tiles too
                 add("tiling")
-            for key, parameter in component.named_parameters():
-                add(key, parameter.shape, parameter.dtype)
-            flat = [weight.flatten() for weight in component.parameters()]
+            tensors = dict(chain(component.named_parameters(), component.named_buffers()))
+            for key, tensor in tensors.items():
+                add(key, tensor.shape, tensor.dtype)
+            flat = [tensor.flatten() for tensor in tensors.values()]
             parts = [values[:: max(1, values.numel() // SAMPLED_VALUES)].contiguous() for values in flat]
             digest.update(torch.cat([part.view(torch.uint8) for part in parts]).cpu().numpy().tobytes())
         elif hasattr(component, "model_max_length"):
