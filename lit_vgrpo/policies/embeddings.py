@@ -10,6 +10,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -149,8 +150,8 @@ def _crc(path: Path, content: bytes) -> bytes:
 def encoder_fingerprint(policy: Embedder) -> str:
     """Return a fingerprint of the encoders, independent of their files' location: 64 hex digits.
 
-    Covers the text encoders (class, config, type, weights, large ones sampled), the VAE too in a family that edits, the
-    tokenizers and processors of pictures, the pipeline's settings, and the family's options.
+    Covers the text encoders (class, config, types, weights and buffers, large ones sampled), the VAE too in a family
+    that edits, the tokenizers, processors and their chat templates, the pipeline's settings, and the family's options.
     """
     digest = hashlib.sha256()
 
@@ -160,7 +161,7 @@ def encoder_fingerprint(policy: Embedder) -> str:
     pipeline = policy.pipeline
     add(type(policy).__name__, policy.family_options())
     settings = without_origin(dict(pipeline.config))
-    add(type(pipeline).__name__, {k: v for k, v in settings.items() if not isinstance(v, list | tuple)})
+    add(type(pipeline).__name__, {k: v for k, v in settings.items() if k not in pipeline.components})
     encoders = [*policy.encoders(), *([pipeline.vae] if policy.edits else [])]
     for name, component in sorted(pipeline.components.items()):
         if any(component is encoder for encoder in encoders):
@@ -169,15 +170,18 @@ def encoder_fingerprint(policy: Embedder) -> str:
             add(name, type(component).__name__, without_origin(config))
             if getattr(component, "use_tiling", False):  # a VAE then encodes in tiles too
                 add("tiling")
-            for key, parameter in component.named_parameters():
-                add(key, parameter.shape, parameter.dtype)
-            flat = [weight.flatten() for weight in component.parameters()]
-            parts = [values[:: max(1, values.numel() // SAMPLED_VALUES)].contiguous() for values in flat]
-            digest.update(torch.cat([part.view(torch.uint8) for part in parts]).cpu().numpy().tobytes())
-        elif hasattr(component, "model_max_length"):
-            add(name, type(component).__name__, _vocabulary(component))
-        elif hasattr(component, "image_processor"):
-            add(name, type(component).__name__, component.image_processor.to_dict())
+            tensors = dict(chain(component.named_parameters(), component.named_buffers()))
+            for key, tensor in tensors.items():
+                add(key, tensor.shape, tensor.dtype)
+            flat = [tensor.flatten() for tensor in tensors.values()]
+            sampled = [values[:: max(1, values.numel() // SAMPLED_VALUES)].contiguous() for values in flat]
+            digest.update(torch.cat([values.view(torch.uint8) for values in sampled]).cpu().numpy().tobytes())
+        parts: list[Any] = [component, getattr(component, "tokenizer", None)]  # a processor has one
+        for part in parts:
+            is_tokenizer = hasattr(part, "model_max_length")
+            if is_tokenizer or hasattr(part, "image_processor"):
+                options = _vocabulary(part) if is_tokenizer else without_origin(part.to_dict())
+                add(name, type(part).__name__, getattr(part, "chat_template", None), options)
     return digest.hexdigest()
 
 

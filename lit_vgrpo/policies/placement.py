@@ -101,12 +101,14 @@ def _replaced(slots: Sequence[Slot], replacement: Callable[[Tensor], Tensor]) ->
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
     """Change a module's floating-point type if it differs (diffusers warns of every cast through it).
 
-    In float16, layers that would overflow (T5's ``wo``) stay float32, as in ``from_pretrained``.
+    As in ``from_pretrained``, parameters and stored buffers are cast, and buffers that the module computes keep their
+    type, such as rotary frequencies in float32. In float16, layers that would overflow (T5's ``wo``) stay float32.
     """
     wide = set(getattr(module, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else set()
+    stored = module.state_dict().keys()
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         wanted = torch.float32 if wide.intersection(name.split(".")) else dtype
-        if tensor.is_floating_point() and tensor.dtype != wanted:
+        if name in stored and tensor.is_floating_point() and tensor.dtype != wanted:
             tensor.data = tensor.data.to(wanted)
 
 

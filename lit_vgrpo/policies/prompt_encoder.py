@@ -39,6 +39,11 @@ def _without_padding(row: Row) -> Row:
     return row if kept.is_meta else {name: value[kept] if is_of_prompt(name) else value for name, value in row.items()}
 
 
+def _are_equal(embeddings: Conditioning) -> bool:
+    """Return whether the embeddings of all prompts are equal, regardless of their pictures."""
+    return all(value.eq(value[:1]).all() for name, value in embeddings.tensors.items() if is_of_prompt(name))
+
+
 def size_error(policy: Embedder, size: tuple[int, ...]) -> str | None:
     """Return why a picture of a height and width cannot be edited, as a phrase that follows its name, or ``None``."""
     if policy.image_size in (None, size):
@@ -91,8 +96,10 @@ class PromptEncoder:
                 texts.append(f"{start}edit\n{[prompt, policy.negative_prompt]}\n{picture_digest(picture)}")
                 work[texts[-1]] = partial(self._encode_edit, prompt, picture)
         embeddings = Conditioning(self._looked_up(work))
-        if not (self._tells_prompts_apart or policy.device.type == "meta"):
-            self._refuse_equal(list(dict.fromkeys(prompts)), embeddings)
+        if not (self._tells_prompts_apart or len(set(prompts)) == 1 or policy.device.type == "meta"):
+            self._tells_prompts_apart = True  # also in the call of encode below
+            if _are_equal(embeddings):
+                self._refuse_equal(max(prompts, key=len)[:40], None if references is None else [references[0]] * 2)
         row_of = {text: row for row, text in enumerate(work)}
         return embeddings, torch.tensor([row_of[text] for text in texts], device=policy.device)
 
@@ -153,16 +160,16 @@ class PromptEncoder:
         # converted to float32 last: rows of 16-bit encoders are half as large
         return torch.stack([value.to(self.policy.device) for value in values]).float()
 
-    def _refuse_equal(self, prompts: Sequence[str], embeddings: Conditioning) -> None:
-        """Raise LoadError if two prompts of different tokens have the same embedding."""
-        tokenizer, limit, encoder = self.policy.prompt_limit()
-        ids = tokenizer(prompts, truncation=True, max_length=limit)["input_ids"]
-        if (other := next((row for row, tokens in enumerate(ids) if tokens != ids[0]), None)) is None:
-            return
-        if all(value[0].equal(value[other]) for name, value in embeddings.tensors.items() if is_of_prompt(name)):
-            same = f"{prompts[0][:40]!r} and {prompts[other][:40]!r} have the same embedding"
-            raise LoadError(f"{same}: {encoder} of {self.policy.checkpoint} is damaged. Download or save it again.")
-        self._tells_prompts_apart = True
+    def _refuse_equal(self, prompt: str, references: Sequence[Tensor] | None) -> None:
+        """Raise LoadError if two orders of words, of as many tokens, have the same embedding.
+
+        Other prompts may differ only in what the pipeline changes or drops: case, spaces, or a long prompt's end.
+        """
+        pair, policy = [f"not {prompt}", f"{prompt} not"], self.policy
+        if _are_equal(self.encode(pair, references)[0]):
+            self._tells_prompts_apart = False
+            damaged = f"{policy.prompt_limit()[2]} of {policy.checkpoint} is damaged. Download or save it again."
+            raise LoadError(f"{pair[0]!r} and {pair[1]!r} have the same embedding: {damaged}")
 
     def _warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
         if self._warned_of_long_prompts:

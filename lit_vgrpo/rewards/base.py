@@ -225,7 +225,8 @@ def called(
 ) -> Tensor:
     """Call a reward, or a method such as its ``with_gradient``, and return its scores ``(B,)``, float32.
 
-    It gets pictures if it takes them. It may change its arguments and keep what it returns: both are copies.
+    It gets pictures if it takes them, and an autocast around the call has no effect on it. It may change its arguments
+    and keep what it returns: both are copies.
 
     Raises:
         RewardOutage: It returned something else, or it scores videos ``(B, F, 3, H, W)`` and got images.
@@ -240,7 +241,7 @@ def called(
         scores = called(reward, frames, [prompts[i] for i in each], [rows[i] for i in each], method)
         return scores.unflatten(0, (-1, number)).mean(1)
     given = {"references": stacked_references(rows)} if reward.takes_references else {}
-    with guest():
+    with guest(), torch.autocast(images.device.type, enabled=False):
         # rows are copied one by one, since a group shares its row
         copies = images.clone(), list(prompts), [deepcopy(row) for row in rows]
         returned: Any = (method or reward)(*copies, **given)  # type: ignore[arg-type]

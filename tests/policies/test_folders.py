@@ -393,13 +393,21 @@ def test_published_flags_draw_the_pipelines_picture(families, tmp_path, model):
     same_image_as_the_pipeline(family, family.policy_class.solvers[0], 3.0)
 
 
-def test_encoders_without_values_are_refused_at_the_first_prompts(families, tmp_path):
-    folder = shutil.copytree(families("unet_eps").folder, tmp_path / "zeros")
+@pytest.mark.parametrize("name", ["unet_eps", "z_image"])
+def test_encoders_without_values_are_refused_at_the_first_prompts(families, tmp_path, name):
+    folder = shutil.copytree(families(name).folder, tmp_path / "zeros")
     rewritten("text_encoder", lambda weights: {name: torch.zeros_like(x) for name, x in weights.items()})(folder)
-    policy = families("unet_eps").load(folder)
+    policy = families(name).load(folder)
     policy.encode(["dogs"])
-    with pytest.raises(LoadError, match="'a red circle' and 'a blue square' have the same embedding: CLIPTextModel of"):
-        policy.encode(["a red circle", "a blue square"])
+    for _ in range(2):
+        with pytest.raises(LoadError, match="'not a red circle' and 'a red circle not' have the same embedding: [CQ]"):
+            policy.encode(["a red circle", "a blue square"])
+
+
+def test_prompts_that_an_edit_repeats_and_those_that_differ_in_case_are_no_damage(families):
+    pictures = [torch.full((3, *families("kontext").shared.image_size), grey, dtype=torch.uint8) for grey in range(3)]
+    families("kontext").load().encode(["make it red", "make it red", "make it blue"], pictures)
+    families("sana").load().encode(["a red circle", " A red circle"])
 
 
 def test_a_check_is_not_repeated_and_hands_its_pipeline_on(families):

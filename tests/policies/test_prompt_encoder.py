@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import zoo
+from diffusers import DiffusionPipeline
 from helpers import repeating
 from policies.contract import adapted, inputs
 from policies.families import NETWORKS
@@ -127,6 +128,38 @@ def test_the_fingerprint_changes_with_every_part_of_an_encoder(families):
     pipeline.tokenizer.model_max_length = 7
     found.append(encoder_fingerprint(policy))
     assert len(set(found)) == 6
+
+
+def test_the_fingerprint_changes_with_templates_and_with_what_a_processor_holds(families):
+    krea, qwen = (families(name).load() for name in ("krea2", "qwen_image21"))
+    assert encoder_fingerprint(families("qwen_image21").load()) == encoder_fingerprint(qwen)
+    changes = [
+        (krea, lambda: krea.pipeline.register_to_config(text_encoder_select_layers=[2, 1])),
+        (krea, lambda: setattr(krea.pipeline.tokenizer, "chat_template", "{{ messages }}")),
+        (qwen, lambda: setattr(qwen.pipeline.processor, "chat_template", "{{ messages }}")),
+        (qwen, lambda: setattr(qwen.pipeline.processor.tokenizer, "chat_template", "{{ messages }}")),
+        (qwen, lambda: qwen.pipeline.processor.tokenizer.add_tokens(["chartreuse"])),
+    ]
+    for policy, change in changes:
+        before = encoder_fingerprint(policy)
+        change()
+        assert encoder_fingerprint(policy) != before
+
+
+@pytest.mark.parametrize("name", ["z_image", "qwen_image_edit"])
+def test_a_16_bit_encoder_keeps_its_rotary_frequencies_as_the_pipeline_does(families, name):
+    """Rounded ones change the embeddings, and the cache tells them apart."""
+    policy = families(name).load(dtype="bfloat16")
+    pictures = [torch.arange(3 * 24 * 32, dtype=torch.uint8).view(3, 24, 32)] if policy.edits else None
+    found, fingerprint = policy.encode([A], pictures), encoder_fingerprint(policy)
+    policy.pipeline.text_encoder = DiffusionPipeline.from_pretrained(
+        families(name).folder, torch_dtype=torch.bfloat16
+    ).text_encoder
+    policy.prompt_encoder = prompt_encoder.PromptEncoder(policy)
+    assert equal(policy.encode([A], pictures), found)
+    assert encoder_fingerprint(policy) == fingerprint
+    policy.pipeline.text_encoder.to(torch.bfloat16)
+    assert encoder_fingerprint(policy) != fingerprint
 
 
 def test_the_fingerprint_changes_with_the_options_that_matter(families):

@@ -326,3 +326,12 @@ def test_a_sum_in_a_sum_keeps_reasons_counts_and_videos():
     for weighted, name in ((alone, "inner"), (nested, "weighted")):
         scores = weighted.score(videos, PROMPTS, ROWS)
         assert (scores.errors, scores.counts) == ({name: "server down"}, {name: {"retried": 3.0}})
+
+
+def test_an_autocast_does_not_change_scores():
+    """``lightning eval`` scores in a validation step, which the trainer runs in its precision."""
+    bright = Field("bright", lambda scores, images, _: torch.nn.functional.linear(images.flatten(1), weights)[:, 0])
+    weights = torch.linspace(0.5, 1.5, 3 * 8 * 8)[None]
+    plain = score(bright).total
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(score(bright).total, plain)
