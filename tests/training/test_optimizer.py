@@ -11,12 +11,8 @@ from torch import nn
 
 from lit_vgrpo import OptimizerConfig, SD3Policy
 from lit_vgrpo.core.sizes import Sizes
-<<<<<<< HEAD
 from lit_vgrpo.training.optimizer import CustomOptimizer, Optimization, as_optimizer
-=======
-from lit_vgrpo.training.optimizer import CustomOptimizer, Optimization
 from lit_vgrpo.training.sharded import common_step
->>>>>>> h-ranks
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, strategy_errors
 
 KINDS = ["adamw", "adamw8bit"]
