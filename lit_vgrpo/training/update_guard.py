@@ -83,7 +83,7 @@ class UpdateGuard:
         self.norm = total.full_tensor() if isinstance(total, DTensor) else total
         if self._scale is not None:
             if self._overflows == MOST_IN_A_ROW:
-                raise FloatingPointError(
+                raise NotFiniteError(
                     f"The gradient is not finite at any loss scale, down to {self._scale:.2g}, {when}. The weights "
                     "were not changed. Leave out trainer.precision and set model.policy.dtype=bfloat16 or float32."
                 )
