@@ -52,7 +52,7 @@ def add_adapter(parts: Iterable[Any], rank: int, alpha: int, targets: Sequence[s
 
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed GPUs, too
         for part in parts:
             part.add_adapter(config)
 

@@ -56,7 +56,7 @@ class ScoreQueue:
             if part not in threaded:
                 scores[part.name] = Future()
                 scores[part.name].set_result(self.reward.score_part(part, batch))
-        kept = on_cpu if is_kept else replace(on_cpu, images=on_cpu.images[:0])
+        kept = on_cpu if is_kept else replace(on_cpu, images=on_cpu.images[:0].clone())  # not a view
         self._pending.append((kept, scores))
 
     def take(self) -> Scores:

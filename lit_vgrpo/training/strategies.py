@@ -82,7 +82,8 @@ def strategy_errors(
             )
     if isinstance(strategy, FSDP2) or (isinstance(strategy, ZeRO) and strategy.stage == 3):
         # Compiled blocks are untested with the hooks by which FSDP2 and ZeRO-3 gather weights.
-        for option, value in (("compile", policy.compile_network), ("fold_lora", policy.fold_lora)):
+        whole = {name: getattr(policy, name, False) for name in ("fold_lora", "channels_last")}
+        for option, value in {"compile": policy.compile_network, **whole}.items():
             if value is True:
                 yield (
                     f"model.policy.{option}=true needs whole weights on every rank, and {name} shards them. "

@@ -23,7 +23,7 @@ from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, acceleration
+from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy, acceleration
 from lit_vgrpo.policies.acceleration import (
     compile_network,
     lora_layers,
@@ -131,9 +131,9 @@ def test_what_cannot_be_merged(sd3):
     assert not policy.is_folded
 
 
-@pytest.mark.parametrize("option", ["compile", "fold_lora"])
+@pytest.mark.parametrize("option", ["compile", "fold_lora", "channels_last"])
 def test_a_strategy_that_shards_the_weights_is_refused_and_others_are_not(option):
-    policy = SD3Policy("any", lora_rank=2, **{option: True})
+    policy = (SDXLPolicy if option == "channels_last" else SD3Policy)("any", lora_rank=2, **{option: True})
     for strategy in (FSDP2(), ZeRO(stage=3)):
         (error,) = strategy_errors(strategy, policy, OptimizerConfig(), Sizes(1, 2))
         assert f"model.policy.{option}=true needs whole weights" in error

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lit_vgrpo.rewards import Reward, RewardError, RewardOutage, ScoreQueue, Weighted
+from lit_vgrpo.training.memory_passes import LiveMemory
 
 PROMPTS = ["a", "b"]
 
@@ -74,6 +75,15 @@ def test_the_caller_goes_on_while_the_thread_waits_and_the_order_is_kept():
     gate.set()
     assert queue.take().total.mul(255).round().tolist() == [1, 1, 2, 2, 3, 3]
     assert slow.seen == sorted(slow.seen)
+
+
+def test_no_pixels_wait_with_the_scores():
+    queue = ScoreQueue(Weighted([Mean("inline")], [1]))
+    with LiveMemory() as live:
+        for _ in range(3):
+            queue.put(torch.rand(2, 3, 64, 64), PROMPTS, [{}, {}])
+        assert live.live < 2 * 3 * 64 * 64
+    assert len(queue.take().total) == 6
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
