@@ -167,7 +167,7 @@ class VGRPOModule(L.LightningModule):
                     self.objective.after_update(self.policy)
                 if iteration.is_over and record.updates:
                     self.objective.after_iteration(self.policy)
-                self.optimization.step(self.lr_schedulers())
+                self.optimization.step(self.trainer.lr_scheduler_configs)
                 call_hooks(self.trainer, "on_before_zero_grad", self.trainer.optimizers[0])
                 self.is_savable = True
                 optimizer.zero_grad()
@@ -206,7 +206,7 @@ class VGRPOModule(L.LightningModule):
     def on_train_epoch_end(self) -> None:
         metrics, newest = {**self.evaluator.latest, **self.trainer.callback_metrics}, self.evaluator.history[-1:]
         is_evaluated = any(self.record is not None and one.iteration == self.record.iteration + 1 for one in newest)
-        self.optimization.end_epoch(self.lr_schedulers(), metrics, is_evaluated)
+        self.optimization.end_epoch(self.trainer.lr_scheduler_configs, metrics, is_evaluated)
 
     # --- held-out images -------------------------------------------------------------------------------------------
 
@@ -269,6 +269,7 @@ class VGRPOModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         self.iteration, self.record = None, None
+        self.optimization.refuse_unwatched(one.scheduler for one in self.trainer.lr_scheduler_configs)
         self.zero_grad()  # of an update that an exception ended
         for copy in (self.reference, *self.objective.copies.values()):
             copy.follow()
@@ -285,7 +286,7 @@ class VGRPOModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         if self.is_resumed:
-            self.optimization.resume(self.lr_schedulers())
+            self.optimization.resume(self.trainer.lr_scheduler_configs)
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

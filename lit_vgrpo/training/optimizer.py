@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
@@ -264,29 +265,43 @@ class Optimization:
             group.setdefault("initial_lr", group["lr"])
         options = inspect.signature(type(scheduler)).parameters.keys() - {"optimizer", "last_epoch"}
         self._asked = {name: copy(value) for name, value in vars(scheduler).items() if name in options}
-        if isinstance(scheduler, ReduceLROnPlateau) and getattr(scheduler, "monitor", None) is None:
-            init = "{monitor: heldout/reward, mode: max, threshold_mode: abs}"
-            named = f"class_path: lightning.pytorch.cli.ReduceLROnPlateau, init_args: {init}"
-            raise ValueError(f"model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {{{named}}}.")
+        self.refuse_unwatched([scheduler])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @staticmethod
-    def step(scheduler: Any) -> None:
-        """Step a schedule, if there is one, after an update; one that waits for a plateau waits for the iteration."""
-        if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step()
+    def refuse_unwatched(schedulers: Iterable[Any]) -> None:
+        """Raise ValueError for a schedule that waits for a plateau of no metric."""
+        if any(isinstance(one, ReduceLROnPlateau) and getattr(one, "monitor", None) is None for one in schedulers):
+            init = "{monitor: heldout/reward, mode: max, threshold_mode: abs}"
+            named = f"class_path: lightning.pytorch.cli.ReduceLROnPlateau, init_args: {init}"
+            raise ValueError(f"model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {{{named}}}.")
 
     @staticmethod
-    def end_epoch(scheduler: Any, metrics: Mapping[str, Any], is_evaluated: bool = True) -> None:
-        """Step a schedule that waits for a plateau after an iteration, with the metric that it monitors.
+    def step(schedules: Iterable[LRSchedulerConfig]) -> None:
+        """Step the schedules of updates; those of epochs, and those that wait for a plateau, wait for the iteration."""
+        for one in schedules:
+            if one.interval == "step" and not isinstance(one.scheduler, ReduceLROnPlateau):
+                one.scheduler.step()
+
+    @classmethod
+    def end_epoch(
+        cls, schedules: Iterable[LRSchedulerConfig], metrics: Mapping[str, Any], is_evaluated: bool = True
+    ) -> None:
+        """Step the other schedules after an iteration; those that wait for a plateau, with the metric they monitor.
 
         Args:
             metrics: All known ones, also of an earlier evaluation.
             is_evaluated: The iteration ended with an evaluation; without one, a held-out metric takes no step.
         """
-        if not isinstance(scheduler, ReduceLROnPlateau):
-            return
-        metric: str = scheduler.monitor  # type: ignore[attr-defined]
+        for one in schedules:
+            if isinstance(one.scheduler, ReduceLROnPlateau):
+                cls._end_epoch(one.scheduler, metrics, is_evaluated)
+            elif one.interval == "epoch":
+                one.scheduler.step()
+
+    @staticmethod
+    def _end_epoch(scheduler: Any, metrics: Mapping[str, Any], is_evaluated: bool) -> None:
+        metric: str = scheduler.monitor
         knows_held_out = any(name.startswith("heldout/") for name in metrics)
         if metric.startswith("heldout/") and not is_evaluated and (metric in metrics or not knows_held_out):
             return
@@ -297,13 +312,14 @@ class Optimization:
             rank_zero_warn(f"model.lr_scheduler takes a slightly worse {metric} for better. Set threshold_mode: abs.")
         scheduler.step(metrics[metric])
 
-    def resume(self, scheduler: Any) -> None:
-        """Continue a loaded schedule with the recipe's learning rate; warn of settings that keep the old values."""
-        if hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
-        for name, asked in self._asked.items():
-            if (now := getattr(scheduler, name)) != asked:
-                rank_zero_warn(f"model.lr_scheduler continues with the checkpoint's {name}={now}, not {asked}.")
+    def resume(self, schedules: Iterable[LRSchedulerConfig]) -> None:
+        """Continue loaded schedules with the recipe's learning rate; warn of settings that keep the old values."""
+        for scheduler in (one.scheduler for one in schedules):
+            if hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
+            for name, asked in self._asked.items():
+                if (now := getattr(scheduler, name)) != asked:
+                    rank_zero_warn(f"model.lr_scheduler continues with the checkpoint's {name}={now}, not {asked}.")
 
 
 def _ramp(steps: int, step: int) -> float:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 from lit_vgrpo import OptimizerConfig, SD3Policy
 from lit_vgrpo.core.sizes import Sizes
@@ -37,7 +39,7 @@ def trained(config, steps=3, state=None):
         optimizer.load_state_dict(state[0])
         if warmup is not None:
             warmup.load_state_dict(state[1])
-        optimization.resume(warmup)
+        optimization.resume([] if warmup is None else [LRSchedulerConfig(warmup)])
     for _ in range(steps):
         parameter.grad = torch.randn(EIGHT_BIT_FROM)
         optimizer.step()
@@ -210,19 +212,34 @@ def test_a_relative_threshold_of_a_negative_reward_is_reported(reward, mode, war
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            Optimization.end_epoch(plateau, {"reward": torch.tensor(reward)})
+            Optimization.end_epoch([LRSchedulerConfig(plateau)], {"reward": torch.tensor(reward)})
     assert (optimizer.param_groups[0]["lr"] == 1.0) == warns  # torch takes an equal reward for better
     assert any("slightly worse reward" in str(warning.message) for warning in caught) == warns
+
+
+def test_a_subclass_may_have_several_schedules_of_updates_and_of_iterations():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    made = [
+        LRSchedulerConfig(StepLR(optimizer, 1, gamma), interval=interval)
+        for gamma, interval in ((0.5, "step"), (0.1, "epoch"))
+    ]
+    for _ in range(2):
+        Optimization.step(made)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.25)
+    Optimization.end_epoch(made, {})
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau watches no metric"):
+        Optimization.refuse_unwatched([torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)])
 
 
 def test_a_held_out_plateau_waits_for_evaluations_and_a_wrong_name_does_not():
     optimizer, known = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), {"heldout/reward": 1.0}
     plateau = ReduceLROnPlateau(optimizer, "heldout/reward", mode="max", patience=0, threshold_mode="abs")
     for metrics, is_evaluated in (({}, False), (known, False), (known, True), (known, False)):
-        Optimization.end_epoch(plateau, metrics, is_evaluated)
+        Optimization.end_epoch([LRSchedulerConfig(plateau)], metrics, is_evaluated)
         assert optimizer.param_groups[0]["lr"] == 1.0
-    Optimization.end_epoch(plateau, known, True)
+    Optimization.end_epoch([LRSchedulerConfig(plateau)], known, True)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
     plateau.monitor = "heldout/rewrd"
     with pytest.raises(RuntimeError, match="rewrd: this metric has not been logged. .*heldout/reward"):
-        Optimization.end_epoch(plateau, known, False)
+        Optimization.end_epoch([LRSchedulerConfig(plateau)], known, False)
