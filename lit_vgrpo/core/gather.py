@@ -6,6 +6,7 @@ rank's values are those of its first process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 # default arguments. The group's threads then outlive destroy_process_group and abort the process at exit.
 
 T = TypeVar("T")
+AT_ONCE = 2**24
 _per_rank = 1  # processes
 
 
@@ -77,16 +79,36 @@ def all_gather(values: Tensor, every_process: bool = False) -> Tensor:
     return torch.cat(parts[:: 1 if every_process else _per_rank]).cpu()
 
 
-def all_gather_rows(values: Tensor) -> Tensor:
-    """Return all ranks' rows ``(n, ...)`` in rank order, on the CPU.
+def gather_to_first(values: Tensor) -> Tensor:
+    """Return what :func:`all_gather` does in the first process, and no rows in others, which keep no memory for it.
+
+    A GPU holds parts of at most :data:`AT_ONCE` bytes per rank, or one row per rank if a row is larger.
+    """
+    if not _is_group():
+        return values.cpu()
+    world, is_first = dist.get_world_size(), dist.get_rank() == 0
+    total = torch.empty(world if is_first else 0, *values.shape, dtype=values.dtype)
+    rows = max(1, AT_ONCE * len(values) // max(1, values.nbytes))
+    for first in range(0, len(values), rows):
+        local = values[first : first + rows].detach().to(_device()).contiguous()
+        parts = [torch.empty_like(local) for _ in range(world)] if is_first else None
+        dist.gather(local, parts)
+        for rank, part in enumerate(parts or ()):
+            total[rank, first : first + rows] = part
+    return total[::_per_rank].flatten(0, 1)
+
+
+def all_gather_rows(values: Tensor, gather: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return all ranks' rows ``(n, ...)`` in rank order, on the CPU; with :func:`gather_to_first`, in the first alone.
 
     ``n`` may differ between ranks. So may the other sides, as of embeddings of prompts: the ends are padded with zeros.
     """
     shapes = all_gather(torch.tensor([values.shape]))
     padded = values.new_zeros(shapes.amax(dim=0).tolist())
     padded[tuple(map(slice, values.shape))] = values
-    parts = all_gather(padded).chunk(len(shapes))
-    return torch.cat([part[:count] for part, count in zip(parts, shapes[:, 0].tolist(), strict=True)])
+    whole = (gather or all_gather)(padded)
+    parts = whole.split(len(padded)) if len(whole) else [whole]
+    return torch.cat([part[:count] for part, count in zip(parts, shapes[:, 0].tolist(), strict=False)])
 
 
 def all_gather_objects(value: T) -> list[T]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.gather import all_gather, all_gather_rows, rank_and_world_size
+from lit_vgrpo.core.gather import all_gather, all_gather_rows, gather_to_first, rank_and_world_size
 from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
 from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
@@ -125,7 +125,7 @@ class Iteration:
             self.record.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all ranks' images as CPU tensors, so that any number of ranks can continue; all ranks must call it."""
+        """Return all ranks' images, see :func:`gathered`, so that any number of ranks can continue."""
         return {
             "updates_done": self.updates_done,
             "record": {name: getattr(self.record, name) for name in SAVED_OF_RECORD},
@@ -197,7 +197,7 @@ class Replay:
         self._kept, self._saved = (own, rollout.image_ids), None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return all ranks' images; all ranks must call it."""
+        """Return all ranks' images, see :func:`gathered`."""
         return self._saved if self._kept is None else gathered(*self._kept)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -219,14 +219,17 @@ def training_order(batch: PromptBatch, is_replayed: bool) -> Tensor | None:
 
 
 def gathered(own: Experience, image_ids: Tensor) -> dict[str, Any]:
-    """Return all ranks' images as CPU tensors, with their global indices ``(B,)``; all ranks must call it."""
+    """Return all ranks' images with their global indices ``(B,)``, as CPU tensors in the first process.
+
+    All ranks must call it. The others, which write no checkpoint, get no rows.
+    """
     state: dict[str, Any] = {
-        "image_ids": all_gather(image_ids),
-        "latents": all_gather(own.latents),
-        "advantages": all_gather(own.advantages),
-        "steps": None if own.steps is None else own.steps.map(all_gather).tensors(),
-        "kept": {name: all_gather(value) for name, value in sorted(own.kept.items()) if not value.requires_grad},
-        "weights": None if own.weights is None else all_gather(own.weights),
+        "image_ids": gather_to_first(image_ids),
+        "latents": gather_to_first(own.latents),
+        "advantages": gather_to_first(own.advantages),
+        "steps": None if own.steps is None else own.steps.map(gather_to_first).tensors(),
+        "kept": {name: gather_to_first(value) for name, value in sorted(own.kept.items()) if not value.requires_grad},
+        "weights": None if own.weights is None else gather_to_first(own.weights),
         **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors), strict=True)),
         "pairs": None,
     }
@@ -267,9 +270,9 @@ def scattered(state: dict[str, Any], wanted: Tensor, group_size: int, device: to
 
 def _table(rows: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return all ranks' rows and the values they index, as one table."""
-    lengths = all_gather(torch.tensor([len(next(iter(values.values())))]))
-    first = (lengths.cumsum(0) - lengths).repeat_interleave(len(rows))
-    return all_gather(rows) + first, {name: all_gather_rows(value) for name, value in sorted(values.items())}
+    before = all_gather(torch.tensor([len(next(iter(values.values())))]))[: rank_and_world_size()[0]]
+    table = {name: all_gather_rows(value, gather_to_first) for name, value in sorted(values.items())}
+    return gather_to_first(rows + int(before.sum())), table
 
 
 def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lit_vgrpo.core import gather
 from lit_vgrpo.core.gather import raise_together
 from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.metrics import FeatureMoments, KeptFeatures, feature_network, reference_statistics
@@ -30,6 +31,11 @@ def main(spec, rank):
     rendezvous = f"file://{spec['out']}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     found = {"looks": [alone, looks(2, rank)], "errors": []}
+    gather.AT_ONCE = 64  # two of these rows
+    own = [torch.arange(15.0).reshape(3, 5) + rank, torch.ones(2 + rank, 3 - rank) * (rank + 1)]
+    whole = [gather.all_gather(own[0]), gather.all_gather_rows(own[1])]
+    first = [gather.gather_to_first(own[0]), gather.all_gather_rows(own[1], gather.gather_to_first)]
+    found["first"] = [torch.equal(a, b) if rank == 0 else len(a) == 0 for a, b in zip(first, whole, strict=True)]
     numbers, kept = [2] if rank == 0 else [1, 0], KeptFeatures(1)
     kept.add(torch.tensor(numbers)[:, None], numbers)
     found["kept"] = kept.gathered().tolist()

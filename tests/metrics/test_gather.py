@@ -26,6 +26,10 @@ def test_features_of_unequal_shares_come_in_the_images_order(found):
     assert found["one"] == [[[1, 1]], 1]
 
 
+def test_what_only_the_first_rank_needs_is_the_same_there_and_empty_elsewhere(found):
+    assert found["first"] == [True, True]
+
+
 def test_looks_of_images_are_those_of_one_rank(found):
     alone, together = found["looks"]
     assert len(alone) == 4
