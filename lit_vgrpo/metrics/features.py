@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
-from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.pixels import strips, to_uint8
 from lit_vgrpo.system.hub import (
     LoadError,
     explain_unloadable,
@@ -99,8 +99,10 @@ class FeatureNetwork(ABC):
     def __call__(self, images: Tensor) -> Tensor:
         """Return the features of images ``(B, 3, H, W)`` in [0, 1], rounded to 8 bits like a saved file.
 
-        They are ``(B, D)``, float32, on the network's device; NaN for an image that is not finite.
+        Of videos ``(B, F, 3, H, W)``, those of the frames side by side. They are ``(B, D)``, float32, on the network's
+        device; NaN for an image that is not finite.
         """
+        images = strips(images)
         features = self.extract(list(to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()))
         is_unfit = ~images.isfinite().flatten(1).all(1)
         return features.masked_fill(is_unfit[:, None].to(features.device), float("nan"))

@@ -11,8 +11,12 @@ from cleanfid.resize import build_resizer
 from feature_networks import save_script
 from torch import nn
 
+from lit_vgrpo.cli.eval import image_metrics
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.launch.build import build
 from lit_vgrpo.metrics import feature_network, reference_statistics
 from lit_vgrpo.metrics.features import INCEPTION_FILE, clean_resize
+from lit_vgrpo.options import Evaluate
 from lit_vgrpo.system.hub import LoadError
 
 
@@ -51,6 +55,17 @@ def test_a_batch_has_no_effect(network):
     assert torch.equal(torch.cat([network(image[None]) for image in images]), together)
     assert torch.equal(network(images.flip(0)).flip(0), together)
     assert network(images[:0]).shape == (0, 6)
+
+
+def test_a_video_is_its_frames_side_by_side(network):
+    videos = torch.rand(2, 3, 3, 16, 16)
+    assert torch.equal(network(videos), network(torch.cat([*videos.unbind(1)], dim=3)))
+
+
+def test_eval_refuses_fid_of_videos_before_loading(tmp_path):
+    options = Evaluate(words=[], fid_reference=str(tmp_path))
+    with pytest.raises(UserError, match="FID compares images, but the policy makes videos. Leave out --fid-reference"):
+        image_metrics(build(["tiny_motion"], make_folder=False), options)
 
 
 def test_autocast_does_not_reach_the_network(network):
