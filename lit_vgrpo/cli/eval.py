@@ -135,6 +135,8 @@ def image_metrics(cli: RecipeCLI, options: Evaluate) -> tuple[list[FID], Feature
     elif options.fid_reference:  # a file of statistics need not hold the features that KID needs
         kid = not options.fid_reference.endswith(STATISTICS_SUFFIX)
         fids = [FID(options.fid_reference, options.features or INCEPTION, kid=kid)]
+    if fids and cli.model.policy.num_frames is not None:
+        raise UserError("FID compares images, but the policy makes videos. Leave out --fid-reference.")
     network = fids[0].network if fids else feature_network(options.features) if options.features else None
     errors = [error for fid in fids for error in fid.check()]
     errors += network.check() if network is not None and not fids else []

@@ -63,6 +63,12 @@ def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:
     return None if picture_files(row) else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
 
 
+def several_pictures_error(prompt: str, row: Mapping[str, Any]) -> str | None:
+    """Return a one-line error if a prompt has several pictures, else ``None``; for a reward that takes one."""
+    number = len(picture_files(row))
+    return f'Prompt "{prompt}" has {number} pictures to edit, but the reward takes one.' if number > 1 else None
+
+
 def named_pictures(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the files that a row names as the pictures that its prompt edits; they may not exist."""
     named = row.get(PICTURE) or ()

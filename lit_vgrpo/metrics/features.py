@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
-from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.pixels import strips, to_uint8
 from lit_vgrpo.system.hub import (
     LoadError,
     explain_unloadable,
@@ -26,6 +26,7 @@ from lit_vgrpo.system.hub import (
     loading,
     quiet_libraries,
     source_of,
+    weight_files,
 )
 from lit_vgrpo.system.paths import file_sha256, resolve_path
 
@@ -34,7 +35,6 @@ INCEPTION_FILE = "inception-2015-12-05.pt"
 INCEPTION_SIDE = 299
 TORCHSCRIPT_SUFFIXES = (".pt", ".pts")
 REMEDY = "Set features to a TorchScript file, or to a folder with a vision model and its processor."
-MODEL_SUFFIXES = (".safetensors", ".bin", ".json")
 
 Pixels = npt.NDArray[np.uint8]
 """One image, ``(H, W, 3)``."""
@@ -62,14 +62,14 @@ class FeatureNetwork(ABC):
         """Return features ``(B, D)`` of resized pixels ``(B, 3, side, side)``, float32 in [0, 255]."""
 
     @abstractmethod
-    def _files(self) -> Iterable[Path]:
-        """Return the files that identify the network: its weights and configuration."""
+    def _hashes(self) -> Iterable[str]:
+        """Return hashes of the files that were loaded, and other texts on which the features depend."""
 
     @cached_property
     def name(self) -> str:
-        """Label of its statistics: a hash of its files."""
+        """Label of its statistics: a hash of what is loaded."""
         self.load()
-        return sha256("".join(map(file_sha256, self._files())).encode()).hexdigest()[:16]
+        return sha256("".join(self._hashes()).encode()).hexdigest()[:16]
 
     @cached_property
     def dimension(self) -> int:
@@ -99,8 +99,10 @@ class FeatureNetwork(ABC):
     def __call__(self, images: Tensor) -> Tensor:
         """Return the features of images ``(B, 3, H, W)`` in [0, 1], rounded to 8 bits like a saved file.
 
-        They are ``(B, D)``, float32, on the network's device; NaN for an image that is not finite.
+        Of videos ``(B, F, 3, H, W)``, those of the frames side by side. They are ``(B, D)``, float32, on the network's
+        device; NaN for an image that is not finite.
         """
+        images = strips(images)
         features = self.extract(list(to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()))
         is_unfit = ~images.isfinite().flatten(1).all(1)
         return features.masked_fill(is_unfit[:, None].to(features.device), float("nan"))
@@ -137,8 +139,8 @@ class TorchScriptFeatures(FeatureNetwork):
     def _forward(self, pixels: Tensor) -> Tensor:
         return self._model(pixels)
 
-    def _files(self) -> list[Path]:
-        return [self.path]
+    def _hashes(self) -> list[str]:
+        return [file_sha256(self.path)]
 
 
 class InceptionFeatures(TorchScriptFeatures):
@@ -197,10 +199,11 @@ class TransformersFeatures(FeatureNetwork):
         output = getattr(self._model, "get_image_features", self._model)(pixel_values=inputs)
         return output if isinstance(output, Tensor) else output.pooler_output
 
-    def _files(self) -> list[Path]:
+    def _hashes(self) -> list[str]:
         config = file_at_hand(self.source, "config.json")
         assert config is not None
-        return sorted(file for file in config.parent.iterdir() if file.suffix in MODEL_SUFFIXES)
+        files = [config, *weight_files(config.parent).get(None, ())]  # others may come later, such as a tokenizer's
+        return [*map(file_sha256, files), f"{self.side} {self._mean.tolist()} {self._std.tolist()}"]
 
 
 def feature_network(source: str = INCEPTION) -> FeatureNetwork:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.gather import raise_together, rank_and_world_size
 from lit_vgrpo.core.pictures import read_picture
+from lit_vgrpo.errors import shell_line
 from lit_vgrpo.metrics.features import FeatureNetwork, InceptionFeatures
 from lit_vgrpo.metrics.statistics import FeatureMoments, KeptFeatures
 from lit_vgrpo.system.paths import resolve_path
@@ -48,7 +49,9 @@ class Reference:
                 raise ValueError(f"{path} has clean-fid's statistics, which need features=inception.")
             return cls(torch.from_numpy(arrays["mu"]).double(), torch.from_numpy(arrays["sigma"]).double())
         if (made_with := str(arrays["network"])) != network.name:
-            raise ValueError(f"{path} was made with the feature network {made_with}, not with {network.name}.")
+            other = f"{path} was made with the feature network {made_with}, not with {network.name}"
+            again = shell_line("python", "-m", "lit_vgrpo.metrics", "FOLDER", path, "--features", network.source)
+            raise ValueError(f"{other}, or by an earlier version of this package. Make it again: {again}")
         features = torch.from_numpy(arrays["features"]) if "features" in arrays else None
         return cls(torch.from_numpy(arrays["mean"]), torch.from_numpy(arrays["cov"]), made_with, features)
 

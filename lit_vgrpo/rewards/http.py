@@ -21,7 +21,7 @@ import torch
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from lit_vgrpo.core.pictures import PICTURE
+from lit_vgrpo.core.pictures import PICTURE, several_pictures_error
 from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.errors import one_line, printable
@@ -315,7 +315,8 @@ class HTTPReward(RemoteReward):
         name: Key of the score.
         batch_size: Images per request.
         connection: Timeouts, retries, simultaneous requests, and the token.
-        send_pictures: Send the picture that each prompt edits, for a reward that needs it.
+        send_pictures: Send the picture that each prompt edits, for a reward that needs it. A prompt with several is
+            refused.
     """
 
     def __init__(
@@ -334,6 +335,9 @@ class HTTPReward(RemoteReward):
     @property
     def takes_references(self) -> bool:
         return self.send_pictures
+
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
+        return several_pictures_error(prompt, row) if self.send_pictures else None
 
     def __call__(
         self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.pictures import several_pictures_error
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.base import Reward, RewardError
@@ -48,6 +49,9 @@ class PackagedJudge(Reward):
     @property
     def takes_references(self) -> bool:
         return self.model == "EditReward"
+
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
+        return several_pictures_error(prompt, row) if self.takes_references else None
 
     def check(self) -> list[str]:
         """Report an environment without the judge's packages."""

@@ -51,7 +51,7 @@ class QuestionScore(ChatReward):
         name: Key of the score.
         field: Field of a row with its questions and answers, ``[[question, answer], ...]``.
         question: Asked if a row has no questions, with ``{prompt}``; the expected answer is yes. If the row has a
-            picture, the model sees it before the image.
+            picture or several, the model sees them before the image.
         instruction: Added to every question.
         mean: Geometric: all answers must be as expected. Arithmetic: each answer counts separately.
         connection: Timeouts, retries, simultaneous requests, and the token.
@@ -82,7 +82,8 @@ class QuestionScore(ChatReward):
         self.failure = self.failure if self._calls else None  # other calls may not have read it
         seen = [[encode_png(image)] for image in to_uint8(images).cpu()]
         if references is not None:
-            seen = [[encode_png(one), *own] for one, own in zip(to_uint8(references).cpu(), seen, strict=True)]
+            pictures = to_uint8(references).cpu().unflatten(0, (len(images), -1)).flatten(1, -4)  # (B, N, 3, H, W)
+            seen = [[*map(encode_png, given), *own] for given, own in zip(pictures, seen, strict=True)]
         default = [[(self.question.replace("{prompt}", prompt), "yes")] for prompt in prompts]
         asked = [row.get(self.field) or own for row, own in zip(rows, default, strict=True)]
         calls = [

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.core.pictures import picture_error
+from lit_vgrpo.core.pictures import picture_error, several_pictures_error
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.base import Reward
 from lit_vgrpo.tiny import motion
@@ -125,7 +125,7 @@ class RecolourReward(Reward):
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         if asked_colour(prompt) is None:
             return f'Prompt "{prompt}" does not ask for a colour. Write prompts such as {edit_of(COLOURS[0])!r}.'
-        return picture_error(prompt, row)
+        return picture_error(prompt, row) or several_pictures_error(prompt, row)
 
     def __call__(
         self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None

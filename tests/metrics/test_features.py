@@ -1,4 +1,5 @@
 import re
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 
@@ -9,10 +10,16 @@ from cleanfid import fid as clean_fid
 from cleanfid.inception_torchscript import InceptionV3W
 from cleanfid.resize import build_resizer
 from feature_networks import save_script
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import CLIPProcessor
 
+from lit_vgrpo.cli.eval import image_metrics
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.launch.build import build
 from lit_vgrpo.metrics import feature_network, reference_statistics
 from lit_vgrpo.metrics.features import INCEPTION_FILE, clean_resize
+from lit_vgrpo.options import Evaluate
 from lit_vgrpo.system.hub import LoadError
 
 
@@ -53,6 +60,17 @@ def test_a_batch_has_no_effect(network):
     assert network(images[:0]).shape == (0, 6)
 
 
+def test_a_video_is_its_frames_side_by_side(network):
+    videos = torch.rand(2, 3, 3, 16, 16)
+    assert torch.equal(network(videos), network(torch.cat([*videos.unbind(1)], dim=3)))
+
+
+def test_eval_refuses_fid_of_videos_before_loading(tmp_path):
+    options = Evaluate(words=[], fid_reference=str(tmp_path))
+    with pytest.raises(UserError, match="FID compares images, but the policy makes videos. Leave out --fid-reference"):
+        image_metrics(build(["tiny_motion"], make_folder=False), options)
+
+
 def test_autocast_does_not_reach_the_network(network):
     images = torch.rand(2, 3, 16, 16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -87,7 +105,7 @@ def test_inception_that_is_missing(inception_home):
 
 def test_a_transformers_folder(tiny_clip):
     from PIL import Image
-    from transformers import CLIPModel, CLIPProcessor
+    from transformers import CLIPModel
 
     model, processor = CLIPModel.from_pretrained(tiny_clip).eval(), CLIPProcessor.from_pretrained(tiny_clip)
     network = feature_network(str(tiny_clip))
@@ -99,6 +117,21 @@ def test_a_transformers_folder(tiny_clip):
     expected = expected if isinstance(expected, torch.Tensor) else expected.pooler_output
     torch.testing.assert_close(network.extract([picture]), expected, rtol=1e-4, atol=1e-5)
     assert network.dimension == expected.shape[1]
+
+
+def test_the_name_of_a_folder_is_that_of_what_is_loaded(tiny_clip, tmp_path):
+    folder = shutil.copytree(tiny_clip, tmp_path / "copied")
+    name = feature_network(str(folder)).name
+    (folder / "added_tokens.json").write_text("{}")
+    (folder / "training_args.bin").write_bytes(b"0")
+    assert feature_network(str(folder)).name == name
+    processor = CLIPProcessor.from_pretrained(folder)
+    processor.image_processor.image_mean = [0.0, 0.0, 0.0]
+    processor.save_pretrained(folder)
+    names = [name, feature_network(str(folder)).name]
+    weights = {key: value + 1 for key, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert len({*names, feature_network(str(folder)).name}) == 3
 
 
 def test_a_network_that_would_be_random_in_part_is_refused(tmp_path):

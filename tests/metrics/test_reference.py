@@ -22,7 +22,10 @@ def test_a_file_holds_all_of_it(folders, network, tmp_path):
 def test_a_file_of_another_network_is_refused_and_kid_needs_the_features(folders, network, torch_network, tmp_path):
     reference_statistics(folders[0], network).save(tmp_path / "x.npz")
     other = save_script(nn.Sequential(torch_network, nn.Tanh()), tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=f"x.npz was made with the feature network {network.name}, not with "):
+    made = (
+        rf"x.npz was made with the feature network {network.name}, not with .* version of this package. Make it again"
+    )
+    with pytest.raises(ValueError, match=rf"{made}: python -m lit_vgrpo.metrics FOLDER .*x.npz --features .*other.pt$"):
         reference_statistics(tmp_path / "x.npz", feature_network(str(other)))
     with pytest.raises(ValueError, match=r"x.npz has no features, which KID needs"):
         reference_statistics(tmp_path / "x.npz", network, keep_features=True)

@@ -8,8 +8,9 @@ import torch
 from fault_server import FaultServer, answering, choosing
 from PIL import Image
 
-from lit_vgrpo.rewards import Connection, QuestionScore
+from lit_vgrpo.rewards import Connection, HTTPReward, QuestionScore, RecolourReward
 from lit_vgrpo.rewards.base import called
+from lit_vgrpo.rewards.judges import PackagedJudge
 from lit_vgrpo.system.hub import LoadError
 
 IMAGES = torch.arange(2).view(-1, 1, 1, 1).expand(-1, 3, 4, 4) / 1.0
@@ -23,6 +24,10 @@ def reward(server, **options):
 def asked(server):
     bodies = [json.loads(body) for _, body in server.requests if body]
     return [body["messages"][0]["content"] for body in bodies], bodies[0]
+
+
+def colour_of(part):
+    return Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2]))).getpixel((0, 0))
 
 
 def test_the_probability_is_that_of_all_spellings():
@@ -54,11 +59,22 @@ def test_a_prompt_without_questions_is_asked_as_a_whole_after_its_picture(tmp_pa
         ((picture, image, text),), _ = asked(server)
     assert found.item() == pytest.approx(0.9)
     assert text["text"] == "From x? Answer in one word."
-    colours = [
-        Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2]))).getpixel((0, 0))
-        for part in (picture, image)
-    ]
-    assert colours == [(0, 0, 255), (0, 0, 0)]
+    assert [colour_of(part) for part in (picture, image)] == [(0, 0, 255), (0, 0, 0)]
+
+
+def test_several_pictures_of_a_prompt_are_shown_in_order_or_refused_before_a_rollout(tmp_path):
+    for grey in (10, 20):
+        Image.new("RGB", (4, 4), (grey, grey, grey)).save(tmp_path / f"{grey}.png")
+    row = {"prompt": "make it red", "image": [str(tmp_path / f"{grey}.png") for grey in (10, 20)]}
+    with FaultServer(then=choosing(Yes=0.9, No=0.1)) as server:
+        scores = called(reward(server), IMAGES[:1].expand(2, -1, -1, -1), ["x", "x"], [row, row])
+        assert [[colour_of(part)[0] for part in parts[:-1]] for parts in asked(server)[0]] == [[10, 20, 0]] * 2
+    assert scores.tolist() == pytest.approx([0.9, 0.9])
+    takes_one = [HTTPReward("http://a/b", send_pictures=True), PackagedJudge("EditReward"), RecolourReward()]
+    for one in takes_one:
+        assert "has 2 pictures to edit, but the reward takes one" in one.prompt_error("make it red", row)
+        assert one.prompt_error("make it red", {**row, "image": row["image"][0]}) is None
+    assert HTTPReward("http://a/b").prompt_error("make it red", row) is None
 
 
 NUMBER = b'{"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "yes", "logprob": %b}]}]}}]}'
