@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from hashlib import sha256
 from pathlib import Path
 
@@ -285,6 +286,14 @@ def test_two_models_in_one_table_and_an_interrupted_evaluation_continues(cache, 
     assert evaluate([models[0], *words, "--out=shared/r.json"]) == 0
     assert Path("calls").read_text() == calls
     assert scores("shared")[0]["scores"]["tiny_sd3"]["score"]["overall"]["count"] == 6
+
+
+def test_models_of_the_same_name_have_a_column_each(cache, tiny_sd3):
+    preset()
+    for place in ("a", "b"):
+        shutil.copytree(tiny_sd3, cache / place / "tiny")
+    assert evaluate(["a/tiny", "b/tiny", "--benchmark=mine.yaml", "--prompts=mine.txt"]) == 0
+    assert list(scores()[0]["scores"]) == ["a/tiny", "b/tiny"]
 
 
 def test_a_callback_serves_the_run_it_is_in_and_only_one_of_a_name(cache, tiny_sd3):
