@@ -27,7 +27,7 @@ from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
 from lit_vgrpo.report.run_data import BENCHMARKS
 from lit_vgrpo.system.hub import LoadError, base_name, local_folder
 from lit_vgrpo.system.paths import import_from_here, typed_path, write_atomically
-from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights
+from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights, checkpoint_hash, start_hashes
 
 POLICY = "model.policy"
 
@@ -94,7 +94,7 @@ def _subjects(word: str, label: str, benchmark: Benchmark, overrides: list[str],
         tree = recipe_of(run.folder, words, [POLICY], "a benchmark")
         saved, variant = run.read_weights()
         about = {"checkpoint": f"{saved.path}", "optimizer_steps": saved.progress.optimizer_steps}
-        weights = {variant: about, **({REFERENCE: {}} if options.reference else {})}
+        weights = {variant: {**about, "content": checkpoint_hash(saved.path)}}
         folder = run.folder / BENCHMARKS
     policy = build_policy(tree)
     if policy.edits != edits:
@@ -109,14 +109,18 @@ def _subjects(word: str, label: str, benchmark: Benchmark, overrides: list[str],
     try:
         with suppress(NotEstimated):  # finds, without weights, a size that the family cannot sample
             policy_on_meta(policy)
+        if saved is not None and options.reference:
+            weights[REFERENCE] = start_hashes(policy)
     except LoadError as error:
         errors.append(str(error))
     if errors:
         raise UserError(*(f"{word}: {error}" for error in errors))
+    is_local = local_folder(policy.checkpoint) is not None  # a hub model of a run may not be downloaded yet
+    base = {"base": _version(policy.checkpoint)} if saved is not None and is_local else {}
     return [
         Subject(
             label if saved is None else f"{label} {name}",
-            {"weights": name, **about, "policy": tree["model"]["policy"]},
+            {"weights": name, **about, **base, "policy": tree["model"]["policy"]},
             solver,
             partial(_load, tree, saved, name),
             folder,

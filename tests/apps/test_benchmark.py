@@ -120,6 +120,16 @@ def test_a_failed_retry_keeps_the_scores(tmp_path):
     assert one.scores == {0: {"r": 0.5}, 1: {"r": 0.7}}
 
 
+def test_changed_code_of_a_reward_is_another_scorer(cache):
+    preset()
+    benchmark = read_benchmark("mine.yaml", ["reward=python:mine_to_edit:score"])
+    stems = []
+    for text in ("one", "one", "two"):
+        Path("mine_to_edit.py").write_text(f"def score(images, prompts):\n    return '{text}'\n")
+        stems.append(Subject("one", {}, "dpm++", Policy, cache).stem(benchmark, []))
+    assert stems[0] == stems[1] != stems[2]
+
+
 def test_a_repeated_prompt_is_one_prompt_for_the_intervals(cache):
     rows = [{"prompt": prompt, TASK: "a"} for prompt in ("one", "two") * 3]
     scores = {image: {"r": image // 2 % 2 + image // 2 / 10} for image in range(12)}
@@ -326,6 +336,8 @@ def test_a_run_is_scored_while_it_trains_and_afterwards(cache, tiny_recipe):
     assert evaluate(["r", *words]) == 0
     report, _ = scores("r/benchmarks")
     assert list(report["scores"]) == ["r trained", "r reference"]
+    assert "content" in report["models"]["r trained"]
+    assert "base" in report["models"]["r reference"], "other weights are other images"
     assert list(report["scores"]["r trained"]["jpeg"]) == ["overall", "one", "two"]
     write_report(Path("r"), Path("page.html"))
     page = Path("page.html").read_text()
