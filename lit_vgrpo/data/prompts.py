@@ -278,9 +278,9 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
         raise ModuleNotFoundError(message) from error
     datasets.disable_progress_bars()
     place, split = source.path if kind == "hub" else str(resolve_path(source.path)), source.split or "train"
-    is_table = kind == "folder" and (Path(place) / TABLE_MARK).is_file()
-    if is_table and (source.split or source.config):
-        raise PromptError(f"{source.path} is one table, written by save_to_disk. Leave out split and config.")
+    for name, value in {"split": source.split, "config": source.config}.items():
+        if value and (Path(place) / TABLE_MARK).is_file():
+            raise PromptError(f"{name}={value}: {source.path} is one table, written by save_to_disk. Leave out {name}.")
     try:
         if kind == "parquet":
             return datasets.load_dataset("parquet", data_files=place, split="train")

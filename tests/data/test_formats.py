@@ -219,8 +219,8 @@ def test_a_folder_that_datasets_saved_is_read_where_it_lies(tmp_path, datasets_c
     pictures.save_to_disk(tmp_path / "one")
     assert read_prompts(tmp_path / "one") == [{"prompt": "a"}]  # no picture is opened
     splits = {name: datasets_cache.Dataset.from_list([{"prompt": name}]) for name in ("first", "second")}
-    line = "is one table, written by save_to_disk. Leave out split and config."
-    assert refused(PromptSource(str(tmp_path / "one"), split="test")) == f"{tmp_path / 'one'} {line}"
+    line = f"split=test: {tmp_path / 'one'} is one table, written by save_to_disk. Leave out split."
+    assert refused(PromptSource(str(tmp_path / "one"), split="test")) == line
     datasets_cache.DatasetDict(splits).save_to_disk(tmp_path / "two")
     assert read_prompts(PromptSource(str(tmp_path / "two"), split="second")) == [{"prompt": "second"}]
     assert "train" in refused(tmp_path / "two")
