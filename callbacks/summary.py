@@ -24,7 +24,7 @@ from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import commit, versions
 from lit_vgrpo.system.signals import is_stop_requested
 from lit_vgrpo.training.checkpoint import TRAINED, RunCheckpoint
-from lit_vgrpo.training.resume import SUMMARY_NAME, how_to_resume
+from lit_vgrpo.training.resume import HELDOUT_PROMPTS, SUMMARY_NAME, how_to_resume
 from lit_vgrpo.training.saved_weights import averaged_weights, evaluated_weights
 from lit_vgrpo.training.trainer_internals import callbacks_of, run_folder
 
@@ -89,9 +89,11 @@ class RunSummary(L.Callback):
             before, now, done = score_text(start.reward), score_text(end.reward), counted(end.iteration, "iteration")
             failed = int(end.metrics.get("failed", 0))
             unscored = f"; {counted(failed, 'image')} could not be scored" if failed else ""
+            seen, known = len(module.evaluator.numbers), module.evaluator.num_heldout
+            share = f"; {seen} of {known} held-out images" if seen < known else ""  # trainer.limit_val_batches
             verdict = self._verdict(trainer, module)
             change = f": {verdict.change}" if verdict.change else ""
-            say(f"Held-out reward {before} {when}, {now} after {done}{change} ({weights} weights{unscored}).")
+            say(f"Held-out reward {before} {when}, {now} after {done}{change} ({weights} weights{share}{unscored}).")
             say(f"Did it cheat? {verdict.cheating.words}")
         if completed and self.reason is not None:
             say(self.reason, error=True)
@@ -119,6 +121,7 @@ class RunSummary(L.Callback):
             "reward_parts_end": {name: _plain(end[name]) for name in module.reward.part_names if name in end},
             "heldout_metrics_start": {name: _plain(value) for name, value in _start(module).items() if name in end},
             "heldout_metrics_end": {name: _plain(value) for name, value in end.items()},
+            **({HELDOUT_PROMPTS: prompts} if (prompts := module.evaluator.contents.get("prompts")) else {}),
             "weights": evaluated_weights(trainer),
             "iterations": trainer.current_epoch,
             "optimizer_steps": trainer.global_step,

@@ -14,7 +14,7 @@ from lit_vgrpo import policies
 from lit_vgrpo.apps.benchmark.result import OVERALL, markdown, report_of
 from lit_vgrpo.apps.benchmark.scores import Subject, fill
 from lit_vgrpo.cli.saved_policy import ChosenRun, build_policy, load_saved_policy, recipe_of
-from lit_vgrpo.config.recipe import is_override
+from lit_vgrpo.config.recipe import find_run, is_override
 from lit_vgrpo.config.tree import apply_override
 from lit_vgrpo.data.benchmark import Benchmark, read_benchmark
 from lit_vgrpo.data.benchmark_prompts import read_rows
@@ -27,7 +27,7 @@ from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
 from lit_vgrpo.report.run_data import BENCHMARKS
 from lit_vgrpo.system.hub import LoadError, base_name, local_folder
 from lit_vgrpo.system.paths import import_from_here, typed_path, write_atomically
-from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights
+from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights, checkpoint_hash, start_hashes
 
 POLICY = "model.policy"
 
@@ -44,7 +44,9 @@ def evaluate_benchmark(options: Evaluate) -> int:
     if options.named is not None and len(models) > 1:
         raise UserError("--checkpoint is for a single run. Name the checkpoint files as runs instead.")
     import_from_here()
-    subjects = [subject for word in models for subject in _subjects(word, benchmark, overrides, options)]
+    names = {word: _name(word) for word in models}
+    labels = {word: name if [*names.values()].count(name) == 1 else word for word, name in names.items()}
+    subjects = [one for pair in labels.items() for one in _subjects(*pair, benchmark, overrides, options)]
     reward = benchmark.build_reward()
     given = [None if path is None else typed_path(path) for path in (options.prompts, options.pictures)]
     rows = read_rows(benchmark, *given)
@@ -57,8 +59,8 @@ def evaluate_benchmark(options: Evaluate) -> int:
         say(f"Scored share {options.share}. After all of them, run the same command without --share.")
         return 0
     report = report_of(benchmark, rows, subjects)
-    names = [subject.stem(benchmark, rows).name for subject in subjects]
-    name = names[0] if len(names) == 1 else f"{benchmark.name}-{sha256(' '.join(names).encode()).hexdigest()[:10]}"
+    stems = [subject.stem(benchmark, rows).name for subject in subjects]
+    name = stems[0] if len(stems) == 1 else f"{benchmark.name}-{sha256(' '.join(stems).encode()).hexdigest()[:10]}"
     path = typed_path(options.out or subjects[0].folder / f"{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     text = markdown(report)
@@ -70,7 +72,12 @@ def evaluate_benchmark(options: Evaluate) -> int:
     return int(any(one["mean"] is None for one in overall))
 
 
-def _subjects(word: str, benchmark: Benchmark, overrides: list[str], options: Evaluate) -> list[Subject]:
+def _name(word: str) -> str:
+    """Return a short name of a run or model; others may have it too."""
+    return base_name(word) if _is_model(word) else find_run(word)[0].resolve().name
+
+
+def _subjects(word: str, label: str, benchmark: Benchmark, overrides: list[str], options: Evaluate) -> list[Subject]:
     """Return a run's or model's columns of the table; raise UserError if it does not fit the benchmark."""
     edits = benchmark.prompts.picture is not None
     sizes = {"height": benchmark.height, "width": benchmark.width}
@@ -81,14 +88,14 @@ def _subjects(word: str, benchmark: Benchmark, overrides: list[str], options: Ev
             key, _, text = override.partition("=")
             apply_override(tree, key, text)
         weights: dict[str, Any] = {REFERENCE: {"model": word, "version": _version(word)}}
-        label, folder, saved = base_name(word), Path(BENCHMARKS), None
+        folder, saved = Path(BENCHMARKS), None
     else:
         run = ChosenRun.of(replace(options, words=[word]))
         tree = recipe_of(run.folder, words, [POLICY], "a benchmark")
         saved, variant = run.read_weights()
         about = {"checkpoint": f"{saved.path}", "optimizer_steps": saved.progress.optimizer_steps}
-        weights = {variant: about, **({REFERENCE: {}} if options.reference else {})}
-        label, folder = run.folder.resolve().name, run.folder / BENCHMARKS
+        weights = {variant: {**about, "content": checkpoint_hash(saved.path)}}
+        folder = run.folder / BENCHMARKS
     policy = build_policy(tree)
     if policy.edits != edits:
         what, kind = ("edits pictures" if one else "generates from prompts alone" for one in (edits, policy.edits))
@@ -102,14 +109,18 @@ def _subjects(word: str, benchmark: Benchmark, overrides: list[str], options: Ev
     try:
         with suppress(NotEstimated):  # finds, without weights, a size that the family cannot sample
             policy_on_meta(policy)
+        if saved is not None and options.reference:
+            weights[REFERENCE] = start_hashes(policy)
     except LoadError as error:
         errors.append(str(error))
     if errors:
         raise UserError(*(f"{word}: {error}" for error in errors))
+    is_local = local_folder(policy.checkpoint) is not None  # a hub model of a run may not be downloaded yet
+    base = {"base": _version(policy.checkpoint)} if saved is not None and is_local else {}
     return [
         Subject(
             label if saved is None else f"{label} {name}",
-            {"weights": name, **about, "policy": tree["model"]["policy"]},
+            {"weights": name, **about, **base, "policy": tree["model"]["policy"]},
             solver,
             partial(_load, tree, saved, name),
             folder,

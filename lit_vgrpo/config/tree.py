@@ -240,12 +240,16 @@ def set_value(recipe: dict[Any, Any], key: str, value: Any) -> Any:
     """Set a key of a recipe in place, and return the old value.
 
     The key may omit ``init_args``, and end with ``+`` to append to a list. The name of another class replaces a part
-    and its options.
+    and its options. A text is a class, or in ``data`` the path of prompts.
 
     >>> recipe = {"objective": {"class_path": "VGRPO"}}
     >>> set_value(recipe, "objective.clip", 0.01)
     >>> recipe
     {'objective': {'class_path': 'VGRPO', 'init_args': {'clip': 0.01}}}
+    >>> recipe = {"data": {"train": "a.txt"}}
+    >>> set_value(recipe, "data.train.limit", 5)
+    >>> recipe
+    {'data': {'train': {'path': 'a.txt', 'limit': 5}}}
 
     Raises:
         UserError: The key names a missing list entry, or appends to a value that is not a list.
@@ -274,7 +278,8 @@ def set_value(recipe: dict[Any, Any], key: str, value: Any) -> Any:
             )
         else:
             if not isinstance(node, dict):
-                node = parent[last] = {"class_path": node} if isinstance(node, str) else {}
+                named = "path" if where.startswith("data.") else "class_path"
+                node = parent[last] = {named: node} if isinstance(node, str) else {}
             if "class_path" in node and step not in CLASS_KEYS:
                 node = node.setdefault("init_args", {})
             node.setdefault(step, None)

@@ -25,8 +25,8 @@ Row = dict[str, Any]
 Rows = list[Row]
 PROMPT = "prompt"
 LINE_END = re.compile(r"\r\n?|\n")
-SAVED_MARKS = ("dataset_dict.json", "state.json")
-"""Files that identify a folder written by ``save_to_disk``."""
+SAVED_MARKS = SPLITS_MARK, TABLE_MARK = "dataset_dict.json", "state.json"
+"""Files that identify a folder written by ``save_to_disk``, of several splits or of one table."""
 
 
 def read_prompts(source: str | Path | PromptSource, edits: bool = True) -> Rows:
@@ -95,8 +95,10 @@ def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str, edits
     fields = {PROMPT: prompt, **{key: value for key, value in fields.items() if key != PROMPT}}
     if not fields.get("rewards") and source.rewards is not None:
         fields["rewards"] = source.rewards
-    if source.teacher is not None:
-        fields.setdefault("teacher", source.teacher)
+    if fields.get("teacher") is None:  # or null
+        fields.pop("teacher", None)
+        if source.teacher is not None:
+            fields["teacher"] = source.teacher
     named = fields.get("rewards") or []
     if not isinstance(named, str | list) or not all(isinstance(one, str) for one in named):
         raise PromptError(f'{where}: "rewards" is {fields["rewards"]!r}. Write the names of rewards, such as ["ocr"].')
@@ -205,6 +207,8 @@ def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[
         if (source.column or PROMPT) not in names and len(names) == 1 and (mark := re.search("[;\t|]", names[0])):
             raise PromptError(f"{file} line 1: cells are separated by {mark[0]!r}. Save the file with commas.")
         _check_column(names, source, f"{file} line 1")
+        if repeated := [name for number, name in enumerate(names) if name.strip() and name in names[:number]]:
+            raise PromptError(f'{file} line 1: two columns are "{repeated[0]}". Rename or remove one.')
         for row in reader:
             if None in row or None in row.values():
                 what = "more or fewer cells than the header. Quote cells with commas."
@@ -274,6 +278,9 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
         raise ModuleNotFoundError(message) from error
     datasets.disable_progress_bars()
     place, split = source.path if kind == "hub" else str(resolve_path(source.path)), source.split or "train"
+    for name, value in {"split": source.split, "config": source.config}.items():
+        if value and (Path(place) / TABLE_MARK).is_file():
+            raise PromptError(f"{name}={value}: {source.path} is one table, written by save_to_disk. Leave out {name}.")
     try:
         if kind == "parquet":
             return datasets.load_dataset("parquet", data_files=place, split="train")

@@ -109,6 +109,8 @@ class RecipeCLI(LightningCLI):
         if not self.config.name:
             suffix = "" if swapped is None else f"_{swapped.rpartition('.')[2]}"
             self.config.name = f"{command.recipe.stem}{suffix}"
+        if (name := self.config.name) in (".", "..") or "/" in name:
+            raise UserError(f"name={name} is not the name of a folder in runs. For another folder, set run_dir=FOLDER.")
         if command.resume:
             typed = dict(command.overrides)
             # A config.yaml may have moved, with its folder, away from the run_dir that it names.

@@ -22,7 +22,7 @@ from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, UserError
 from lit_vgrpo.metrics import bootstrap_interval
 from lit_vgrpo.system.paths import CONFIG_NAME
 from lit_vgrpo.training.loggers import read_table
-from lit_vgrpo.training.resume import Number, Whole, checked_json, read_summary
+from lit_vgrpo.training.resume import HELDOUT_PROMPTS, Number, Whole, checked_json, read_summary
 from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED
 
 REPORT_NAME = "report.html"
@@ -253,10 +253,13 @@ def tell_apart(runs: Sequence[RunData]) -> None:
 def by_task(runs: Sequence[RunData]) -> tuple[list[list[RunData]], str]:
     """Return runs in groups that compare, of the same held-out prompts and rewards, and a line on what does not."""
     tasks: dict[tuple[str, ...], list[RunData]] = {}
+    are_known = all(HELDOUT_PROMPTS in run.summary for run in runs)  # else compared as written in the recipes
+    keys = ["the content of data.heldout"] if are_known else [f"data.{key}" for key in TASK_KEYS]
     for run in runs:
         data = run.recipe.get("data") or {}
-        tasks.setdefault((*(str(data.get(key)) for key in TASK_KEYS), str(run.reward_names)), []).append(run)
-    keys = (*(f"data.{key}" for key in TASK_KEYS), "model.reward")
+        asked = [run.summary[HELDOUT_PROMPTS]] if are_known else [str(data.get(key)) for key in TASK_KEYS]
+        tasks.setdefault((*asked, str(run.reward_names)), []).append(run)
+    keys.append("model.reward")
     differing = [key for key, values in zip(keys, zip(*tasks, strict=True), strict=True) if len({*values}) > 1]
     groups = " / ".join(", ".join(run.name for run in group) for group in tasks.values())
     differ = f"differ{'s' * (len(differing) == 1)}"

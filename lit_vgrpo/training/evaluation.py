@@ -188,6 +188,7 @@ class Evaluator:
         self.history: list[Evaluation] = []
         self.contents: dict[str, str] = {}
         self.numbers: list[int] = []
+        self.num_heldout = 0  # images, also those that the trainer's limit leaves out
         self._starts: dict[int, Tensor] = {}  # reduced images of the first evaluation with each fingerprint
         self._num_predicted = 0
         self._sources: list[str] = []
@@ -262,6 +263,7 @@ class Evaluator:
         if self._bar is None:
             self._bar = bar("Evaluating", total=batch.images // rank_and_world_size()[1])
         self._ask(batch)
+        self.num_heldout = batch.images
         self._sources += batch.sources
         with torch.inference_mode(mode=False), torch.no_grad(), self._queue.closed_on_error():
             with self.ledger.phase("evaluation"):

@@ -20,7 +20,7 @@ from lit_vgrpo.system.paths import read_regular
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, read_sound
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS, CONFIG_NAME, EXPORT, INTERRUPTED, LAST, WRITTEN, no_checkpoint
 
-SUMMARY_NAME = "summary.json"
+SUMMARY_NAME, HELDOUT_PROMPTS = "summary.json", "heldout_prompts"
 PREFERRED = (BEST, LAST, INTERRUPTED)
 """Checkpoints of equal progress, the preferred one last; others come before them."""
 ENDED = ("finished", "diverged")
@@ -30,7 +30,7 @@ UNDONE = (None, "failed", "interrupted")
 Whole = Annotated[int, Range(0, 2**53)]
 Number = Annotated[float, Range(-1e50, 1e50)]  # also a sum of many float32 scores
 OF_SUMMARY: dict[str, Any] = {
-    **dict.fromkeys(("outcome", "weights", "device", "date"), str),
+    **dict.fromkeys(("outcome", "weights", "device", "date", HELDOUT_PROMPTS), str),
     **dict.fromkeys(("iterations", "images", "peak_memory_bytes", "world_size"), Whole),
     **dict.fromkeys(("train_seconds", "cpu_seconds"), Number),
     **dict.fromkeys(("reward_parts_end", "heldout_metrics_start", "heldout_metrics_end"), dict[str, Number | None]),

@@ -248,9 +248,14 @@ def start_hashes(policy: Policy) -> dict[str, str]:
     if path.suffix in SUFFIXES:
         config = {PEFT_CONFIG: file_sha256(path.parent / PEFT_CONFIG)} if path.stem == PEFT_STEM else {}
         return {"weights": file_sha256(path), **config}
-    with zipfile.ZipFile(path) as archive:  # torch's checkpoint: its checksums are together at the end of the file
+    return {"weights": checkpoint_hash(path)}
+
+
+def checkpoint_hash(path: Path) -> str:
+    """Return a hash of a checkpoint's content, from its checksums, which are together at the end of the file."""
+    with zipfile.ZipFile(path) as archive:
         parts = [(part.filename.partition("/")[2], part.CRC) for part in archive.infolist()]
-    return {"weights": sha256(repr(parts).encode()).hexdigest()}
+    return sha256(repr(parts).encode()).hexdigest()
 
 
 def _saved(policy: Policy, say: Callable[[str], None] = lambda line: None) -> tuple[SavedWeights, str]:

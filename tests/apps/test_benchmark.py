@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from hashlib import sha256
 from pathlib import Path
 
@@ -117,6 +118,16 @@ def test_a_failed_retry_keeps_the_scores(tmp_path):
         (tmp_path / name).write_text(json.dumps(line))
     one.read(tmp_path / "x")
     assert one.scores == {0: {"r": 0.5}, 1: {"r": 0.7}}
+
+
+def test_changed_code_of_a_reward_is_another_scorer(cache):
+    preset()
+    benchmark = read_benchmark("mine.yaml", ["reward=python:mine_to_edit:score"])
+    stems = []
+    for text in ("one", "one", "two"):
+        Path("mine_to_edit.py").write_text(f"def score(images, prompts):\n    return '{text}'\n")
+        stems.append(Subject("one", {}, "dpm++", Policy, cache).stem(benchmark, []))
+    assert stems[0] == stems[1] != stems[2]
 
 
 def test_a_repeated_prompt_is_one_prompt_for_the_intervals(cache):
@@ -287,6 +298,14 @@ def test_two_models_in_one_table_and_an_interrupted_evaluation_continues(cache, 
     assert scores("shared")[0]["scores"]["tiny_sd3"]["score"]["overall"]["count"] == 6
 
 
+def test_models_of_the_same_name_have_a_column_each(cache, tiny_sd3):
+    preset()
+    for place in ("a", "b"):
+        shutil.copytree(tiny_sd3, cache / place / "tiny")
+    assert evaluate(["a/tiny", "b/tiny", "--benchmark=mine.yaml", "--prompts=mine.txt"]) == 0
+    assert list(scores()[0]["scores"]) == ["a/tiny", "b/tiny"]
+
+
 def test_a_callback_serves_the_run_it_is_in_and_only_one_of_a_name(cache, tiny_sd3):
     preset()
     one, other = (Benchmark("mine.yaml", prompt_file="mine.txt") for _ in range(2))
@@ -317,6 +336,8 @@ def test_a_run_is_scored_while_it_trains_and_afterwards(cache, tiny_recipe):
     assert evaluate(["r", *words]) == 0
     report, _ = scores("r/benchmarks")
     assert list(report["scores"]) == ["r trained", "r reference"]
+    assert "content" in report["models"]["r trained"]
+    assert "base" in report["models"]["r reference"], "other weights are other images"
     assert list(report["scores"]["r trained"]["jpeg"]) == ["overall", "one", "two"]
     write_report(Path("r"), Path("page.html"))
     page = Path("page.html").read_text()

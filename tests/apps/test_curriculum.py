@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from commands import check, run
 
-from lit_vgrpo.apps.curriculum.curriculum import Curriculum, new_run, resumed_run, run_process, stage_environment
+from lit_vgrpo.apps.curriculum.curriculum import (
+    Curriculum,
+    new_run,
+    resumed_run,
+    run_curriculum,
+    run_process,
+    stage_environment,
+)
 from lit_vgrpo.config.recipe import Command
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import write_atomically
@@ -123,10 +130,36 @@ def test_a_stage_starts_from_the_one_before_or_resumes(here):
 def test_a_run_folder_holds_the_curriculum_with_what_was_typed(here):
     typed = curriculum("both.yaml", "strategy/zero2", "a+=1", "a+=${b}", "stage2.c={x: 1}")
     (here / "out").mkdir()
-    typed.write(here / "out")
+    typed.write(here / "out", [*typed.typed, "allow_changes=true"])
     again = curriculum("out")
     assert again.saved == typed.typed
     assert [stage.recipe.resolve() for stage in again.stages] == [stage.recipe.resolve() for stage in typed.stages]
+
+
+def test_settings_typed_with_resume_are_kept_if_the_stage_accepts_them(here, monkeypatch, capfd):
+    run_dir = new_run(curriculum("both.yaml", "stage1.a=1"))
+    statuses = {"refused": 2, "stopped": 143}
+    for name, status in statuses.items():  # the stage's process, without its imports
+        (here / name).write_text(f"#!/bin/sh\ncase $3 in check) exit 0;; *) exit {status};; esac\n")
+        (here / name).chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(here / name))
+        assert run_curriculum(Command.parse([str(run_dir), f"stage2.b={name}"], resume=True)) == status
+    refused, stopped = (line for line in capfd.readouterr().err.splitlines() if "Continue" in line)
+    assert refused.endswith("--resume stage2.b=refused")
+    assert stopped.endswith("--resume")
+    assert curriculum(str(run_dir)).saved == ["stage1.a=1", "stage2.b=stopped"]
+
+
+def test_a_setting_that_no_stage_would_use_is_refused(here):
+    found, out = curriculum("both.yaml", "stage1.a=1", "stage2.b=1", "c=1", "allow_changes=true"), here / "out"
+    finish(out / "1_first")
+    assert found.lost_words(out) == [], "the first may be extended, the second has not started"
+    finish(out / "2_second", "interrupted")
+    first = "stage1.a=1 has no effect: stage 1 is finished, and stage 2 started from it."
+    assert found.lost_words(out) == [first]
+    (out / "2_second/summary.json").write_text(json.dumps({"outcome": "finished"}))
+    all_done = "c=1 has no effect: all stages are finished. For the last one: stage2.c=1"
+    assert found.lost_words(out) == [first, all_done], "the last may be extended"
 
 
 def test_resume_finds_the_run(here):

@@ -63,6 +63,13 @@ def test_the_last_words_count_images_that_could_not_be_scored(tiny_sd3, tmp_path
     assert re.search(r"after 1 iteration: \S0\.\d{3} \(trained weights; 1 image could not be scored\)\.", out)
 
 
+def test_the_last_words_say_how_many_images_the_trainers_limit_leaves(tiny_sd3, tmp_path, capsys):
+    summary, limit = RunSummary(), {"limit_val_batches": 1}
+    module, trainer = fit(tiny_sd3, tmp_path, [summary], iterations=1, data={"eval_batch_size": 1}, trainer=limit)
+    summary.finish(trainer, module, completed=True)
+    assert "(trained weights; 1 of 2 held-out images)." in capsys.readouterr().out
+
+
 def test_evaluation_sees_the_average_and_training_goes_on_from_the_weights(tiny_sd3, tmp_path):
     seen = []
 
@@ -168,6 +175,7 @@ def test_summary(tiny_sd3, tmp_path):
     assert summary["heldout_reward_start"] == pytest.approx(scores.total.mean().item(), abs=1e-5)
     assert summary["heldout_reward_end"] == pytest.approx(module.evaluator.latest["heldout/reward"], abs=1e-6)
     assert summary["reward_parts_end"].keys() == {"brightness"}
+    assert summary["heldout_prompts"] == module.evaluator.contents["prompts"]
     assert summary["network_passes"]["update"] == {"with_grad": 48, "without_grad": 0}
     assert summary["network_passes"]["rollout"] == {"with_grad": 0, "without_grad": 48}
     assert summary["train_seconds"] > 0

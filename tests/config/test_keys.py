@@ -103,6 +103,8 @@ LINES = [
     ([CYCLE, "model.lr_scheduler.total_steps=1"], "model.lr_scheduler fails at step 2 of 2: Tried to step"),
     ("trainer.accelerator=gup", "trainer.accelerator: You selected an invalid accelerator name:"),
     ("trainer.default_root_dir=x", "trainer.default_root_dir is set by the command. Use run_dir=... instead."),
+    ("name=..", "name=.. is not the name of a folder in runs. For another folder, set run_dir=FOLDER."),
+    ("name=a/b", "name=a/b is not the name of a folder in runs."),
     ("name=None", "name=None is Python syntax. Write name=null."),
 ]
 
@@ -119,12 +121,19 @@ def test_an_error_is_one_line_with_the_key(tiny_recipe, words, line):
 
 
 def test_entries_of_lists_and_numbers_like_text(tiny_recipe):
-    words = [SEVERAL, "model.reward.rewards[0].quality=20", "model.reward.weights=[1,2]", "name=007"]
+    words = [
+        SEVERAL,
+        "model.reward.rewards[0].quality=20",
+        "model.reward.weights=[1,2]",
+        "name=007",
+        "data.train.limit=2",
+    ]
     cli = build(
         [str(tiny_recipe), *words, "trainer.callbacks+=EMA", "trainer.callbacks[0].decay=0.5"], make_folder=False
     )
     reward = cli.model.reward
     assert (reward.rewards[0].quality, [*reward.weight_of.values()], cli.config.name) == (20, [1, 2], "007")
+    assert len([*cli.datamodule.training_rows()]) == 2, "an option of a plain path"
     assert [c.decay for c in cli.trainer.callbacks if type(c).__name__ == "EMA"] == [0.5]
 
 

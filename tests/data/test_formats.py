@@ -111,6 +111,7 @@ def test_several_wrong_lines_are_counted(write):
         ('prompt\na\n"b\nc\n', "line 3: not csv (unexpected end of data)."),
         ('prompt\n"a"b\n', "line 2: not csv ("),
         ("prompt\n", "has no prompts."),
+        ("prompt,tag,,tag,\na,b,,c,\n", 'line 1: two columns are "tag". Rename or remove one.'),
         ("prompt\na cat\n".encode("utf-16-le"), 'line 1: no column "prompt".'),
         ("", 'line 1: no column "prompt".'),
         ("prompt;tag\na;b\n", "line 1: cells are separated by ';'. Save the file with commas."),
@@ -136,6 +137,12 @@ def test_a_source_gives_its_rows_the_rewards_that_apply(write):
     rows = read_prompts(PromptSource(str(path), rewards=["ocr", "clip"], limit=2))
     assert [row["rewards"] for row in rows] == [["ocr", "clip"], "own"]
     assert len(read_prompts(PromptSource(str(path), limit=1))) == 1
+
+
+def test_a_row_whose_teacher_is_null_has_its_sources(write):
+    path = str(write("p.jsonl", [{"prompt": "a", "teacher": None}, {"prompt": "b", "teacher": "own"}]))
+    assert read_prompts(path) == [{"prompt": "a"}, {"prompt": "b", "teacher": "own"}]
+    assert [row["teacher"] for row in read_prompts(PromptSource(path, teacher="other"))] == ["other", "own"]
 
 
 def test_a_parquet_file_gives_the_rows_that_it_was_made_of(write, datasets_cache):
@@ -212,6 +219,8 @@ def test_a_folder_that_datasets_saved_is_read_where_it_lies(tmp_path, datasets_c
     pictures.save_to_disk(tmp_path / "one")
     assert read_prompts(tmp_path / "one") == [{"prompt": "a"}]  # no picture is opened
     splits = {name: datasets_cache.Dataset.from_list([{"prompt": name}]) for name in ("first", "second")}
+    line = f"split=test: {tmp_path / 'one'} is one table, written by save_to_disk. Leave out split."
+    assert refused(PromptSource(str(tmp_path / "one"), split="test")) == line
     datasets_cache.DatasetDict(splits).save_to_disk(tmp_path / "two")
     assert read_prompts(PromptSource(str(tmp_path / "two"), split="second")) == [{"prompt": "second"}]
     assert "train" in refused(tmp_path / "two")

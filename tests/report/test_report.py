@@ -17,7 +17,7 @@ from saved_runs import assert_one_line, folder_with, train
 from lit_vgrpo.report import verdict
 from lit_vgrpo.report.curves import plots
 from lit_vgrpo.report.page import read_kept, read_pairs, render
-from lit_vgrpo.report.run_data import Point, RunData, difference, interval, read_run, read_scores
+from lit_vgrpo.report.run_data import Point, RunData, by_task, difference, interval, read_run, read_scores
 from lit_vgrpo.report.verdict import Change, Verdict
 
 EVIL = 'a red circle <script>alert(1)</script> & "quotes" on the left'
@@ -409,6 +409,8 @@ def test_refusals(inside, capsys):
     capsys.readouterr()
     config = Path("runs/other/config.yaml")
     config.write_text(config.read_text().replace("heldout: heldout.txt", "heldout: others.txt"))
+    for file in Path("runs").glob("*/summary.json"):  # as of a version that did not write it
+        file.write_text(file.read_text().replace('"heldout_prompts"', '"unknown"'))
     for name in ("other", "tiny"):
         shutil.copytree(f"runs/{name}", f"both/{name}")
     assert report(["both"]) == 0  # all below
@@ -488,6 +490,10 @@ def test_runs_of_several_tasks_are_grouped_in_one_page(tmp_path):
     assert len(ids) == len(set(ids))
     assert {link["href"].removeprefix("#") for link in parsed.all("a")} <= set(ids)
     assert "Not compared with each other, since data.heldout and model.reward differ: a, c / b" in parsed.text
+    for run, prompts in zip(runs, "112", strict=True):  # the same prompts in two files, and others in one of that name
+        run.summary["heldout_prompts"] = prompts
+    _, apart = by_task(runs)
+    assert apart == "Not compared with each other, since the content of data.heldout and model.reward differ: a / b / c"
     headlines = re.findall(r'<(h\d) id="\w+-verdict-title">(.*?)</', page)
     assert headlines == [("h2", "2 runs on the same held-out prompts"), ("h2", "Reward rose")]
     assert len(parsed.all("h1")) == 1

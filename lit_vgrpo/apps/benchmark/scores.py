@@ -24,6 +24,7 @@ from lit_vgrpo.rewards import RewardError, Weighted
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.evaluation import Evaluator
+from lit_vgrpo.training.resume_guard import hashed
 
 KEPT = "Scores so far are kept: run the same command to continue."
 
@@ -52,7 +53,8 @@ class Subject:
     def stem(self, benchmark: Benchmark, rows: Rows) -> Path:
         """Return the path of the score files without suffix; it differs for other images or scorers."""
         settings = benchmark.model_dump(include={"images_per_prompt", "height", "width", "steps", "guidance", "seed"})
-        parts = [self.identity, self.solver, settings, _without_addresses(benchmark.reward), rows]
+        scorer = hashed(benchmark.build_reward())  # with its code, before loading changes its attributes
+        parts = [self.identity, self.solver, settings, _without_addresses(benchmark.reward), scorer, rows]
         key = sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
         return self.folder / f"{benchmark.name}-{key[:10]}"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.plan import Run, entrants, runs_of
 from lit_vgrpo.apps.compare.report import Curve, write_race, write_sweep
+from lit_vgrpo.config.recipe import RESUME
 from lit_vgrpo.errors import UserError, counted, one_line, say
 from lit_vgrpo.options import Compare
 from lit_vgrpo.system.paths import start_folder, typed_path
@@ -107,7 +108,7 @@ def _start(run: Run) -> subprocess.Popen[bytes]:
     prepare_run_folder(run)
     run.fingerprint_file.write_text(run.fingerprint)
     command = [sys.executable, "-m", "lit_vgrpo", "run", str(run.recipe)]
-    command += [f"seed_everything={run.seed}", f"run_dir={run.folder}"]
+    command += [f"seed_everything={run.seed}", f"run_dir={run.folder}", RESUME]  # RESUME: in no other folder
     with open(run.log, "wb") as log:
         return subprocess.Popen(
             command,
@@ -122,10 +123,11 @@ def _start(run: Run) -> subprocess.Popen[bytes]:
 
 
 def prepare_run_folder(run: Run) -> None:
-    """Rename what is in a run's place, which may hold files of the user."""
+    """Rename what is in a run's place, which may hold files of the user; UserError if a process still writes to it."""
     if run.folder.exists():
         free = (path for path in candidates(run.folder.with_name(f"{run.name}.old")) if not path.exists())
-        run.folder.rename(next(free))
+        with locked(run.folder):  # a killed comparison's run continues
+            run.folder.rename(next(free))
 
 
 def _error_of(run: Run, returncode: int) -> str:
@@ -159,7 +161,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a comparison's folder; raise UserError if another process holds it."""
+    """Hold the folder of a comparison or run; raise UserError if another process holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

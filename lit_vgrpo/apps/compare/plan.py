@@ -24,7 +24,7 @@ from lit_vgrpo.config.tree import Place, class_name, dotted, leaves, merged, rep
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import UserError, counted, shell_line, suggestion, unknown_option
 from lit_vgrpo.launch.build import build
-from lit_vgrpo.system.paths import file_content, shipped, typed_path
+from lit_vgrpo.system.paths import CONFIG_NAME, file_content, shipped, typed_path
 
 KEYS = ("like", "published", "tuned", "found", "sweep")
 MAY_SET = (
@@ -34,8 +34,9 @@ MAY_SET = (
 """Keys that may differ between methods; all share the recipe's task, images and evaluation."""
 POLICY_OPTIONS = ("scale_cap", "teachers")
 """Options of an objective that depend on the network. The recipe sets them for every method that has them."""
-LEFT_OUT_CALLBACKS = ("SampleGrid", "Export", "SurrogateDiagnostics")
-"""Callbacks that cost time or disk space and do not affect a comparison."""
+LEFT_OUT_CALLBACKS = ("SampleGrid", "Export", "SurrogateDiagnostics", "Checkpoint")
+"""Ends of the names of callbacks that cost time or disk space and do not affect a comparison."""
+WEIGHTS = (".ckpt", ".safetensors", ".bin")
 
 
 @dataclass(frozen=True)
@@ -218,15 +219,20 @@ def runs_of(options: CompareOptions, chosen: Iterable[Entrant]) -> list[Run]:
 def fingerprint(recipe: Mapping[str, Any], seed: int, folder: Path = Path()) -> str:
     """Return a hash of the recipe, including its iterations, of the seed, and of the files that the recipe names.
 
-    Those are files of prompts, and modules such as a reward's, in the current folder or the recipe's.
+    Those are files of prompts, modules such as a reward's, in the current folder or the recipe's, and the weights in
+    folders of runs and pipelines, by size and date.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for value in {value for _, value in leaves(recipe) if isinstance(value, str)}:
         module = value.partition(":")[0] if ":" in value else value.rpartition(".")[0]
         for file in (Path(value), *(place / f"{module.replace('.', '/')}.py" for place in (Path(), folder))):
             with suppress(OSError, ValueError, RuntimeError):  # a text that no file can have as its name
                 if (typed := typed_path(file)).is_file():
                     found[str(file)] = file_content(typed)
+                place = typed.parent if typed.name == CONFIG_NAME else typed
+                if str(file) == value and place.is_dir():
+                    stats = {path: path.stat() for path in sorted(place.rglob("*")) if path.suffix in WEIGHTS}
+                    found[f"{value} weights"] = [(path.name, s.st_size, s.st_mtime_ns) for path, s in stats.items()]
     text = json.dumps([merged(recipe, {"seed_everything": seed}), found], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -312,7 +318,7 @@ def for_race(recipe: Mapping[str, Any], iterations: int, evaluate_every: int) ->
     trainer = result.setdefault("trainer", {})
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    trainer["callbacks"] = [callback for callback in callbacks if class_name(callback) not in LEFT_OUT_CALLBACKS]
+    trainer["callbacks"] = [callback for callback in callbacks if not class_name(callback).endswith(LEFT_OUT_CALLBACKS)]
     trainer |= {"max_epochs": iterations, "max_steps": -1, "check_val_every_n_epoch": evaluate_every}
     trainer |= {"logger": False, "enable_checkpointing": False}
     return result

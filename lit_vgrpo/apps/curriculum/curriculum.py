@@ -31,6 +31,9 @@ START = "model.policy.start_from"
 STAGE_PREFIX = re.compile(r"stage(\d+)\.([^=]+=.*)", re.DOTALL)
 FIXED = (STAGES, "name", "run_dir", "ckpt_path", START)
 """Keys of a recipe that are set by its position in a curriculum."""
+ALLOWS = "allow_changes=true"  # holds for one resumption
+MISTAKE = 2
+"""Exit status of a stage that refused its settings."""
 POLL_S = 0.2
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -110,9 +113,24 @@ class Curriculum:
         resume = [RESUME] if folder.is_dir() else []
         return [str(stage.recipe), *stage.words(self.saved), *typed, f"run_dir={folder}", *start, *resume]
 
-    def write(self, run: Path) -> None:
-        """Write ``config.yaml``: a curriculum that includes the typed settings."""
-        settings = [*self.saved, *self.typed]
+    def lost_words(self, run: Path) -> list[str]:
+        """Return an error for each typed setting that no stage of a run would use."""
+        done = [stage.number for stage in self.stages if stage.outcome(run) == "finished"]
+        last = max((stage.number for stage in self.stages if (run / stage.folder).is_dir()), default=0)
+        errors = []
+        for word in self.typed:
+            number, setting = _for_stage(word)
+            if number in done and number != last:
+                errors.append(
+                    f"{word} has no effect: stage {number} is finished, and stage {number + 1} started from it."
+                )
+            elif number is None and setting != ALLOWS and len(done) == len(self.stages):
+                errors.append(f"{word} has no effect: all stages are finished. For the last one: stage{last}.{setting}")
+        return errors
+
+    def write(self, run: Path, typed: Sequence[str]) -> None:
+        """Write ``config.yaml``: a curriculum that includes typed settings."""
+        settings = [*self.saved, *(word for word in typed if _for_stage(word)[1] != ALLOWS)]
         overlays = [str(Path(word).absolute()) for word in settings if not is_override(word)]
         content = {STAGES: [str(stage.recipe.absolute()) for stage in self.stages], "overlays": overlays}
         content["overrides"] = [word for word in settings if is_override(word)]
@@ -169,6 +187,8 @@ def run_curriculum(command: Command) -> int:
         run = resumed_run(command)
         command = command.in_folder(run)
     curriculum, lock = Curriculum.of(command), FolderLock()
+    if command.resume and (errors := curriculum.lost_words(run)):
+        raise UserError(*errors)
     if curriculum.typed or not command.resume:  # else it was checked when it was started
         # In a separate process: the modules it imports would otherwise stay in memory during all stages.
         words = [str(curriculum.file), *curriculum.typed, f"run_dir={curriculum.run_dir}"]
@@ -179,15 +199,19 @@ def run_curriculum(command: Command) -> int:
     try:
         if is_first_process():
             lock.take(run)
-        return _run_stages(curriculum, run.absolute())
+            if command.resume and curriculum.typed:
+                curriculum.write(run, curriculum.typed)
+        return _run_stages(curriculum, run.absolute(), command.resume)
     finally:
         lock.release()
 
 
-def _run_stages(curriculum: Curriculum, run: Path) -> int:
+def _run_stages(curriculum: Curriculum, run: Path, is_resumed: bool) -> int:
+    extended = {number for number, _ in map(_for_stage, curriculum.typed)}
+    has_run = False
     for stage in curriculum.stages:
         what = f"Stage {stage.number} of {len(curriculum.stages)} ({stage.name})"
-        if stage.outcome(run) == "finished":
+        if stage.outcome(run) == "finished" and stage.number not in extended:
             report_on_first(f"{what} is finished.")
             continue
         report_on_first(f"{what}: {run / stage.folder}")
@@ -195,8 +219,13 @@ def _run_stages(curriculum: Curriculum, run: Path) -> int:
         if status or stage.outcome(run) != "finished":
             # A run that stopped early, or collapsed, ends with status 0.
             ended = f"status {status}" if status else stage.outcome(run) or "no summary.json"
-            report_on_first(f"{what} did not finish ({ended}). Continue: {shell_line('lightning', 'run', run, RESUME)}")
+            refused = curriculum.typed if is_resumed and status == MISTAKE and not has_run else []
+            if refused and is_first_process():
+                curriculum.write(run, [])
+            again = shell_line("lightning", "run", run, RESUME, *refused)
+            report_on_first(f"{what} did not finish ({ended}). Continue: {again}")
             return status or 1
+        has_run = True
     report_on_first(f"All stages are finished. The result is {run / curriculum.stages[-1].folder}.")
     return 0
 
@@ -209,7 +238,7 @@ def new_run(curriculum: Curriculum) -> Path:
     if processes > 1 and curriculum.run_dir.exists():
         raise UserError(f"{curriculum.run_dir} exists. Set run_dir=/another/folder, or add {RESUME} to continue it.")
     run = reserve(curriculum.run_dir)
-    curriculum.write(run)
+    curriculum.write(run, curriculum.typed)
     return run
 
 

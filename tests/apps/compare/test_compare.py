@@ -11,7 +11,9 @@ import yaml
 from commands import compare, compare_options
 
 from lit_vgrpo.apps.compare.command import is_finished, last_error, locked, prepare_run_folder
-from lit_vgrpo.apps.compare.plan import entrants, runs_of
+from lit_vgrpo.apps.compare.plan import Run, entrants, runs_of
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.training.folder import FolderLock
 
 
 def overlay(path, init_args, updates=1, sweep=None):
@@ -53,6 +55,8 @@ def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, 
     assert "1 of 3 runs failed. Run the same command to retry them." in err
     assert out.count("| vgrpo ") == out.count("| other ") == 2
     assert "vgrpo-published-seed0: finished" in err
+    log = (race / "logs" / "vgrpo-published-seed0.log").read_text()
+    assert "starting from the beginning" in log, "in this folder, also if it exists by then"
 
     runs = ("vgrpo-published-seed0", "other-published-seed0")
     stamps = {path: path.stat().st_mtime_ns for run in runs for path in (race / "runs" / run).rglob("*")}
@@ -132,6 +136,19 @@ def test_nothing_in_the_place_of_a_run_is_thrown_away(tiny_recipe):
         prepare_run_folder(unfinished)
         assert not unfinished.folder.exists()
         assert (unfinished.folder.parent / f"{unfinished.name}.{name}/samples/notes.txt").is_file()
+
+
+def test_the_folder_of_a_run_that_outlived_its_comparison_is_not_renamed(tmp_path):
+    run = Run("a-seed0", "a", "published", 0, tmp_path / "a.yaml", tmp_path / "a-seed0", tmp_path / "log", "mark")
+    run.folder.mkdir()
+    lock = FolderLock()
+    lock.take(run.folder)
+    with pytest.raises(UserError, match="Another process is still writing to .*/a-seed0. Wait for it, or stop it."):
+        prepare_run_folder(run)
+    lock.release()
+    prepare_run_folder(run)
+    assert not run.folder.exists()
+    assert (tmp_path / "a-seed0.old").is_dir()
 
 
 @pytest.mark.slow

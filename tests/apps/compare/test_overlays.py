@@ -85,6 +85,7 @@ def test_a_method_that_cannot_run_on_the_policy_is_one_line(here):
 def test_a_race_drops_what_costs_and_keeps_the_average():
     average = {"class_path": "EMA", "init_args": {"decay": 0.9}}
     callbacks = [average, {"class_path": "lit_vgrpo.callbacks.SampleGrid"}, "SurrogateDiagnostics", "Export"]
+    callbacks += ["lightning.pytorch.callbacks.ModelCheckpoint", {"class_path": "RunCheckpoint", "init_args": {}}]
     base = {**BASE, "name": "x", "seed_everything": 3, "trainer": {"callbacks": callbacks, "max_steps": 4}}
     recipe = for_race(base, iterations=7, evaluate_every=2)
     expected = {"callbacks": [average], "max_epochs": 7, "check_val_every_n_epoch": 2, "max_steps": -1}
@@ -101,6 +102,23 @@ def test_an_edited_file_of_the_recipe_is_another_run(here):
             Path(file).write_text(text)
             marks.append(plan.fingerprint(recipe, 0))
     assert len({*marks}) == 4
+
+
+def test_other_weights_to_start_from_are_another_run(here):
+    recipe = {"model": {"policy": {"init_args": {"start_from": "pre", "checkpoint": "base"}}}}
+    files, marks = [Path("pre/checkpoints/last.ckpt"), Path("base/unet/x.safetensors"), Path("base/cache.json")], []
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        marks.append(plan.fingerprint(recipe, 0))
+        file.write_bytes(b"one")
+        marks.append(plan.fingerprint(recipe, 0))
+    assert len({*marks[:4]}) == 4
+    assert {*marks[4:]} == {marks[3]}, "no weights"
+    Path("pre/config.yaml").touch()
+    recipe["model"]["policy"]["init_args"]["start_from"] = "pre/config.yaml"
+    before = plan.fingerprint(recipe, 0)
+    files[0].write_bytes(b"others")
+    assert plan.fingerprint(recipe, 0) != before
 
 
 OF_A_UNET = ["ddpo"]
