@@ -47,9 +47,9 @@ def choose_micro_batch_size(module: TrainingModule) -> None:
     rows = islice(trainer.datamodule.training_rows(), 1000)
     prompt = max((row["prompt"] for row in rows), key=len)  # it may have more tokens than others
     trial = Trial(module, module.optimization.optimizer, sizes.plan(ranks), prompt)
-    room = -trial.most_of_ranks(-trial.room())
     with trial.without_trace():
-        trial.run(1)  # libraries allocate workspaces on first use
+        trial.taken(1)  # libraries allocate workspaces on first use
+        room = -trial.most_of_ranks(-trial.room())
         size, taken = largest_that_fits(divisors(share), room, lambda images: trial.most_of_ranks(trial.taken(images)))
     trainer.datamodule.found_micro_batch_size = size
     if trainer.is_global_zero:
