@@ -30,22 +30,45 @@ class MemoryUse:
         return f"{self.resident / 2**20:.0f} MiB{gpu}"
 
 
+_open: list[MemoryUse] = []
+"""The blocks being measured, with their highest peaks before a reset inside, such as a phase's."""
+
+
+def _restart(on_gpu: bool) -> int:
+    """Reset the peak of the GPU or of resident memory, and return what it was."""
+    peak = torch.cuda.max_memory_allocated() if on_gpu else _bytes_of("VmHWM")
+    for use in _open:
+        if on_gpu:
+            use.gpu = max(use.gpu or 0, peak)
+        else:
+            use.resident = max(use.resident, peak)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with suppress(OSError):
+            _RESET.write_text("5")
+    return peak
+
+
 @contextmanager
 def measured_memory() -> Iterator[MemoryUse]:
     """Measure the block's peak; outside of Linux, resident memory below an earlier peak is not detected."""
     use = MemoryUse()
     has_gpu = torch.cuda.is_available()
-    with suppress(OSError):
-        _RESET.write_text("5")
+    _restart(on_gpu=False)
     before = _bytes_of("VmRSS") or peak_resident_bytes()
     if has_gpu:
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        _restart(on_gpu=True)
         gpu_before = torch.cuda.memory_allocated()
-    yield use
-    use.resident = max(0, (_bytes_of("VmHWM") or peak_resident_bytes()) - before)
+    _open.append(use)
+    try:
+        yield use
+    finally:
+        _open.pop()
+    use.resident = max(0, max(use.resident, _bytes_of("VmHWM") or peak_resident_bytes()) - before)
     if has_gpu:
-        use.gpu = torch.cuda.max_memory_allocated() - gpu_before
+        use.gpu = max(use.gpu or 0, torch.cuda.max_memory_allocated()) - gpu_before
 
 
 class PeakMemory:
@@ -76,12 +99,10 @@ class PeakMemory:
         """Start a phase (an empty name for none), and return the previous one."""
         left, self._phase = self._phase, phase
         if torch.cuda.is_initialized() and torch.cuda.max_memory_reserved():
-            peak, whole = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            torch.cuda.reset_peak_memory_stats()
+            whole = torch.cuda.max_memory_reserved()
+            peak = _restart(on_gpu=True)
         else:
-            peak = whole = _bytes_of("VmHWM")
-            with suppress(OSError):
-                _RESET.write_text("5")
+            peak = whole = _restart(on_gpu=False)
         self.most = max(self.most, whole)
         if left and peak:
             self.by_phase[left] = max(self.by_phase.get(left, 0), peak)

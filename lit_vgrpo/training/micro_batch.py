@@ -47,9 +47,9 @@ def choose_micro_batch_size(module: TrainingModule) -> None:
     rows = islice(trainer.datamodule.training_rows(), 1000)
     prompt = max((row["prompt"] for row in rows), key=len)  # it may have more tokens than others
     trial = Trial(module, module.optimization.optimizer, sizes.plan(ranks), prompt)
-    room = -trial.most_of_ranks(-trial.room())
     with trial.without_trace():
-        trial.run(1)  # libraries allocate workspaces on first use
+        trial.taken(1)  # libraries allocate workspaces on first use, and the method's copies move to the device
+        room = -trial.most_of_ranks(-trial.room())
         size, taken = largest_that_fits(divisors(share), room, lambda images: trial.most_of_ranks(trial.taken(images)))
     trainer.datamodule.found_micro_batch_size = size
     if trainer.is_global_zero:
@@ -127,7 +127,9 @@ class Trial:
         kept = demand(self.module.objective, self.module.policy, self.plan).kept * latent
         optimizer_bytes = moments([local(weight) for weight in self.weights], self.optimizer)
         stored_bytes = round(kept) if self.storage_device.type == self.device.type else 0
-        return int(SAFE_SHARE * free) - optimizer_bytes - stored_bytes
+        # An update's gradients are alive from its second micro-batch on; the optimizer's temporaries take as much.
+        gradients = sum(weight.nbytes for weight in self.weights) if self.plan.micro_batches_per_update > 1 else 0
+        return int(SAFE_SHARE * free) - optimizer_bytes - stored_bytes - gradients
 
     def most_of_ranks(self, value: int) -> int:
         """Return the largest value of any rank; all ranks must call it."""

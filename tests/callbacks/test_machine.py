@@ -2,16 +2,18 @@
 
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from helpers import make_module
+from support.pretended_gpu import pretended_gpu
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_vgrpo import SD3Policy
 from lit_vgrpo.callbacks import RewardLogger
 from lit_vgrpo.policies.meta import flops_per_image
-from lit_vgrpo.system.memory import PeakMemory
+from lit_vgrpo.system.memory import PeakMemory, measured_memory
 
 
 @pytest.mark.slow
@@ -52,3 +54,25 @@ def test_each_phase_has_its_peak():
     assert memory.by_phase["large"] - memory.by_phase["small"] > 150e6
     assert memory.most >= memory.by_phase["large"]
     assert set(memory.by_phase) == {"update", "large", "small"}
+
+
+def test_a_phase_inside_a_measurement_does_not_reset_its_peak():
+    memory, peaks = PeakMemory(), [0]
+    allocator = {
+        "memory_allocated": lambda *_: 10,
+        "max_memory_allocated": lambda *_: peaks[-1],
+        "max_memory_reserved": lambda *_: 100,
+        "reset_peak_memory_stats": lambda *_: peaks.append(10),
+    }
+    with pretended_gpu(), mock.patch.multiple(torch.cuda, **allocator), measured_memory() as use:
+        with memory.during("large"):
+            peaks.append(70)
+        with memory.during("small"):
+            peaks.append(30)
+    assert use.gpu == 60
+    assert memory.by_phase == {"large": 70, "small": 30}
+    if sys.platform != "linux":
+        return
+    with measured_memory() as use, memory.during("large"):
+        torch.ones(50_000_000)
+    assert use.resident > 150e6

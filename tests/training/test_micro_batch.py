@@ -1,12 +1,16 @@
 """``data.micro_batch_size: auto``: the largest that fits, found without a trace."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from all_methods import METHODS
 from helpers import SaveAt, make_data, make_module, make_trainer, same, weights
 from hypothesis import given
 from hypothesis import strategies as st
+from support.pretended_gpu import pretended_gpu
 
-from lit_vgrpo import OptimizerConfig, SD3Policy
+from lit_vgrpo import VGRPO, DiffusionNFT, OptimizerConfig, RolloutSpec, SD3Policy
 from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.core.sizes import Sizes, divisors
 from lit_vgrpo.rewards import CLIPScore
@@ -81,6 +85,39 @@ def test_less_memory_makes_smaller_micro_batches(tiny_sd3, tmp_path, capsys, mon
     assert data.sizes.micro_batch_size == size
     assert again.global_step == trainer.global_step
     assert same(weights(resumed), weights(module))
+
+
+def test_room_is_without_copies_and_gradients(tiny_sd3, tmp_path, monkeypatch):
+    """The method's copies are on the GPU by then; an update's gradients are kept if it has several micro-batches."""
+    seen, room = [], Trial.room
+
+    def looked(trial):
+        copies = [tensor for copy in trial.module.objective.copies.values() for tensor in copy.tensors.values()]
+        several, plan = room(trial), trial.plan
+        trial.plan = replace(plan, micro_batch_size=plan.micro_batches_per_update, micro_batches_per_update=1)
+        gradients = 4 * sum(weight.numel() for weight in trial.weights)
+        seen.extend([{tensor.is_cuda for tensor in copies}, room(trial) - several - gradients])
+        raise InterruptedError
+
+    monkeypatch.setattr(Trial, "room", looked)
+    monkeypatch.setenv("PRETEND_GPU", "1")  # make_trainer reads it
+    with pretended_gpu(), pytest.raises(InterruptedError):
+        fit(tiny_sd3, tmp_path, lambda: DiffusionNFT(RolloutSpec(steps=2), kl_weight=0.1), "auto")
+    assert seen == [{True}, 0]
+
+
+class TooLarge(VGRPO):
+    """Its passes never fit into memory."""
+
+    def see(self, policy, micro, guidance):
+        if isinstance(policy, SD3Policy):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().see(policy, micro, guidance)
+
+
+def test_an_image_that_does_not_fit_is_an_error_of_all_ranks(tiny_sd3, tmp_path):
+    with pytest.raises(RuntimeError, match="not even one image fits into .* Set model.policy.gradient_checkpointing"):
+        fit(tiny_sd3, tmp_path, lambda: TooLarge(RolloutSpec(steps=2), 2), "auto")
 
 
 LINES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 500)), min_size=1)
