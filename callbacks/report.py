@@ -196,9 +196,10 @@ def _add_scores(folder: Path, iteration: int, asked: list[Asked], scores: dict[s
                 sums[name][one][0] += score
                 sums[name][one][1] += 1
     line = {"iteration": iteration, "scores": {name: list(prompt_sums.values()) for name, prompt_sums in sums.items()}}
-    opened = os.open(folder / SCORES_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    with open(opened, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    opened = os.open(folder / SCORES_NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with open(opened, "r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)  # a line cut off by a full disk or a kill, which would swallow this
+        file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
 def choose(

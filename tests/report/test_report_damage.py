@@ -10,6 +10,7 @@ from commands import report
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from lit_vgrpo.callbacks.report import _add_scores
 from lit_vgrpo.callbacks.samples import draw_grid
 from lit_vgrpo.report.page import RunPage
 from lit_vgrpo.report.run_data import LAYOUT, read_run, read_scores
@@ -177,5 +178,8 @@ def test_a_line_that_was_cut_off_is_no_damage(run, capsys):
     path.write_bytes(path.read_bytes()[:-20])
     assert reported(capsys) == (0, [])
     assert list(read_scores(Path("r"))) == [0]
+    _add_scores(path.parent, 2, [("a", ())], {"reward": [0.5]})
+    assert list(read_scores(Path("r"))) == [0, 2], "the cut line does not swallow the next one"
+    assert reported(capsys) == (0, [])
     path.write_text('{"iteration":3,"scores":{"reward":[[3e38,1],[-6e38,2]]}}\n')
     assert list(read_scores(Path("r"))) == [3]
