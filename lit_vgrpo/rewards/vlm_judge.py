@@ -24,7 +24,11 @@ from lit_vgrpo.rewards.http import Call
 from lit_vgrpo.rewards.servers import RequestError
 from lit_vgrpo.rewards.vote_store import choice_scores
 
-SCORE_PATTERN = r"(?i)final score\W*?(-?\d+(?:\.\d+)?)"
+SCORE_PATTERN = (
+    r"(?i)final score[^\w(\[]*?"
+    r"(?>[(\[][^)\]\n]*(?:[a-z\u2013]|\d\s*-)[^)\]\n]*[)\]]|[(\[])?"  # the range in brackets, or the score's bracket
+    r"[^\w(\[]*?(-?\d+(?:\.\d+)?)"
+)
 SCORE_RANGE = (1.0, 5.0)
 PROMPT_TEMPLATE = """\
 Judge how well the image was made from its caption. Look at two things.

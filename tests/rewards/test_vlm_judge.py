@@ -40,6 +40,10 @@ def score(text, finish="stop", **options):
         ("cube (object): 1\nFinal Score: 4", 4.0),
         ("**Final Score:** 3.5", 3.5),
         ("final score = 2/5", 2.0),
+        ("**Final Score (1-5): 4**", 4.0),
+        ("Final Score [1 to 5]\n4.5", 4.5),
+        ("**Final score** (out of 5) = 3/5", 3.0),
+        ("Final Score: (2)\n5 elements are missing.", 2.0),
         ("Final Score: 5. On second thoughts.\nFinal Score: 1.25", 1.25),
     ],
 )
@@ -47,7 +51,7 @@ def test_the_last_score_of_the_answer_counts(text, expected):
     assert score(text) == (expected, {}, None)
 
 
-@pytest.mark.parametrize("text", ["I would\nrather not say.", None, "Final Score: 10"])
+@pytest.mark.parametrize("text", ["I would\nrather not say.", None, "Final Score: 10", "Final Score (1\u20135): good"])
 def test_an_answer_without_a_valid_score_is_a_counted_failure(text):
     result, counts, failure = score(text, finish="length")
     assert np.isnan(result)
