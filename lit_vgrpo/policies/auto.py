@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -46,6 +46,7 @@ from lit_vgrpo.policies.loading import (
 )
 from lit_vgrpo.policies.meta import NotEstimated
 from lit_vgrpo.policies.modular import as_pipeline, has_modular_index, part_folder
+from lit_vgrpo.policies.placement import waiting
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.policies.unet import PREDICTIONS, SNR_SHIFT, VP_SOLVERS, vp_misfit, vp_scheduler
 from lit_vgrpo.policies.watching import (
@@ -741,7 +742,8 @@ class AutoPolicy(Policy):
         """Return the arguments with which the pipeline sets its scheduler's times."""
         key = (*self._size_key(), steps)
         if key not in self._schedules:
-            self._schedules[key] = self.learner.call(WORDS[0], steps, last=1).schedule
+            with waiting(self.network) if self.offload_network else nullcontext():  # the call needs the encoders
+                self._schedules[key] = self.learner.call(WORDS[0], steps, last=1).schedule
         return self._schedules[key]
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
