@@ -64,6 +64,8 @@ class RunSummary(L.Callback):
                 self._outcome = "interrupted"
             elif trainer.current_epoch and trainer.max_epochs and trainer.max_epochs > 0:
                 self._outcome = "stopped early"
+        if self._outcome == "finished" and any(one.unsaved for one in callbacks_of(trainer, RunCheckpoint)):
+            self._outcome = "unsaved"  # its weights are older than its last iteration
         if pl_module.evaluator.step != trainer.global_step:
             # The last evaluation may be several iterations old.
             with averaged_weights(trainer, pl_module):

@@ -70,7 +70,7 @@ class RecipeCLI(LightningCLI):
 
     def __init__(self, recipe: Recipe, make_folder: bool = True, elsewhere: bool = False) -> None:
         self.recipe, self.make_folder, self.elsewhere = recipe, make_folder, elsewhere
-        self.folder, self.lock = Path(), FolderLock()
+        self.folder, self.made, self.lock = Path(), list[Path](), FolderLock()
         self.checkpoints, self.guard = RunCheckpoint(), ResumeGuard()
         self.resumption: Resumption | None = None
         self.allowed_changes: list[str] = []
@@ -78,17 +78,21 @@ class RecipeCLI(LightningCLI):
         self.unscorable: list[UnscorablePrompts] = []
         # Only save_hyperparameters() reads it, which neither class calls; making it takes a tenth of the building time.
         self.config_dump: dict[str, Any] = {}
-        super().__init__(
-            VGRPOModule,
-            PromptDataModule,
-            save_config_callback=None,
-            trainer_defaults=TRAINER_DEFAULTS,
-            seed_everything_default=0,
-            parser_kwargs={"exit_on_error": False},
-            args=copy.deepcopy(recipe.values),  # which the parser changes
-            run=False,
-            auto_configure_optimizers=False,
-        )
+        try:
+            super().__init__(
+                VGRPOModule,
+                PromptDataModule,
+                save_config_callback=None,
+                trainer_defaults=TRAINER_DEFAULTS,
+                seed_everything_default=0,
+                parser_kwargs={"exit_on_error": False},
+                args=copy.deepcopy(recipe.values),  # which the parser changes
+                run=False,
+                auto_configure_optimizers=False,
+            )
+        except BaseException:  # also Ctrl-C
+            self.give_back()
+            raise
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -116,6 +120,9 @@ class RecipeCLI(LightningCLI):
             # A config.yaml may have moved, with its folder, away from the run_dir that it names.
             named = None if command.recipe.name == CONFIG_NAME else self.config.run_dir
             folder = typed_path(resumed_folder(command.recipe, typed.get("run_dir") or named))
+            if self.make_folder and is_first_process() and (folder / CONFIG_NAME).is_file():
+                self.folder = folder
+                self.lock.take(folder)  # before: a run that is ending saves more
             self.resumption = last_good_checkpoint(folder, report_on_first)
             self.resumption.check(typed.get("ckpt_path"))
             if self.resumption.checkpoint is not None:
@@ -132,15 +139,11 @@ class RecipeCLI(LightningCLI):
     @override
     def instantiate_classes(self) -> None:
         trains = self.make_folder  # before it is narrowed to the first rank
-        try:
-            super().instantiate_classes()
-            self.datamodule.read_for(self.model.policy)
-            if trains or self.ckpt_path is not None:
-                self.guard.carry(self.plain_recipe(), self.recipe.texts)
-            self._check_checkpoint()
-        except BaseException:  # also Ctrl-C
-            self.give_back()
-            raise
+        super().instantiate_classes()
+        self.datamodule.read_for(self.model.policy)
+        if trains or self.ckpt_path is not None:
+            self.guard.carry(self.plain_recipe(), self.recipe.texts)
+        self._check_checkpoint()
 
     def plain_recipe(self) -> dict[str, Any]:
         """Return the recipe as plain values, with defaults as the classes resolve them."""
@@ -196,7 +199,6 @@ class RecipeCLI(LightningCLI):
                 callbacks=self._callbacks(as_list(settings.callbacks, Callback)),
             )
         except (MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
-            self.give_back()
             raise UserError(recipe_error(error, {"trainer": self.recipe.values.get("trainer")}, {})) from error
 
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:

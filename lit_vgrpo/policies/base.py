@@ -458,10 +458,13 @@ class Policy(nn.Module):
         chosen = self.scheduler(spec.ode_solver(self.solvers), spec.steps)
         kind, config, own = type(chosen), chosen.config, self.pipeline.scheduler
         defaults = {name: option.default for name, option in inspect.signature(kind).parameters.items()}
-        if kind is type(own) and all(config[name] == own.config.get(name) for name in defaults):
-            return []
-        given = [f"{name}={config[name]!r}" for name in defaults if config[name] != defaults[name]]
-        return [f"pipe.scheduler = diffusers.{kind.__name__}({', '.join(given)})"]
+        lines = []
+        if kind is not type(own) or any(config[name] != own.config.get(name) for name in defaults):
+            given = [f"{name}={config[name]!r}" for name in defaults if config[name] != defaults[name]]
+            lines.append(f"pipe.scheduler = diffusers.{kind.__name__}({', '.join(given)})")
+        if (chosen.timesteps[:2].diff() == 0).any():  # most pipelines would start at the second of two that are equal
+            lines.append("pipe.scheduler.index_for_timestep = lambda *_: 0")
+        return lines
 
     @contextmanager
     def sized(self, height: int | None, width: int | None) -> Iterator[None]:

@@ -85,7 +85,8 @@ class EmbeddingCache:
         except OSError:
             return None
         if content[:CRC_BYTES] != _crc(path, content[CRC_BYTES:]):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # it cannot be removed from a read-only disk
+                path.unlink()
             return None
         with suppress(OSError):  # another user's, or already deleted
             os.utime(path)
@@ -111,8 +112,11 @@ class EmbeddingCache:
                 self._make_room(size)
                 for path, content in files.items():  # without fsync: the checksum detects a file torn by a power cut
                     draft = path.with_name(f"{path.stem}-{uuid.uuid4().hex}{SUFFIX}")
-                    draft.write_bytes(content)
-                    os.replace(draft, path)
+                    try:
+                        draft.write_bytes(content)
+                        os.replace(draft, path)
+                    finally:
+                        draft.unlink(missing_ok=True)  # a part, on a full disk
             except OSError as error:
                 self._writes = False
                 warnings.warn(f"Cannot cache embeddings in {self.folder}: {one_line(error)}.", stacklevel=2)

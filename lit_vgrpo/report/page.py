@@ -40,7 +40,7 @@ PIXEL_ART = 128
 SUMS = ("reward", verdict.UNTRAINED)
 """Scores that a gallery leaves out if they are those of a single reward."""
 REASONS = {"best": "Best", "worst": "Worst", "disagreement": "Rewards disagree most"}
-UNDONE = ("failed", "interrupted", run_data.UNFINISHED)
+UNDONE = ("failed", "interrupted", "unsaved", run_data.UNFINISHED)
 """Outcomes after which a run may continue."""
 GRID = re.compile(r"before|after|iteration_\d+")
 """Names of sample grids, without their suffix."""

@@ -16,7 +16,7 @@ from lit_vgrpo.core.pixels import encode_png, to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.errors import counted, say, shell_line
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
-from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
+from lit_vgrpo.rewards.vote_store import FILE_NAME, Progress, VoteStore, VoteStoreError
 from lit_vgrpo.system.signals import is_stop_requested
 
 POLL_S = 0.25
@@ -79,9 +79,8 @@ class VoteReward(Reward):
         rank, num_ranks = rank_and_world_size()
         try:
             numbers = self._store.publish(asked, self.images_per_vote, self.voters, rank, num_ranks)
-            self._wait(self._store, announces=rank == 0)
-            progress, scores = self._store.progress(numbers), self._store.scores(numbers)
-            self._store.close(numbers)
+            progress = self._wait(self._store, numbers, announces=rank == 0)
+            scores = self._store.scores(numbers)
         except VoteStoreError as error:
             raise RewardOutage(str(error)) from error
         self._counts = {"given": progress.given, "skipped": progress.skipped}
@@ -96,14 +95,15 @@ class VoteReward(Reward):
         """End a wait in another thread."""
         self._is_closed.set()
 
-    def _wait(self, store: VoteStore, announces: bool) -> None:
-        """Wait until there are enough votes on the images of all ranks.
+    def _wait(self, store: VoteStore, numbers: list[int], announces: bool) -> Progress:
+        """Wait until there are enough votes on the images of all ranks, and close the groups of this one.
 
         A rank that continued alone would time out in the next collective while people vote on the others' images.
         """
         self._is_closed.clear()
-        while (progress := store.progress()).given < progress.needed:
+        while (given := store.close(numbers)) is None:
             if announces and not self._was_announced:
+                progress = store.progress()
                 left = counted(progress.needed - progress.given, "vote")
                 opening = shell_line("lightning", "vote", store.path.parent)
                 page = "" if self.is_served else f" Open the voting page: {opening}"
@@ -111,3 +111,4 @@ class VoteReward(Reward):
                 self._was_announced = True
             if self._is_closed.wait(POLL_S) or is_stop_requested():
                 raise KeyboardInterrupt  # people may take hours: save the run and ask again on resume
+        return given

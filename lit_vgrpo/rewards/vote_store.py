@@ -66,6 +66,14 @@ class Progress:
     needed: int
     skipped: int  # votes without a choice
 
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Progress:
+        return cls(
+            given=sum(group.given for group in groups),
+            needed=sum(len(group.comparisons) * group.voters for group in groups),
+            skipped=sum(list(votes.values()).count(None) for group in groups for votes in group.votes.values()),
+        )
+
 
 @dataclass
 class Group:
@@ -151,9 +159,15 @@ class VoteStore:
                     (key, prompt, json.dumps(order), owner, voters),
                 )
                 numbers.append(int(added.fetchone()[0]))
+                asked = [json.dumps(shown) for shown in comparisons(order, images_per_vote)]
+                db.execute(  # those of another size, from an earlier part of the run
+                    f"DELETE FROM comparisons WHERE group_id = ? AND images NOT IN ({', '.join('?' * len(asked))})"
+                    " AND id NOT IN (SELECT comparison FROM votes)",
+                    (numbers[-1], *asked),
+                )
                 db.executemany(
                     "INSERT OR IGNORE INTO comparisons (group_id, images) VALUES (?, ?)",
-                    [(numbers[-1], json.dumps(shown)) for shown in comparisons(order, images_per_vote)],
+                    [(numbers[-1], shown) for shown in asked],
                 )
         return numbers
 
@@ -162,22 +176,24 @@ class VoteStore:
         with self._transaction() as db:
             return [group.scores() for group in _groups(db, numbers)]
 
-    def close(self, numbers: Sequence[int]) -> None:
-        """End the voting on groups and delete their images; votes stay."""
+    def close(self, numbers: Sequence[int]) -> Progress | None:
+        """End the voting on groups, delete their images and return their progress; votes stay.
+
+        It does nothing and returns ``None`` while votes are missing, on these groups or on any other that is open.
+        """
         with self._transaction() as db:
-            for group in _groups(db, numbers):
+            groups, waiting = _groups(db, numbers), Progress.of(_groups(db))
+            if waiting.given < waiting.needed:
+                return None
+            for group in groups:
                 db.execute("UPDATE groups SET is_open = 0 WHERE id = ?", (group.id,))
                 db.executemany("UPDATE images SET png = NULL WHERE id = ?", [(image,) for image in group.images])
+        return Progress.of(groups)
 
     def progress(self, numbers: Sequence[int] | None = None) -> Progress:
         """Return the progress of some groups, by default of all that are open."""
         with self._transaction() as db:
-            groups = _groups(db, numbers)
-        return Progress(
-            given=sum(group.given for group in groups),
-            needed=sum(len(group.comparisons) * group.voters for group in groups),
-            skipped=sum(list(votes.values()).count(None) for group in groups for votes in group.votes.values()),
-        )
+            return Progress.of(_groups(db, numbers))
 
     def next_comparison(self, voter: str) -> Comparison | None:
         """Return a voter's next comparison, if any: fewest votes first, among equals in each voter's own order."""

@@ -199,6 +199,12 @@ def test_a_run_that_ends_far_below_its_start_has_diverged(tiny_sd3, tmp_path, fa
     assert ("2.0 times the standard deviation of the first evaluation's rewards." in reason) == (outcome == "diverged")
 
 
+def test_a_run_whose_last_weights_could_not_be_saved_is_not_finished(tiny_sd3, tmp_path, monkeypatch):
+    monkeypatch.setattr(RunCheckpoint, "_write", lambda *args: "Cannot save.")
+    fit(tiny_sd3, tmp_path, [RunSummary(), RunCheckpoint()], 1, trainer={"enable_checkpointing": True})
+    assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "unsaved"
+
+
 def test_a_failed_run_leaves_a_summary(tiny_sd3, tmp_path):
     module = make_module(tiny_sd3)
     module.collect = None

@@ -3,6 +3,7 @@
 import os
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +112,23 @@ def test_a_damaged_file_or_one_under_the_name_of_another_is_removed_and_its_row_
         assert name not in files(tmp_path)
     made.write(texts(1), rows(texts(1)))
     assert_holds(made, texts(1, 2))
+
+
+def test_a_disk_that_is_read_only_or_full_costs_only_rows(tmp_path, monkeypatch):
+    filled(tmp_path, 1)
+    (name,) = files(tmp_path)
+    (tmp_path / name).write_bytes(b"damaged")
+
+    def refuse(*args, **named):
+        raise OSError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        assert cache(tmp_path).read(texts(1)) == [None]
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.warns(UserWarning, match="Cannot cache embeddings in "):
+        cache(tmp_path).write(texts(2), rows(texts(2)))
+    assert [*files(tmp_path)] == [name], "no draft is left"
 
 
 def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):

@@ -1,5 +1,7 @@
 """The solvers of diffusers, as the policies set them up."""
 
+from types import SimpleNamespace
+
 import diffusers
 import pytest
 import torch
@@ -149,6 +151,13 @@ def test_a_unets_repeated_timesteps_are_walked_to_their_end(families, monkeypatc
     for timestep in scheduler.timesteps:
         z = scheduler.step(z, timestep, z, return_dict=False)[0]
     assert scheduler.step_index == 40
+    pipe = SimpleNamespace(scheduler=None)
+    for line in policy.scheduler_lines(RolloutSpec("dpm++", 40)):  # of a model card
+        exec(line, {"pipe": pipe, "diffusers": diffusers})
+    pipe.scheduler.set_timesteps(40)
+    for timestep in pipe.scheduler.timesteps:
+        z = pipe.scheduler.step(z, timestep, z, return_dict=False)[0]
+    assert pipe.scheduler.step_index == 40
 
 
 @pytest.mark.parametrize("solver", ["dpm++", "unipc"])

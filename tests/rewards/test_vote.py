@@ -90,18 +90,27 @@ def test_a_vote_can_be_undone_until_it_is_used_and_a_skip_counts(store):
     assert (store.progress().given, store.progress().skipped) == (1, 1)
     assert store.undo("ann") == comparison
     assert store.progress().given == 0
+    assert store.close(numbers) is None, "undone since the end of the wait"
     with pytest.raises(VoteRefused, match="These images do not exist"):
         store.vote(comparison.id, "ann", "b0")
     store.vote(comparison.id, "ann", "a0")
     with pytest.raises(VoteRefused, match="You have already voted on these images"):
         store.vote(comparison.id, "ann", "a1")
-    store.close(numbers)
+    assert store.close(numbers).given == 1
     with pytest.raises(VoteRefused, match="training has used it"):
         store.undo("ann")
     with pytest.raises(VoteRefused, match="Voting on these images has ended"):
         store.vote(comparison.id, "bob", "a0")
     assert store.image("a0") is None
     assert store.scores(numbers)[0]["a0"] == pytest.approx(-store.scores(numbers)[0]["a1"])
+
+
+def test_another_size_replaces_the_comparisons_without_votes(store):
+    for size, needed in ((2, 3), (4, 2), (2, 3)):  # with the pair that is answered
+        store.publish(groups(4, "a"), size)
+        if not store.progress().given:
+            store.vote(store.next_comparison("ann").id, "ann", None)
+        assert (store.progress().given, store.progress().needed) == (1, needed)
 
 
 def test_a_rank_closes_its_own_groups_and_those_of_ranks_that_are_gone(store):

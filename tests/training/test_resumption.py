@@ -15,8 +15,10 @@ import yaml
 from commands import run
 from helpers import same
 
+from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.launch.build import build
+from lit_vgrpo.launch import recipe_cli
+from lit_vgrpo.launch.build import build, build_recipe
 from lit_vgrpo.system.paths import DRAFT_PREFIX, draft_of
 from lit_vgrpo.training.folder import FolderLock, release
 from lit_vgrpo.training.resume import last_good_checkpoint
@@ -149,6 +151,20 @@ def test_a_folder_that_is_in_use(tiny_recipe, capsys):
     assert "Cannot write to run: Is a directory." in capsys.readouterr().err
     Path("run/.lock").rmdir()
     assert run(["run/config.yaml", "--resume", "trainer.max_epochs=2"]) == 0
+
+
+def test_the_folder_is_locked_before_its_checkpoints_are_read(tiny_recipe, monkeypatch):
+    def read(*args):
+        with pytest.raises(UserError, match="Another process is still writing"):
+            FolderLock().take(Path("run"))
+        raise UserError("read")
+
+    monkeypatch.setattr(recipe_cli, "last_good_checkpoint", read)
+    Path("run").mkdir()
+    shutil.copy(tiny_recipe, "run/config.yaml")
+    with pytest.raises(UserError, match="^read$"):
+        build_recipe(read_recipe(Command.parse(["run/config.yaml"], resume=True)))
+    FolderLock().take(Path("run"))  # given back after the error
 
 
 def test_a_run_that_is_refused_leaves_the_folder_to_its_owner(tiny_recipe, capsys):
