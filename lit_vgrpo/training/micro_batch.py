@@ -125,10 +125,11 @@ class Trial:
             free = available_bytes() // max(1, self.module.trainer.num_devices)
         latent = 4 * torch.Size(self.module.policy.latent_shape).numel()
         kept = demand(self.module.objective, self.module.policy, self.plan).kept * latent
-        optimizer_bytes = moments([local(weight) for weight in self.weights], self.optimizer)
+        own = [local(weight) for weight in self.weights]
+        optimizer_bytes = moments(own, self.optimizer)
         stored_bytes = round(kept) if self.storage_device.type == self.device.type else 0
         # An update's gradients are alive from its second micro-batch on; the optimizer's temporaries take as much.
-        gradients = sum(weight.nbytes for weight in self.weights) if self.plan.micro_batches_per_update > 1 else 0
+        gradients = sum(weight.nbytes for weight in own) if self.plan.micro_batches_per_update > 1 else 0
         return int(SAFE_SHARE * free) - optimizer_bytes - stored_bytes - gradients
 
     def most_of_ranks(self, value: int) -> int:
