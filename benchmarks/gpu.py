@@ -62,6 +62,14 @@ OPTIONS = (
 COMPILED = ((LORA, BF16, "model.policy.compile=true"),)
 """On a GPU alone: a CPU's compiler takes minutes for them."""
 
+PEAKS = (
+    ("tiny_shapes", LORA, "model.policy.offload_encoders=true", "model.policy.offload_network=true"),
+    ("tiny_shapes", "model.policy.decode_dtype=auto"),
+    ("tiny_shapes", "model.objective=DiffusionNFT", "model.objective.kl_weight=0.1", "data.micro_batch_size=auto"),
+    ("tiny_shapes", "model.policy.dtype=float16", "trainer.precision=16-mixed"),
+    ("tiny_unet", "model.policy.channels_last=true"),
+)
+
 Row = dict[str, Any]
 
 
@@ -291,14 +299,26 @@ def _phases(place: Place, recipe: str, *words: str) -> Row:
     return {**seconds, "iteration: s": found["iteration"], "outside the network's passes": found["outside"], **peak}
 
 
+def peaks(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """The estimate against the peak with options of memory and precision, on tiny weights."""
+    for recipe, *words in PEAKS if place.is_gpu else PEAKS[:1]:
+        given = [recipe, place.accelerator, *place.small, *words]
+        yield " ".join([recipe, *words]), lambda g=given: _with_peak(place, g)[1]
+
+
 def _iteration(place: Place, *words: str, recipe: str = "sd3_pickscore") -> tuple[dict[str, Any], Row]:
-    """Return ``overhead.py``'s result for one real iteration, and the estimated and measured peak memory."""
+    """Return :func:`_with_peak` for one real iteration."""
+    return _with_peak(place, [*real_recipe(place, recipe), *words])
+
+
+def _with_peak(place: Place, words: list[str]) -> tuple[dict[str, Any], Row]:
+    """Return ``overhead.py``'s result for one iteration, and the estimated and measured peak memory."""
     import overhead
 
     from lit_vgrpo.apps.memory.estimate import estimate
     from lit_vgrpo.launch.build import build
 
-    given = [*real_recipe(place, recipe), *words, "data.heldout=null"]
+    given = [*words, "data.heldout=null"]
     cli = build([*given, f"run_dir={place.folder / 'estimated'}"], make_folder=False)
     device, is_given = torch.device(place.device), "data.micro_batch_size=auto" not in words
     row = {"estimated GiB": estimate(cli, device).peak / 2**30} if is_given else {}
@@ -487,7 +507,7 @@ def as_typed(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
 # --- the script ---
 
 PARTS = {"runs": runs, "answers": answers, "speed": speed, "memory": memory, "iteration": iteration, "race": race}
-PARTS["as_typed"] = as_typed
+PARTS |= {"peaks": peaks, "as_typed": as_typed}
 
 
 def measured(

@@ -26,7 +26,15 @@ def gpu():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    ["speed", "iteration", "runs", "memory", "answers", pytest.param("as_typed", marks=pytest.mark.timeout(900))],
+    [
+        "speed",
+        "iteration",
+        "runs",
+        "memory",
+        "answers",
+        "peaks",
+        pytest.param("as_typed", marks=pytest.mark.timeout(900)),
+    ],
 )
 def test_every_step_has_figures(gpu, part, here):
     words = ("cpu", str(here), "48", ",".join(gpu.Place.recipes), str(BENCHMARKS.parent), "540")
