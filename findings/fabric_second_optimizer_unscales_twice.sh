@@ -49,7 +49,7 @@ def build(kind):
 
 
 def loss_of(networks, gradient):
-    """Return a loss of which each weight's gradient is the given one (outputs have a small factor for float16)."""
+    """Return a loss of which each weight's gradient is the given one."""
     inputs = torch.ones(2, 4)
     return sum((network(inputs).float() * gradient).mean() for network in networks)
 
