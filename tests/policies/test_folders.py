@@ -400,7 +400,7 @@ def test_encoders_without_values_are_refused_at_the_first_prompts(families, tmp_
     policy = families(name).load(folder)
     policy.encode(["dogs"])
     for _ in range(2):
-        with pytest.raises(LoadError, match="'not a red circle' and 'a red circle not' have the same embedding: [CQ]"):
+        with pytest.raises(LoadError, match="'a cat on a dog' and 'a dog on a cat' have the same embedding: [CQ]"):
             policy.encode(["a red circle", "a blue square"])
 
 
