@@ -64,6 +64,12 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path, monkeypatch)
     assert sum(isinstance(callback, RewardLogger) for callback in trainer.callbacks) == 1
 
 
+def test_another_default_type_of_torch_is_named_before_anything_is_loaded(tiny_sd3, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    with pytest.raises(ValueError, match=r"torch's default type is torch.float64\."):
+        make_trainer(tmp_path).fit(make_module(tiny_sd3), datamodule=make_data())
+
+
 def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):
     with pytest.raises(RuntimeError, match="datamodule=PromptDataModule"):
         make_trainer(tmp_path).fit(make_module(tiny_sd3), DataLoader([1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 
+import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -65,6 +66,8 @@ def set_up(module: TrainingModule) -> None:
 
 def errors_under(module: TrainingModule, trainer: Trainer, sizes: Sizes, has_heldout: bool) -> list[str]:
     """Return the module's errors and those that depend on the trainer or on held-out prompts."""
+    if (dtype := torch.get_default_dtype()) != torch.float32:
+        return [f"torch's default type is {dtype}. Training needs torch.set_default_dtype(torch.float32)."]
     ranks, optimization = image_ranks(trainer)[1], module.optimization
     launcher, algorithm = launcher_error(trainer.num_devices * trainer.num_nodes), module.gradient_clip_algorithm
     errors = [
