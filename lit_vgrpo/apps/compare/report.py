@@ -179,8 +179,14 @@ def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Seq
         parts += [f"## To reach {target:g}", markdown_table(table)]
         if (start := runs["start"].max()) >= target:
             parts.append(f"The start, {reward_cell(start)}, already reaches it. Choose a higher target.")
-    if searches := [f"- {one.method}: {one.budget or 'unknown'}" for one in entrants if one.settings == "tuned"]:
+    tuned = {one.method: one.budget for one in entrants if one.settings == "tuned"}
+    if tuned:
+        searches = [f"- {method}: {budget or 'unknown'}" for method, budget in tuned.items()]
         parts += ["## Search for the tuned settings", "\n".join(searches)]
+    if len({budget and budget.prompts for budget in tuned.values()}) > 1:
+        parts.append(
+            "**The searches had different tasks.** Compare published settings, or search on this task for all."
+        )
     warning = [ONE_SEED] if len(options.seeds) == 1 else []
     text = "\n\n".join([*warning, *parts, *_failed(curves), NOTE])
     evaluations = evaluation_table(curves)

@@ -137,6 +137,7 @@ def test_the_files_of_a_race(here):
     text = write_race(options, found, [curve("vgrpo", s, [0.2, 0.9]) for s in range(2)])
     assert "- vgrpo: 8 points x 2 seeds x 30 iterations" in text
     assert "One seed" not in text
+    assert "The searches had different tasks" not in text
     saved = json.loads((here / "compare.json").read_text())
     assert saved["seeds"] == [0, 1]
     assert saved["versions"]["torch"]
@@ -156,6 +157,9 @@ def test_the_files_of_a_race(here):
     markdown = (here / "compare.md").read_text()
     assert options.line in markdown
     assert text in markdown
+    found.append(Entrant("nft", "tuned", {}, budget=Budget(8, 2, 30, "tiny_unet")))
+    again = write_race(options, found, [curve("vgrpo", s, [0.2, 0.9]) for s in range(2)])
+    assert "The searches had different tasks" in again
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
