@@ -185,7 +185,7 @@ def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Seq
         parts += ["## Search for the tuned settings", "\n".join(searches)]
     if len({budget and budget.prompts for budget in tuned.values()}) > 1:
         parts.append(
-            "**The searches had different tasks.** Compare published settings, or search on this task for all."
+            "**The searches had different tasks.** Compare published settings, or search on this task."
         )
     warning = [ONE_SEED] if len(options.seeds) == 1 else []
     text = "\n\n".join([*warning, *parts, *_failed(curves), NOTE])
