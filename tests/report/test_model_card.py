@@ -1,6 +1,7 @@
 """The model card that every export carries: what hubs read in its head, and what people read below."""
 
 import json
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
     assert run(["runs/tiny/config.yaml", "--resume", "trainer.max_epochs=2", f"trainer.callbacks={CALLBACKS}"]) == 0
     assert export(["runs/tiny", "--to=out"]) == 0
     code = capsys.readouterr().out
-    assert " after 2 iterations (EMA weights)." in code
+    assert re.search(r" after 2 iterations: \S+ \[.+\] \(EMA weights\)\.", code)
     assert "Measured on the EMA weights" in Path("runs/tiny/report.html").read_text()
     end = json.loads(Path("runs/tiny/summary.json").read_text())
     for folder in (Path("runs/tiny/export"), Path("out")):

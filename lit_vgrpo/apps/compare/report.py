@@ -184,9 +184,7 @@ def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Seq
         searches = [f"- {method}: {budget or 'unknown'}" for method, budget in tuned.items()]
         parts += ["## Search for the tuned settings", "\n".join(searches)]
     if len({budget and budget.prompts for budget in tuned.values()}) > 1:
-        parts.append(
-            "**The searches had different tasks.** Compare published settings, or search on this task."
-        )
+        parts.append("**The searches had different tasks.** Compare published settings, or search on this task.")
     warning = [ONE_SEED] if len(options.seeds) == 1 else []
     text = "\n\n".join([*warning, *parts, *_failed(curves), NOTE])
     evaluations = evaluation_table(curves)
