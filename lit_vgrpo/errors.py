@@ -42,7 +42,7 @@ class RaisedOnAllRanks(Exception):
 
 
 class RewardErrorOfAll(RaisedOnAllRanks, RewardError):
-    """A reward failed on so many images that every rank ends the run."""
+    """A reward failed on every image, or on one where none may fail, so that every rank ends the run."""
 
 
 class NotFiniteError(RaisedOnAllRanks, FloatingPointError):
