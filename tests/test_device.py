@@ -9,6 +9,7 @@ from lit_vgrpo.core.records import Stopwatch, timed
 from lit_vgrpo.core.sharding import write
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.system.memory import idle_gpu
+from lit_vgrpo.training.settings import crowding_warning
 
 
 @pytest.fixture
@@ -32,8 +33,9 @@ def test_a_gpu_that_is_not_used_is_named(tiny_recipe, gpu):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_processes_that_share_a_core_are_named(tiny_recipe, monkeypatch, devices):
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    lines = build([str(tiny_recipe), f"trainer.devices={devices}"], make_folder=False).opening()
-    assert ("WARNING: 2 processes share 1 CPU core. Lower trainer.devices." in lines) == (devices == 2)
+    trainer = build([str(tiny_recipe), f"trainer.devices={devices}"], make_folder=False).trainer
+    said = "2 processes share 1 CPU core. Lower trainer.devices."
+    assert crowding_warning(trainer) == (said if devices == 2 else None)
 
 
 def test_a_phase_ends_when_the_gpu_is_done(gpu):

@@ -19,7 +19,6 @@ from lit_vgrpo.config.tree import apply_override
 from lit_vgrpo.data.benchmark import Benchmark, read_benchmark
 from lit_vgrpo.data.benchmark_prompts import read_rows
 from lit_vgrpo.errors import UserError, counted, say, suggestion
-from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.options import Evaluate
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import config_folder, find_pipeline_class
@@ -28,6 +27,7 @@ from lit_vgrpo.report.run_data import BENCHMARKS
 from lit_vgrpo.system.hub import LoadError, base_name, local_folder
 from lit_vgrpo.system.paths import import_from_here, typed_path, write_atomically
 from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights, checkpoint_hash, start_hashes
+from lit_vgrpo.training.settings import UnscorablePrompts
 
 POLICY = "model.policy"
 

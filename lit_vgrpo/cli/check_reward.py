@@ -36,6 +36,7 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import measured_memory
 from lit_vgrpo.system.paths import typed_path
 from lit_vgrpo.training.saved_weights import load_policy
+from lit_vgrpo.training.settings import find_unscorable
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
 NOISE, ROUNDING = 0.1, 1e-3  # shares of the scores' std and size by which a score may change from call to call
@@ -53,7 +54,7 @@ def check_reward(options: CheckReward) -> int:
     reward = cli.model.evaluator.observed
     if errors := [*reward.check(), *cli.datamodule.check(), *([] if files else cli.model.policy.check())]:
         raise UserError(*errors)
-    unscorable, strict = cli.find_unscorable(), cli.model.failed_images == "stop"
+    unscorable, strict = find_unscorable(cli.model, cli.datamodule), cli.model.failed_images == "stop"
     if refused := [error for found in unscorable for error in found.refused(any_failure=strict)]:
         raise UserError(*refused)
     rows = [row for row in training_rows(cli, num_prompts) for _ in range(each)]

@@ -16,11 +16,11 @@ from lit_vgrpo.config.recipe import shipped_overlays
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.errors import UserError, counted, say, score_text, shell_line
 from lit_vgrpo.launch.build import NO_REWARD, build_reward
-from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.options import Score
 from lit_vgrpo.rewards import Scores
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import bar
+from lit_vgrpo.training.settings import UnscorablePrompts
 
 OUT_KINDS = (".json", ".csv")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -15,7 +14,6 @@ from lit_vgrpo.core.pictures import PICTURE, named_pictures, picture_files, pict
 from lit_vgrpo.errors import counted, suggestion, unknown_option
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.prompt_encoder import size_error
-from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.training.settings import unfit_callbacks
 
 OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
@@ -118,39 +116,3 @@ def picture_errors(
             if (error := size_error(policy, picture_size(file))) is not None:
                 return [f"{file}, of {where}, {error}"]
     return []
-
-
-@dataclass
-class UnscorablePrompts:
-    """Prompts of a run that its rewards cannot score."""
-
-    what: str = "prompts"  # in messages
-    prompts: int = 0  # number that was checked
-    unknown: list[str] = field(default_factory=list)  # errors of rows that name an unknown reward
-    of_reward: dict[str, list[str]] = field(default_factory=dict)  # errors of prompts, by the reward's name
-
-    @classmethod
-    def of(cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts") -> UnscorablePrompts:
-        """Check every prompt with every reward that applies to it."""
-        rows = list(rows)
-        found = cls(what, unknown=reward.name_errors(rows))
-        for row in rows:
-            found.prompts += 1
-            for name, error in reward.errors_of_prompt(row["prompt"], dict(row)).items():
-                found.of_reward.setdefault(name, []).append(error)
-        return found
-
-    def lines(self) -> list[str]:
-        """Return a line for each reward that cannot score some prompts."""
-        return [
-            f'Reward "{name}" cannot score {len(errors)} of {self.prompts} {self.what}. The first: {errors[0]}'
-            for name, errors in self.of_reward.items()
-        ]
-
-    def refused(self, any_failure: bool) -> list[str]:
-        """Return the errors that stop a run: with ``any_failure`` one prompt is enough, otherwise all have to fail."""
-        if any_failure:
-            return [*self.unknown, *self.lines()]
-        counts = map(len, self.of_reward.values())
-        hopeless = [line for count, line in zip(counts, self.lines(), strict=True) if count == self.prompts]
-        return [*self.unknown, *hopeless]

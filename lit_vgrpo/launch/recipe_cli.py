@@ -29,8 +29,8 @@ from lit_vgrpo.config.recipe import FOUND_IN, Recipe
 from lit_vgrpo.config.tree import replaced
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import UserError, counted, shell_line
-from lit_vgrpo.launch.checks import LINKED, UnscorablePrompts, callback_errors, metric_errors, picture_errors
+from lit_vgrpo.errors import UserError, shell_line
+from lit_vgrpo.launch.checks import LINKED, callback_errors, metric_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.hub import with_one_download
 from lit_vgrpo.system.memory import device_name, idle_gpu
@@ -51,7 +51,7 @@ from lit_vgrpo.training.resume import (
     resumed_folder,
 )
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
-from lit_vgrpo.training.settings import errors_under, gradient_note
+from lit_vgrpo.training.settings import errors_under, gradient_note, prompt_errors
 from lit_vgrpo.training.strategies import AbsentGPU
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
@@ -75,7 +75,6 @@ class RecipeCLI(LightningCLI):
         self.resumption: Resumption | None = None
         self.allowed_changes: list[str] = []
         self.continued: list[str] = []  # a line for each tracker
-        self.unscorable: list[UnscorablePrompts] = []
         # Only save_hyperparameters() reads it, which neither class calls; making it takes a tenth of the building time.
         self.config_dump: dict[str, Any] = {}
         try:
@@ -229,24 +228,9 @@ class RecipeCLI(LightningCLI):
         chosen = as_list(self.config_init.trainer.callbacks, Callback)
         errors = errors_under(model, self.trainer, data.sizes, data.has_heldout)
         of_data = data.check(ranks) or self._picture_errors()
-        if not of_data:
-            self.unscorable = self.find_unscorable()
-            errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
-            errors += [*filter(None, map(model.objective.row_error, map(copy.deepcopy, data.training_rows())))][:1]
-        errors += [*of_data, *callback_errors(chosen)]
+        errors += [*(of_data or prompt_errors(model, data)), *callback_errors(chosen)]
         errors += metric_errors(chosen, model.optimization.make_schedule, data.has_heldout)
         return with_one_download([with_full_key(error, self.recipe.values) for error in errors])
-
-    def find_unscorable(self) -> list[UnscorablePrompts]:
-        """Return the training and held-out prompts that the rewards cannot score."""
-        found = []
-        for name, rows in self.datamodule.sets.rows_by_source() if self.model.objective.needs_reward else ():
-            source = f" of the source {name} (its option rewards names the rewards that apply)" if name else ""
-            found.append(UnscorablePrompts.of(self.model.reward, rows, f"prompts{source}"))
-        if self.datamodule.has_heldout:
-            held_out = self.datamodule.heldout_rows()
-            found.append(UnscorablePrompts.of(self.model.evaluator.observed, held_out, "held-out prompts"))
-        return found
 
     def _picture_errors(self) -> list[str]:
         """Return why the policy cannot use the rows' pictures, or their absence."""
@@ -267,13 +251,12 @@ class RecipeCLI(LightningCLI):
         return "\n".join([table, *self.model.evaluator.describe(), *gradient_note(self.model)])
 
     def about_prompts(self) -> list[str]:
-        """Return lines on the prompts that were read, and on those that a reward cannot score."""
+        """Return lines on the prompts that were read, and on those that a reward truncates."""
         rows = [*self.datamodule.training_rows(), *self.datamodule.heldout_rows()]
-        unscorable = [line for found in self.unscorable for line in found.lines()]
         sets, asked = self.datamodule.sets, self.datamodule.sizes.prompts_per_iteration
         known = sum(map(len, sets.training.sources))
         repeated = f"An iteration repeats prompts: it has {asked} (data.prompts_per_iteration), the files {known}."
-        lines = [sets.describe(), *[repeated] * (known < asked), *unscorable]
+        lines = [sets.describe(), *[repeated] * (known < asked)]
         return [*lines, *self.model.evaluator.observed.truncations(rows)]
 
     def opening(self) -> list[str]:
@@ -287,8 +270,6 @@ class RecipeCLI(LightningCLI):
             taken = f" ({asked} belongs to {whose})"
         lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}"]
         lines.append(f"Run folder: {self.folder}{taken}")
-        if device.type == "cpu" and (count := self.trainer.num_devices) > (cores := os.cpu_count() or count):
-            lines.append(f"WARNING: {count} processes share {counted(cores, 'CPU core')}. Lower trainer.devices.")
         if (gpu := idle_gpu(device)) is not None:
             lines.append(f"WARNING: {gpu} is not used. To train on it: trainer.accelerator=gpu")
         if self.resumption is not None:

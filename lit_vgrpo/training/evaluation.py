@@ -77,6 +77,8 @@ class TrainingModule(Protocol):
     rollout_batch_size: int | None
     gradient_clip_val: float | None
     gradient_clip_algorithm: Literal["norm", "value"]
+    failed_images: Literal["leave_out", "stop"]
+    unscorable: tuple[Any, list[Any]] | None
     ledger: PassLedger
     record: IterationRecord | None
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -13,10 +18,12 @@ from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.errors import setting
+from lit_vgrpo.data.module import PromptDataModule
+from lit_vgrpo.errors import counted, setting
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
+from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.evaluation import TrainingModule
 from lit_vgrpo.training.saved_weights import policy_errors
@@ -50,18 +57,81 @@ UNFIT_CALLBACKS = {
 def set_up(module: TrainingModule) -> None:
     """Check a module's settings, and raise ValueError for the first error; make its trainer run whole iterations."""
     trainer, sizes = declared(module.trainer), sizes_of(module.trainer)
-    data, needs_reward = trainer.datamodule, module.objective.needs_reward
-    of_names = module.reward.name_errors(data.training_rows()) if needs_reward else []
-    of_names += module.evaluator.observed.name_errors(data.heldout_rows())
-    for error in (*errors_under(module, trainer, sizes, data.has_heldout), *of_names):
+    data = trainer.datamodule
+    for error in errors_under(module, trainer, sizes, data.has_heldout) or prompt_errors(module, data):
         raise ValueError(error)
     if iterations := int(trainer.fast_dev_run):  # it counts batches and optimizer steps, not epochs
         trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = iterations, -1
         images = sizes.plan(image_ranks(trainer)[1]).images_per_iteration
         rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
-    for warning in (distillation_warning(module.policy), trainer.datamodule.sets.heldout_warning()):
-        if warning is not None:
-            rank_zero_warn(warning)
+    unscorable = [line for found in find_unscorable(module, data) for line in found.lines()]
+    others = distillation_warning(module.policy), data.sets.heldout_warning(), crowding_warning(trainer)
+    for warning in (*unscorable, *filter(None, others)):
+        rank_zero_warn(warning)
+
+
+@dataclass
+class UnscorablePrompts:
+    """Prompts of a run that its rewards cannot score."""
+
+    what: str = "prompts"  # in messages
+    prompts: int = 0  # number that was checked
+    unknown: list[str] = field(default_factory=list)  # errors of rows that name an unknown reward
+    numbers: Counter[str] = field(default_factory=Counter)  # of prompts with an error, by the reward's name
+    first: dict[str, str] = field(default_factory=dict)  # error of the first of them
+
+    @classmethod
+    def of(cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts") -> UnscorablePrompts:
+        """Check every prompt with every reward that applies to it."""
+        rows = list(rows)
+        found = cls(what, len(rows), reward.name_errors(rows))
+        for row in rows:
+            for name, error in reward.errors_of_prompt(row["prompt"], dict(row)).items():
+                found.numbers[name] += 1
+                found.first.setdefault(name, error)
+        return found
+
+    def lines(self) -> list[str]:
+        """Return a line for each reward that cannot score some prompts."""
+        return [
+            f'Reward "{name}" cannot score {self.numbers[name]} of {self.prompts} {self.what}. The first: {error}'
+            for name, error in self.first.items()
+        ]
+
+    def refused(self, any_failure: bool) -> list[str]:
+        """Return the errors that stop a run: with ``any_failure`` one prompt is enough, otherwise all have to fail."""
+        counts = map(self.numbers.get, self.first)
+        lines = zip(counts, self.lines(), strict=True)
+        return [*self.unknown, *(line for count, line in lines if any_failure or count == self.prompts)]
+
+
+def find_unscorable(module: TrainingModule, data: PromptDataModule) -> list[UnscorablePrompts]:
+    """Return the training and held-out prompts that the rewards cannot score; the module keeps those of its data."""
+    if module.unscorable is None or module.unscorable[0] is not data.sets:
+        found, observed = list[UnscorablePrompts](), module.evaluator.observed
+        for name, rows in data.sets.rows_by_source() if module.objective.needs_reward else ():
+            source = f" of the source {name} (its option rewards names the rewards that apply)" if name else ""
+            found.append(UnscorablePrompts.of(module.reward, rows, f"prompts{source}"))
+        if data.has_heldout:
+            found.append(UnscorablePrompts.of(observed, data.heldout_rows(), "held-out prompts"))
+        module.unscorable = data.sets, found
+    return module.unscorable[1]
+
+
+def prompt_errors(module: TrainingModule, data: PromptDataModule) -> list[str]:
+    """Return one line for each reward or method that cannot be used with the prompts."""
+    stops = module.failed_images == "stop"
+    of_rows = map(module.objective.row_error, map(deepcopy, data.training_rows()))
+    of_rewards = [error for found in find_unscorable(module, data) for error in found.refused(stops)]
+    return [*of_rewards, *[*filter(None, of_rows)][:1]]
+
+
+def crowding_warning(trainer: Trainer) -> str | None:
+    """Return a line about more processes than CPU cores, or ``None``."""
+    count, cores = trainer.num_devices, os.cpu_count() or trainer.num_devices
+    if trainer.strategy.root_device.type != "cpu" or count <= cores:
+        return None
+    return f"{count} processes share {counted(cores, 'CPU core')}. Lower trainer.devices."
 
 
 def errors_under(module: TrainingModule, trainer: Trainer, sizes: Sizes, has_heldout: bool) -> list[str]:

@@ -10,9 +10,11 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lit_vgrpo import MixGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import RewardLogger, RunSummary
-from lit_vgrpo.launch.checks import UnscorablePrompts
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.launch.train import rehearse
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Scores, ShapesReward, Weighted
 from lit_vgrpo.rollout.scores import gathered, statistics
+from lit_vgrpo.training.settings import UnscorablePrompts
 
 
 class Threaded(Brightness):
@@ -204,6 +206,33 @@ def test_prompts_that_a_reward_cannot_score_are_counted_before_anything_is_loade
     assert hopeless.refused(any_failure=False) == hopeless.lines()
     (line,) = UnscorablePrompts.of(reward, [{"prompt": "a cat", "rewards": ["jpg"]}]).unknown
     assert line.endswith("Did you mean jpeg?")
+
+
+@pytest.mark.parametrize(
+    ("given", "stops", "said"),
+    [
+        ({"train": ["a cat", "a red dog"]}, True, 'cannot score 1 of 2 prompts. The first: Prompt "a cat" must'),
+        ({"train": ["a red circle"], "heldout": ["a cat here"]}, False, "1 of 1 held-out prompts. The first: Prompt"),
+    ],
+)
+def test_fit_refuses_such_prompts_before_weights_are_loaded(tiny_sd3, tmp_path, given, stops, said):
+    options = {"failed_images": "stop"} if stops else {}
+    module = make_module(tiny_sd3, reward=ShapesReward("colour"), **options)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            make_trainer(tmp_path).fit(module, datamodule=make_data(**{"heldout": None, **given}))
+    assert not module.policy.loaded
+
+
+def test_a_command_checks_each_prompt_once(tiny_recipe, monkeypatch):
+    (tiny_recipe.parent / "some.txt").write_text("a cat\na red circle\n")
+    words = [str(tiny_recipe), "model.reward=ShapesReward", "model.reward.check=colour", "data.heldout=null"]
+    cli, checked, check = build([*words, "data.train=some.txt"], make_folder=False), [], Weighted.errors_of_prompt
+    monkeypatch.setattr(Weighted, "errors_of_prompt", lambda *given: checked.append(given[1]) or check(*given))
+    assert cli.errors() == []
+    with pytest.warns(UserWarning, match='"colour" cannot score 1 of 2 prompts. The first: Prompt "a cat"'):
+        rehearse(cli)
+    assert checked == ["a cat", "a red circle"]
 
 
 def test_a_reward_is_told_to_give_up_when_the_rollout_breaks_off(tiny_sd3, tmp_path):
