@@ -67,6 +67,16 @@ def one_line(text: object) -> str:
     return without_controls(" ".join(str(text).split()))
 
 
+def shortened(text: object, most: int = 80) -> str:
+    """Return a text in one line, and its start if it is longer than ``most`` characters.
+
+    >>> shortened("a very\\nlong prompt", most=12)
+    'a very lo...'
+    """
+    line = one_line(text)
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
 def shell_line(*words: object) -> str:
     """Return a command as one types it in a shell, with words such as paths quoted where necessary.
 

@@ -15,6 +15,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from lit_vgrpo.errors import shortened
+
 PICTURE = "image"
 """The field of a row with the file of the picture that its prompt edits, or a list of several."""
 PROGRAM_FORMAT = "EPS"
@@ -60,13 +62,15 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
 
 def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:
     """Return a one-line error if a prompt has no picture, else ``None``."""
-    return None if picture_files(row) else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
+    what = "has no picture to edit. Give its row an"
+    return None if picture_files(row) else f'Prompt "{shortened(prompt)}" {what} {PICTURE}.'
 
 
 def several_pictures_error(prompt: str, row: Mapping[str, Any]) -> str | None:
     """Return a one-line error if a prompt has several pictures, else ``None``; for a reward that takes one."""
     number = len(picture_files(row))
-    return f'Prompt "{prompt}" has {number} pictures to edit, but the reward takes one.' if number > 1 else None
+    what = f"has {number} pictures to edit, but the reward takes one."
+    return f'Prompt "{shortened(prompt)}" {what}' if number > 1 else None
 
 
 def named_pictures(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -98,7 +102,7 @@ def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
     for row, own in zip(rows, files, strict=True):
         if not own:
             raise ValueError(
-                f'Prompt "{row.get("prompt")}" has no {PICTURE}, but other rows have. Add one to every row.'
+                f'Prompt "{shortened(row.get("prompt"))}" has no {PICTURE}, but other rows have. Add one to every row.'
             )
     changed_ns = {file: os.stat(file).st_mtime_ns for own in files for file in own if os.path.isfile(file)}
     read = [[_read_once(file, changed_ns.get(file, 0)) for file in own] for own in files]

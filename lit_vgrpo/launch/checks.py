@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from lit_vgrpo.callbacks import FID
 from lit_vgrpo.config.tree import leaves, logger_errors, typed_key
 from lit_vgrpo.core.pictures import PICTURE, named_pictures, picture_files, picture_size
-from lit_vgrpo.errors import counted, suggestion, unknown_option
+from lit_vgrpo.errors import counted, shortened, suggestion, unknown_option
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.prompt_encoder import size_error
 from lit_vgrpo.training.settings import unfit_callbacks
@@ -101,7 +101,7 @@ def picture_errors(
     """
     name = type(policy).__name__
     for number, row in enumerate(rows, start=1):
-        where = f'row {number} of the {what}, "{row["prompt"]}"'
+        where = f'row {number} of the {what}, "{shortened(row["prompt"])}"'
         files = named_pictures(row) if policy.edits else picture_files(row)
         if policy.edits and not files:
             return [f"{name} edits pictures, but {where}, has none. {fix}, or use a policy that draws from prompts."]

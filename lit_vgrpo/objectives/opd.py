@@ -15,7 +15,7 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.solvers import transition
 from lit_vgrpo.core.surrogate import mean_over_pixels
 from lit_vgrpo.core.types import Experience, RolloutSpec, Steps
-from lit_vgrpo.errors import suggestion
+from lit_vgrpo.errors import shortened, suggestion
 from lit_vgrpo.objectives.base import Copy, Metrics, Objective, PrepareContext
 from lit_vgrpo.objectives.reward_gradient import active_steps
 from lit_vgrpo.policies.base import Policy
@@ -99,7 +99,7 @@ class OPD(Objective):
             return None
         named = "names no teacher" if name is None else f"names the unknown teacher {name}"
         advice = suggestion(str(name or ""), self.teachers)
-        return f'The row of prompt "{row.get("prompt")}" {named} in its field {TEACHER}. {advice}'
+        return f'The row of prompt "{shortened(row.get("prompt"))}" {named} in its field {TEACHER}. {advice}'
 
     def asked_per_image(self, sizes: Sizes) -> float:
         return self.num_steps or len(self.steps)

@@ -23,7 +23,7 @@ from torch.backends import cudnn
 
 from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.pixels import strips, to_uint8
-from lit_vgrpo.errors import RewardError, error_in_user_code, one_line, place_of
+from lit_vgrpo.errors import RewardError, error_in_user_code, one_line, place_of, shortened
 from lit_vgrpo.system.signals import STOP_SIGNALS
 
 
@@ -256,12 +256,12 @@ def described(value: Any) -> str:
     """Describe what a user's code returned.
 
     >>> described(([1.0], {})), described({"scores": 1}), described(torch.ones(2, 1))
-    ('tuple ([1.0], {})', "dict {'scores': 1}", 'torch.float32 (2, 1)')
+    ('tuple ([1.0], {})', "dict {'scores': 1}", 'a float32 tensor of shape (2, 1)')
     """
     if hasattr(value, "dtype"):
-        return f"{value.dtype} {tuple(value.shape)}"
-    shown = one_line(repr(value))
-    return f"{type(value).__name__} {shown if len(shown) <= 60 else f'{shown[:57]}...'}"
+        kind = "tensor" if isinstance(value, Tensor) else "array"
+        return f"a {str(value.dtype).removeprefix('torch.')} {kind} of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {shortened(repr(value), most=60)}"
 
 
 def reason_of(error: BaseException) -> str:

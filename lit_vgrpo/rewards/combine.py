@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.ranges import Finite, checked
-from lit_vgrpo.errors import one_line, suggestion
+from lit_vgrpo.errors import one_line, place_of, shortened, suggestion
 from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardOutage, Scores, called, reason_of
-from lit_vgrpo.rewards.function import RewardLike, RewardsLike, as_reward
+from lit_vgrpo.rewards.function import RewardLike, RewardsLike, as_reward, is_custom
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.signals import is_stop
 
@@ -206,8 +206,8 @@ class Weighted(Reward):
                 if name not in self.part_names:
                     first.setdefault(name, row["prompt"])
         return [
-            f'The row of prompt "{prompt}" names the reward {name} in its field {ROW_FIELD}, but no reward has '
-            f"this name. {suggestion(name, self.part_names)}"
+            f'The row of prompt "{shortened(prompt)}" names the reward {name} in its field {ROW_FIELD}, but no '
+            f"reward has this name. {suggestion(name, self.part_names)}"
             for name, prompt in first.items()
         ]
 
@@ -246,7 +246,8 @@ class Weighted(Reward):
             except BaseException as error:
                 if is_stop(error):
                     raise
-                errors.append(f'Reward "{part.name}" failed on random images: {reason_of(error)}')
+                reason, named = reason_of(error), f'Reward "{part.name}"'
+                errors.append(reason if named in reason else f"{named} failed on random images: {reason}")
         return errors
 
     @torch.no_grad()
@@ -332,7 +333,10 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
     scores = returned.detach().cpu()
     bad = ~scores.isfinite()
     if reason is None and bad.any():
-        reason = one_line(reward.failure or f"returned NaN or infinity for {int(bad.sum())} of {len(images)} images")
+        prompt, row = next((prompts[i], dict(rows[i])) for i in bad.nonzero().flatten().tolist())
+        place = place_of(reward) if is_custom(reward) else ""
+        nothing = f'{place}returned NaN or infinity for prompt "{shortened(prompt)}"'
+        reason = one_line(reward.failure or reward.prompt_error(prompt, row) or nothing)
     return scores.masked_fill(bad, math.nan), reason
 
 

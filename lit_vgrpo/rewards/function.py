@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.errors import error_in_user_code, place_of, suggestion
+from lit_vgrpo.errors import error_in_user_code, place_of, shortened, suggestion
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, described, guest
 from lit_vgrpo.system.paths import import_from_here, missing_module
 
@@ -123,13 +123,13 @@ class PythonReward(Reward):
         self.failure = None
         if isinstance(returned, Tensor):
             return returned if returned.is_complex() else returned.float()
-        return torch.tensor(self._numbers(returned, len(images)), dtype=torch.float32)
+        return torch.tensor(self._numbers(returned, prompts), dtype=torch.float32)
 
-    def _numbers(self, returned: Any, count: int) -> list[float]:
+    def _numbers(self, returned: Any, prompts: list[str]) -> list[float]:
         """Return one number per image; a value that is none fails its image, anything but a list ends the run."""
         is_list = isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping | Set)
         scores = [*returned] if is_list and getattr(returned, "ndim", True) else []
-        numbers = [_number(score) for score in scores]
+        numbers, count = [_number(score) for score in scores], len(prompts)
         if len(numbers) != count or (isinstance(returned, tuple) and None in numbers):  # such as (scores, info)
             what = "only the scores" if isinstance(returned, tuple) else "one number per image"
             wanted = f"Return {what}: a list or tensor of {count}."
@@ -137,8 +137,8 @@ class PythonReward(Reward):
         if None in numbers:
             shown = described(scores[numbers.index(None)])
             raise RewardError(f"{place_of(self)}returned {shown} for an image. Return a number, or None if it failed.")
-        if missing := sum(score is None for score in scores):
-            self.failure = f"returned None for {missing} of {count} images"
+        if missing := [prompt for prompt, score in zip(prompts, scores, strict=True) if score is None]:
+            self.failure = f'{place_of(self)}returned None for prompt "{shortened(missing[0])}"'
         return [number for number in numbers if number is not None]
 
     def _converted(self, images: Tensor | None) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lit_vgrpo.core.batches import filled
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import ClosedUnitInterval, checked
+from lit_vgrpo.errors import shortened
 from lit_vgrpo.rewards.clip import HUB_CHECKPOINT as HUB_CLIP
 from lit_vgrpo.rewards.clip import CLIPEncoder, clip_model, clip_processor
 from lit_vgrpo.rewards.geneval_rules import (
@@ -89,7 +90,7 @@ class GenEval(ModelReward):
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         error = row_error(row, self._known)
-        return None if error is None else f'Prompt "{prompt}": {error}'
+        return None if error is None else f'Prompt "{shortened(prompt)}": {error}'
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         errors = [self.prompt_error(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import checked
+from lit_vgrpo.errors import shortened
 from lit_vgrpo.rewards.base import Reward
 from lit_vgrpo.system.hub import LoadError
 
@@ -72,9 +73,9 @@ class OCRReward(Reward):
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         if row.get("text") is None and (unpaired := _quoted(prompt)[1]):
             what = f"a quotation mark without its partner, at {unpaired}"
-            return f'Prompt "{prompt}" has {what}. Close it, or put the text in the row\'s text field.'
+            return f'Prompt "{shortened(prompt)}" has {what}. Close it, or put the text in the row\'s text field.'
         if not _plain(wanted_text(prompt, row)):
-            return f'Prompt "{prompt}" has no text to render. Put it in quotes, or in the row\'s text field.'
+            return f'Prompt "{shortened(prompt)}" has no text to render. Put it in quotes, or in the row\'s text field.'
         return None
 
     def load(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.pictures import picture_error, several_pictures_error
 from lit_vgrpo.core.ranges import checked
+from lit_vgrpo.errors import shortened
 from lit_vgrpo.rewards.base import Reward
 from lit_vgrpo.tiny import motion
 from lit_vgrpo.tiny.shapes import (
@@ -124,7 +125,8 @@ class RecolourReward(Reward):
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         if asked_colour(prompt) is None:
-            return f'Prompt "{prompt}" does not ask for a colour. Write prompts such as {edit_of(COLOURS[0])!r}.'
+            advice = f"Write prompts such as {edit_of(COLOURS[0])!r}."
+            return f'Prompt "{shortened(prompt)}" does not ask for a colour. {advice}'
         return picture_error(prompt, row) or several_pictures_error(prompt, row)
 
     def __call__(
@@ -188,7 +190,7 @@ class MotionReward(Reward):
 def _missing(needed: Sequence[str], named: Mapping[str, str], prompt: str, example: str) -> str | None:
     """Return an error for the first attribute that a prompt does not name; ``None`` if it names all."""
     missing = next((name for name in needed if name not in named), None)
-    return missing and f'Prompt "{prompt}" must name one {missing}. Write prompts such as {example!r}.'
+    return missing and f'Prompt "{shortened(prompt)}" must name one {missing}. Write prompts such as {example!r}.'
 
 
 def recognise(images: Tensor) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ def test_nan_and_infinite_scores_count_as_failed_and_never_as_zero(value):
     assert batch.ok.tolist() == [True, False, True, True]
     assert math.isnan(batch.total[1])
     assert math.isnan(batch.parts["bad"][1])
-    assert batch.errors == {"bad": "returned NaN or infinity for 1 of 4 images"}
+    assert batch.errors["bad"].endswith('test_combine.py:30: returned NaN or infinity for prompt "b"')
 
 
 def test_an_image_that_is_not_finite_fails_and_reaches_no_reward():
@@ -93,8 +93,8 @@ def test_an_image_that_is_not_finite_fails_and_reaches_no_reward():
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (lambda scores, *_: scores[:3], r"torch.float32 \(3,\)"),
-        (lambda scores, *_: scores.double(), r"torch.float64 \(4,\)"),
+        (lambda scores, *_: scores[:3], r"a float32 tensor of shape \(3,\)"),
+        (lambda scores, *_: scores.double(), r"a float64 tensor of shape \(4,\)"),
         (lambda scores, *_: scores.tolist(), r"list \[0.0, .*"),
         (lambda scores, *_: (scores, {}), r"tuple \(tensor.*"),
     ],
