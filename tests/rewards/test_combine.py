@@ -75,7 +75,7 @@ def test_nan_and_infinite_scores_count_as_failed_and_never_as_zero(value):
     assert batch.ok.tolist() == [True, False, True, True]
     assert math.isnan(batch.total[1])
     assert math.isnan(batch.parts["bad"][1])
-    assert batch.errors["bad"].endswith('test_combine.py:30: returned NaN or infinity for prompt "b"')
+    assert batch.errors["bad"].endswith(': returned NaN or infinity for prompt "b"')
 
 
 def test_an_image_that_is_not_finite_fails_and_reaches_no_reward():
