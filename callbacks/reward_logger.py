@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_vgrpo.core.advantages import STD_FLOOR, mean_score, no_spread_share
+from lit_vgrpo.core.advantages import mean_score, no_spread_share, small_spread_warning
 from lit_vgrpo.core.gather import all_gather, all_gather_objects, image_ranks, sum_over_ranks
 from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.errors import one_line
@@ -154,16 +154,15 @@ class RewardLogger(L.Callback):
                 f"All {len(record.group_ids.unique())} groups have no reward spread at iteration {record.iteration + 1}"
                 f", so no step is taken. The reward is constant ({float(scored.mean()):.4g}) within each group."
             )
-        spread = float(scored.std(correction=0))
-        if record.has_advantage and record.iteration == 0 and spread < 10 * STD_FLOOR:
-            what = f"The rewards of the first iteration differ by {spread:.2g} (standard deviation)"
-            rank_zero_warn(f"{what}, so their advantages are small. Multiply the reward, for example by 1000.")
+        small = small_spread_warning("The rewards of the first iteration", scored)
+        if record.has_advantage and record.iteration == 0 and small is not None:
+            rank_zero_warn(small)
         for name, message in record.errors.items():
             failed = f"{record.parts[name]['failed']:.0f} of {record.images} images of iteration {record.iteration + 1}"
             rank_zero_warn(f'Reward "{name}" failed for {failed}: {message}')
         metrics = {
             "reward/mean": mean_score(scored),
-            "reward/std": spread,
+            "reward/std": float(scored.std(correction=0)),
             "reward/no_spread": no_spread_share(record.rewards, record.group_ids),
             "reward/failed": float(record.rewards.isnan().sum()),
         }

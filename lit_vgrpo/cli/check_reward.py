@@ -19,7 +19,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from lit_vgrpo.callbacks.report import SIDE
 from lit_vgrpo.callbacks.samples import draw_grid
 from lit_vgrpo.cli.image_files import batches_of, device, find_images, loaded, read_image
-from lit_vgrpo.core.advantages import no_spread_share
+from lit_vgrpo.core.advantages import no_spread_share, small_spread_warning
 from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.pixels import strips, to_pil
@@ -68,6 +68,10 @@ def check_reward(options: CheckReward) -> int:
     groups = torch.arange(len(images)) // each
     with measured_memory() as memory, loaded(reward):
         parts = trials(reward, images, rows, groups[: len(images)], cli.model.policy.decode_batch_size)
+    found = [*(line for of in unscorable for line in of.lines()), *findings(parts)]
+    if not any(len(part.finite) for part in parts):
+        report(found)
+        return 1
     columns = pd.Index(HEADER, name="reward")
     say(pd.DataFrame([part.row() for part in parts], [part.name for part in parts], columns).to_string())
     save_scored(images, rows, parts, each, out)
@@ -76,7 +80,6 @@ def check_reward(options: CheckReward) -> int:
     trained = {part.name for part in cli.model.reward.parts}
     seconds = sum(part.seconds_per_image * per_rank for part in parts if part.name in trained)
     say(f"Rewards of an iteration, {counted(per_rank, 'image')} per rank: about {seconds:.2g} s. Memory: {memory}.")
-    found = [*(line for of in unscorable for line in of.lines()), *findings(parts)]
     report(found)
     return int(bool(found))
 
@@ -226,4 +229,7 @@ def findings(parts: Sequence[PartTrial]) -> list[str]:
     if not constant and total.flat_share == 1.0:
         no_spread = "No prompt has images that differ in reward, so there is no gradient."
         warnings.append(f"{no_spread} Try --images-per-prompt 8.")
+    small = small_spread_warning("The rewards of these images", total.finite) if len(total.finite) > 1 else None
+    if not constant and small is not None:
+        warnings.append(small)
     return warnings

@@ -117,6 +117,15 @@ def mean_score(scores: Tensor) -> float:
     return 0.0 if abs(mean) < NO_SPREAD * float(scores.abs().mean()) else mean
 
 
+def small_spread_warning(what: str, rewards: Tensor) -> str | None:
+    """Return a warning if rewards ``(B,)`` differ so little that :data:`STD_FLOOR` shrinks advantages, or ``None``."""
+    spread = float(rewards.std(correction=0))
+    if spread >= 10 * STD_FLOOR:
+        return None
+    advice = "so their advantages are small. Multiply the reward, for example by 1000."
+    return f"{what} differ by {spread:.2g} (standard deviation), {advice}"
+
+
 def no_spread_share(rewards: Tensor, group_ids: Tensor) -> float:
     """Return the share of groups, in [0, 1], whose valid rewards are all equal and give no gradient."""
     mean, std, _, index = group_statistics(rewards, group_ids)

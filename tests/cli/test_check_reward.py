@@ -22,6 +22,9 @@ def elsewhere(images, prompts):
     os.chdir("/")
     return [float(image.std()) for image in images]
 
+def never(images, prompts):
+    return [None] * len(images)
+
 def half(images, prompts):
     return [None if number % 2 else float(image.mean()) for number, image in enumerate(images)]
 """
@@ -84,6 +87,10 @@ def test_a_folder_of_images_needs_no_policy(recipe, capsys, monkeypatch):
     assert said.out.startswith("4 images of ., ")  # the picture of scores is left out
     assert "The images with their scores: check_reward.png\n" in said.out
     monkeypatch.chdir(folder)
+    assert check_reward([*words, "model.reward={python: trial_rewards:never}"]) == 1
+    out, err = capsys.readouterr()  # no table of dashes
+    assert (out.count("\n"), err.count("\n")) == (1, 1)
+    assert 'returned None for prompt "' in err
     (Path("check_reward.png")).rename("mine.png")
     assert check_reward([*words[:-1], "0.png", "--out=looks/a.png"]) == 0
     assert "The images with their scores: looks/a.png\n" in capsys.readouterr().out
@@ -158,6 +165,9 @@ def test_the_numbers_of_a_part():
     assert [part.flat_share for part in parts] == [1.0, 1.0]
     said = "No prompt has images that differ in reward, so there is no gradient. Try --images-per-prompt 8."
     assert findings(parts) == [said]
+    said = "The rewards of these images differ by 0.0005 (standard deviation), so their advantages are small. Multiply"
+    (small,) = findings(tried([0.0, 0.001, 0.0, 0.001]))
+    assert small.startswith(said)
 
 
 def test_a_reward_that_gives_other_scores_for_the_same_images_is_found():
