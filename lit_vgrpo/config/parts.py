@@ -26,7 +26,7 @@ from jsonargparse import ArgumentParser
 from pydantic import ValidationError
 
 from lit_vgrpo.config.tree import CLASS_KEYS, Place, apply_override, class_name, expanded, leaves, typed_key
-from lit_vgrpo.core.ranges import limit_in_words
+from lit_vgrpo.core.ranges import SHOULD, should_be
 from lit_vgrpo.errors import UserError, causes, error_in_user_code, one_line, suggestion, unknown_option
 from lit_vgrpo.system.paths import missing_module
 
@@ -41,7 +41,10 @@ GIVEN = re.compile(r"(?:Given value|Got value): (.*?)(?:\. Got value: .*)?$", re
 REQUIRED = re.compile(r"the following arguments are required: (.+)")
 NAMED_IN = ("lit_vgrpo.", "lightning.", "torch.")
 """Packages of the classes that a recipe names."""
-TYPES = {"NoneType": "null", "bool": "true or false", "float": "a number", "str": "text", "dict": "a mapping"}
+TYPES = {
+    **{"NoneType": "null", "bool": "true or false", "str": "text", "dict": "a mapping"},
+    **{"int": "a valid integer", "float": "a valid number", "list": "a valid list"},  # pydantic's words
+}
 
 
 def built_part(tree: Mapping[str, Any], key: str, hint: Any, parse_only: bool = False) -> Any:
@@ -249,13 +252,13 @@ def _parser_error(error: BaseException, tree: Mapping[str, Any]) -> str:
         return with_full_key(message[1], tree)
     if isinstance(reason, ValidationError):
         limit = reason.errors()[0]
-        return f"{key}={limit['input']!r}: {limit_in_words(limit['msg'])}"
+        return f"{key}={limit['input']!r}: {should_be(limit['input'], [limit['msg']])}"
     value = GIVEN.search(text)  # of a union the errors of its types, then the value
     expected = [_type_name(kind) for kind in EXPECTED.findall(text[: value.start()] if value else "")]
-    if literals := [kind for kind in expected if kind.startswith("one of")]:
+    if literals := [kind for kind in expected if kind.startswith("'")]:
         expected = [*literals, "a mapping"] if "a dot import path" in text else expected
     if value is not None and expected and key:
-        return f"{key}={value[1]}: expected {' or '.join(dict.fromkeys(expected))}."
+        return f"{key}={value[1]}: {should_be(value[1], [f'{SHOULD}{kind}' for kind in expected])}"
     classes = {place: value.rpartition(".")[2] for place, value in leaves(tree) if isinstance(value, str)}
     named = [typed_key(place) for place, name in classes.items() if f".{name}'" in text]
     place, what = key or next(iter(named), ""), one_line(reason)
@@ -265,7 +268,10 @@ def _parser_error(error: BaseException, tree: Mapping[str, Any]) -> str:
 
 
 def _type_name(kind: str) -> str:
-    plain = re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>|typing\.Literal", lambda match: match[1] or "one of ", kind)
+    if choices := re.match(r"typing\.Literal(\[.*\])", kind):
+        *others, last = map(repr, ast.literal_eval(choices[1]))
+        return f"{', '.join(others)} or {last}" if others else last
+    plain = re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1", kind)
     return TYPES.get(plain, plain)
 
 

@@ -194,7 +194,7 @@ def find_overlay(text: str, after: Sequence[str] = ()) -> Path:
     if text.partition(".")[0] in SECTIONS and Path(text).suffix not in SUFFIXES:
         key = text.partition(":")[0]
         override = f"{key}={next((word for word in after if word != '='), 'VALUE')}"
-        raise UserError(f"{text} is not an overlay. An override is a single argument: {shell_line(override)}")
+        raise UserError(f"{text} has no value. Write: {shell_line(override)}")
     hint = " An override is written key=value, without spaces or in quotes."
     return _find(text, {**shipped_overlays(), **shipped()}, "an overlay", hint)
 

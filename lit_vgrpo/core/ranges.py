@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 from annotated_types import Interval
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
-from lit_vgrpo.errors import one_line, unknown_option
+from lit_vgrpo.errors import nearest, one_line, unknown_option
 
 T = TypeVar("T", bound=type)
 SHOULD = "Input should be "
@@ -75,7 +75,7 @@ def checked(cls: T) -> T:
     ...     def __init__(self, seconds: PositiveFloat | None = None) -> None: ...
     >>> Timer(seconds=0)
     Traceback (most recent call last):
-    ValueError: seconds=0: Input should be greater than 0
+    ValueError: seconds=0: Input should be greater than 0.
     """
     init = vars(cls)["__init__"]
     signature = inspect.signature(init)
@@ -107,12 +107,22 @@ def _validate(name: str, value: Any, adapter: TypeAdapter[Any], hint: Any) -> No
         adapter.validate_python(value, strict=not isinstance(value, list | tuple))
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        words = [limit_in_words(one["msg"]).removeprefix(SHOULD) for one in problems]
         kind = TypeError if all(one["type"].endswith(("_type", "is_instance_of")) for one in problems) else ValueError
-        advice = "".join(f". {member.TO_PASS}" for member in _members(hint) if hasattr(member, "TO_PASS"))
-        raise kind(
-            f"{name}={one_line(repr(value)):.100}: {SHOULD}{', or '.join(dict.fromkeys(words))}{advice}"
-        ) from None
+        advice = "".join(f" {member.TO_PASS}" for member in _members(hint) if hasattr(member, "TO_PASS"))
+        message = should_be(value, [one["msg"] for one in problems])
+        raise kind(f"{name}={one_line(repr(value)):.100}: {message}{advice}") from None
+
+
+def should_be(value: Any, messages: Iterable[str]) -> str:
+    """Return pydantic's messages on a value as one sentence, and the word that was probably meant.
+
+    >>> should_be("float6", ["Input should be 'float32' or 'float16'", "Input should be a valid integer"])
+    "Input should be 'float32' or 'float16', or a valid integer. Did you mean float16?"
+    """
+    first, *others = dict.fromkeys(map(limit_in_words, messages))
+    text = ", or ".join([first, *(message.removeprefix(SHOULD) for message in others)])
+    guess = nearest(value, re.findall(r"'([^']+)'", text)) if isinstance(value, str) else None
+    return f"{text}." if guess is None else f"{text}. Did you mean {guess}?"
 
 
 def limit_in_words(message: str) -> str:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lit_vgrpo.core.pictures import PICTURE, picture_files, picture_size
 from lit_vgrpo.data.source import FILE_KINDS, Kind, PromptError, PromptSource, as_source, kind_of
-from lit_vgrpo.errors import one_line, suggestion
+from lit_vgrpo.errors import one_line, shortened, suggestion
 from lit_vgrpo.system.paths import file_sha256, resolve_path
 
 Row = dict[str, Any]
@@ -126,7 +126,7 @@ def _checked_prompt(value: object, source: PromptSource, where: str) -> str:
         text = value.decode() if isinstance(value, bytes) else value
         if isinstance(text, str) and text.strip() and b"\0" not in text.encode():
             return text
-    raise PromptError(f'{where}: "{source.column or PROMPT}" is {str(value)[:40]!r}. A prompt must be text.')
+    raise PromptError(f'{where}: "{source.column or PROMPT}" is {shortened(repr(value), 60)}. A prompt must be text.')
 
 
 def _check_column(columns: Collection[str], source: PromptSource, where: str) -> None:

@@ -38,7 +38,7 @@ def test_a_rank_that_lightning_starts_has_the_first_ones_drawn_seed(tiny_recipe,
     ("override", "line"),
     [
         ("model.policy.checkpoint=shipped:../x", "model.policy.checkpoint: shipped:../x leaves the shipped"),
-        ("trainer.precision=17", "trainer.precision=17: expected one of"),
+        ("trainer.precision=17", "trainer.precision=17: Input should be "),
         ("trainer.precision=bf16-mixed", "trainer.precision=16-mixed or bf16-mixed has no effect: the policy comp"),
         ("trainer.precision=bf16-true", "trainer.precision=bf16-true would cast the trained weights. Leave it"),
         ("trainer.plugins=HalfPrecision", "trainer.precision=16-true would cast the trained weights."),

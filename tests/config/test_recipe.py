@@ -16,8 +16,8 @@ from lit_vgrpo.system.paths import shipped, shipped_root
     [
         (["x=1"], "No recipe given"),
         (["tiny_shapes", "other.yaml"], "other.yaml is not an overlay: .* An override is written key=value."),
-        (["tiny_shapes", "trainer.max_epochs", "=", "5"], "An override is a single argument: trainer.max_epochs=5$"),
-        (["tiny_shapes", "data.train"], "An override is a single argument: data.train=VALUE$"),
+        (["tiny_shapes", "trainer.max_epochs", "=", "5"], "max_epochs has no value. Write: trainer.max_epochs=5$"),
+        (["tiny_shapes", "data.train"], "data.train has no value. Write: data.train=VALUE$"),
         (
             ["zzz.yaml"],
             "zzz.yaml is not a recipe: .* not a shipped name. To list the shipped ones, run: lightning recipes$",
