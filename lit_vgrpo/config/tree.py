@@ -17,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_vgrpo.errors import UserError, one_line, suggestion
+from lit_vgrpo.errors import UserError, nearest, one_line, suggestion
 from lit_vgrpo.system.paths import shipped
 
 Place = tuple[str | int, ...]
@@ -38,6 +38,7 @@ LOGGERS: dict[str, Any] = {
     "TensorBoardLogger": True,  # without options, as the next: Lightning's need a folder
     "CSVLogger": False,
 }
+SHORT_LOGGERS = [name for name in LOGGERS if name.islower()]
 TRACKERS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet_ml", "LitLogger": "litlogger"}
 """Package that each of Lightning's loggers needs."""
 ASKS_FOR_SCORE = ("prompt_template", "score_pattern", "num_scores")
@@ -196,10 +197,13 @@ def expanded_logger(node: Any) -> Any:
 
 
 def logger_errors(node: Any) -> list[str]:
-    """Return a line for each logger whose package is not installed."""
-    names = [class_name(expanded_logger(one)) for one in (node if isinstance(node, list) else [node])]
+    """Return a line for each logger without an installed package, and for each misspelt short name."""
+    given = node if isinstance(node, list) else [node]
+    words = [one for one in given if isinstance(one, str) and one.isalpha() and one.islower()]
+    misspelt = [one for one in words if one not in LOGGERS and nearest(one, SHORT_LOGGERS)]
+    names = [class_name(expanded_logger(one)) for one in given]
     missing = [name for name in names if name in TRACKERS and not find_spec(TRACKERS[name])]
-    return [
+    return [f"trainer.logger={one} is not a logger. {suggestion(one, SHORT_LOGGERS)}" for one in misspelt] + [
         f"trainer.logger={name}: {TRACKERS[name]} is not installed. Run: pip install {TRACKERS[name]}"
         for name in missing
     ]

@@ -130,7 +130,10 @@ def _is_prompt(entry: object) -> bool:
 
 def kind_of(source: PromptSource) -> Kind:
     """Return the kind of file, folder or dataset of a source; raise PromptError if there is none, or a wrong option."""
-    path = resolve_path(source.path)
+    try:
+        path = resolve_path(source.path)
+    except ValueError as error:
+        raise PromptError(str(error)) from error
     suffix = path.suffix.lower().removeprefix(".")
     if path.is_dir():
         return "folder"
@@ -143,7 +146,9 @@ def kind_of(source: PromptSource) -> Kind:
     # "prompts/train.tsv" looks like a hub name, but the folder prompts/ exists
     is_hub_name = local_folder(source.path) is None and "/" in source.path and not path.parent.is_dir()
     if suffix in FILE_KINDS or not is_hub_name:
-        guess = nearest(path.name, [file.name for file in path.parent.glob("*")])
-        meant = USE if guess is None else f"Did you mean {Path(source.path).with_name(guess)}?"
+        files = sorted(path.parent.glob("*"), key=lambda file: file.suffix == path.suffix)
+        names = {file.stem: file.name for file in files}  # suffixes alone make names alike
+        guess = nearest(path.stem, names)
+        meant = USE if guess is None else f"Did you mean {Path(source.path).with_name(names[guess])}?"
         raise PromptError(f"{source.path} does not exist. {meant}")
     return "hub"

@@ -69,7 +69,11 @@ def shipped(folder: str = ".") -> dict[str, Path]:
 
 
 def resolve_path(text: str | Path) -> Path:
-    """Resolve a recipe's path: ``shipped:prompts/x.txt`` points into the installed recipes; ValueError if it leaves."""
+    """Resolve a recipe's path: ``shipped:prompts/x.txt`` points into the installed recipes.
+
+    Raises:
+        ValueError: A ``shipped:`` path leaves them, or does not exist.
+    """
     text = str(text)
     if not text.startswith(SHIPPED_PREFIX):
         return typed_path(text)
@@ -77,6 +81,9 @@ def resolve_path(text: str | Path) -> Path:
     path = (root / text[len(SHIPPED_PREFIX) :]).resolve()
     if root.resolve() not in (path, *path.parents):
         raise ValueError(f"{text} leaves the shipped recipes folder {root}. Give a path without '..'.")
+    if not path.exists():
+        known = sorted(file.name for file in path.parent.glob("[!_.]*"))
+        raise ValueError(f"{text} is not shipped. {suggestion(path.name, known)}")
     return path
 
 

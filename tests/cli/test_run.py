@@ -37,6 +37,8 @@ def test_a_rank_that_lightning_starts_has_the_first_ones_drawn_seed(tiny_recipe,
 @pytest.mark.parametrize(
     ("override", "line"),
     [
+        ("model.policy.checkpoint=shipped:assets/tiny_sd", "model.policy.checkpoint: shipped:assets/tiny_sd is not s"),
+        ("trainer.logger=[tensorbord]", "trainer.logger=tensorbord is not a logger. Did you mean tensorboard?"),
         ("model.policy.checkpoint=shipped:../x", "model.policy.checkpoint: shipped:../x leaves the shipped"),
         ("trainer.precision=17", "trainer.precision=17: Input should be "),
         ("trainer.precision=bf16-mixed", "trainer.precision=16-mixed or bf16-mixed has no effect: the policy comp"),

@@ -253,7 +253,9 @@ def test_a_missing_package_is_named_with_the_command(write, monkeypatch):
         (PromptSource("bare_name"), "does not exist. Use a .txt, .jsonl, .csv or .parquet file"),
         (PromptSource("./no/folder"), "does not exist. Use a .txt"),
         (PromptSource("p.tsv"), "p.tsv is not a prompt file. Use a .txt"),
-        (PromptSource("q.tsv"), "q.tsv does not exist. Did you mean p.tsv?"),
+        (PromptSource("pp.tsv"), "pp.tsv does not exist. Did you mean p.tsv?"),
+        (PromptSource("x.txt"), "x.txt does not exist. Use a .txt"),
+        (PromptSource("shipped:prompts/shape_train.jsonl"), "is not shipped. Did you mean shapes_train.jsonl?"),
     ],
 )
 def test_a_path_or_an_option_that_does_not_go_with_it_is_refused(write, monkeypatch, source, said):

@@ -32,7 +32,7 @@ def offline(tmp_path, monkeypatch):
 
 def test_a_folder_without_the_file_or_no_folder_is_told(tmp_path):
     assert "has no model_index.json" in explain_unloadable(str(tmp_path), "model_index.json", "key")
-    for path in (str(tmp_path / "no"), "./no", "~/no-such-folder", "shipped:no", "a/b/c"):
+    for path in (str(tmp_path / "no"), "./no", "~/no-such-folder", "a/b/c"):
         message = explain_unloadable(path, "model_index.json", "key")
         assert "is not a folder. Set key to a folder with model_index.json" in message
     assert "leaves the shipped" in explain_unloadable("shipped:../..", "x", "key")
