@@ -19,6 +19,7 @@ LONGEST_LIST = 12
 HIDDEN = "(hidden)"
 """Replacement for values that may be secret."""
 PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/?#\s]+@")
+OWN_FOLDERS = str(Path(__file__).parent), str(Path(__file__).parent.parent / "callbacks")
 HARMLESS = "\n\t\u200c\u200d"
 
 
@@ -172,8 +173,7 @@ def error_in_user_code(error: BaseException) -> str | None:
     """Return the place in the user's code that raised an error, in one line; ``None`` if only packages are involved."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_shown(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}."
-    package = Path(__file__).parent
-    roots = (str(package), str(package.parent / "callbacks"), sysconfig.get_path("stdlib"))
+    roots = (*OWN_FOLDERS, sysconfig.get_path("stdlib"))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

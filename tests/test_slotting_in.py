@@ -16,8 +16,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lit_vgrpo import VGRPO, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
-from lit_vgrpo.callbacks import EMA, Report, RewardLogger, RunSummary
+from lit_vgrpo.callbacks import EMA, Report, RewardLogger, RunSummary, reward_logger
 from lit_vgrpo.cli.main import main
+from lit_vgrpo.training import settings
 from lit_vgrpo.training.loggers import read_table
 
 EXTENDING = Path(__file__).parents[1].joinpath("docs", "extending.md").read_text(encoding="utf-8")
@@ -68,6 +69,12 @@ def test_another_default_type_of_torch_is_named_before_anything_is_loaded(tiny_s
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
     with pytest.raises(ValueError, match=r"torch's default type is torch.float64\."):
         make_trainer(tmp_path).fit(make_module(tiny_sd3), datamodule=make_data())
+
+
+def test_our_warnings_are_one_line_and_others_keep_theirs():
+    for module in (settings, reward_logger):
+        assert warnings.formatwarning("a\nb", UserWarning, module.__file__, 1) == "Warning: a b\n"
+    assert warnings.formatwarning("a", UserWarning, __file__, 1).startswith(f"{__file__}:1: UserWarning: a\n")
 
 
 def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):

@@ -19,7 +19,7 @@ from lit_vgrpo.core.gather import image_ranks
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import counted, setting
+from lit_vgrpo.errors import OWN_FOLDERS, counted, one_line, setting
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.meta import policy_on_meta
@@ -249,6 +249,19 @@ def hide_expected_warnings() -> None:
     """Hide warnings of Lightning that do not apply to this module, in any Trainer."""
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+
+
+_format_warning = warnings.formatwarning
+
+
+def format_warning(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """Format a warning of this package without the line of code that gave it, as Lightning formats its warnings."""
+    if filename.startswith(OWN_FOLDERS):
+        return f"Warning: {one_line(message)}\n"
+    return _format_warning(message, category, filename, lineno, line)
+
+
+warnings.formatwarning = format_warning
 
 
 def sizes_of(trainer: Trainer) -> Sizes:
