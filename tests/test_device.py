@@ -34,6 +34,9 @@ def test_processes_that_share_a_core_are_named(tiny_recipe, monkeypatch, devices
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     lines = build([str(tiny_recipe), f"trainer.devices={devices}"], make_folder=False).opening()
     assert ("WARNING: 2 processes share 1 CPU core. Lower trainer.devices." in lines) == (devices == 2)
+    *_, sizes, device, folder = lines[: -1 if devices == 2 else None]
+    assert sizes == f"Each iteration: 4 images, 2 for each of 2 prompts{', on 2 ranks' * (devices == 2)}."
+    assert (device[:8], folder, len(lines)) == ("Device: ", "Run folder: runs/tiny", 3 + devices)
 
 
 def test_a_phase_ends_when_the_gpu_is_done(gpu):
