@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -74,6 +75,11 @@ def shell_line(*words: object) -> str:
     "lightning eval 'my runs/demo'"
     """
     return shlex.join(f"{word}" for word in words)
+
+
+def wrapped(text: str, width: int = 100) -> str:
+    """Return a paragraph in lines of at most ``width`` characters, indented after the first."""
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def counted(number: int, noun: str) -> str:

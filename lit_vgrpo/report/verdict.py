@@ -34,7 +34,7 @@ MEANING = {
 LEAST_CHANGE = 0.01
 """Smaller changes of these metrics, which are in [0, 1], are never a sign."""
 HELP = "docs/when_it_goes_wrong.md"
-ADVICE = "add model.untrained_reward, such as CLIPScore, the similarity of image and prompt"
+ADVICE = "add model.untrained_reward, such as CLIPScore"
 
 
 def signs(start: Mapping[str, float], end: Mapping[str, float]) -> list[str]:

@@ -83,9 +83,12 @@ def summary(name="tiny"):
 @pytest.mark.parametrize("names", [["tiny"], ["tiny", "other"]])
 def test_a_page_needs_nothing_else_and_is_accessible(inside, names, capsys):
     assert report([*(f"runs/{name}" for name in names), "--out=page.html"]) == 0
-    *lines, written = capsys.readouterr().out.splitlines()
+    *printed, written = capsys.readouterr().out.splitlines()
     assert "Written: page.html" in written
-    assert len(lines) == 2  # of one run its result and "Did it cheat?", of several a line each
+    assert max(map(len, printed)) <= 100
+    assert any(line.startswith("Did it cheat? ") for line in printed) == (len(names) == 1)
+    lines = [line for line in printed if line.startswith("runs/")]
+    assert len(lines) == len(names)
     ends = [summary(line.partition(":")[0].removeprefix("runs/"))["heldout_reward_end"] for line in lines]
     assert ends == sorted(ends, reverse=True)
     page, raw = Parsed("page.html"), Path("page.html").read_text()
