@@ -93,6 +93,8 @@ class RunSummary(L.Callback):
             change = f": {verdict.change}" if verdict.change else ""
             say(wrapped(f"{course}{change} ({weights} weights{share}{unscored})."))
             say(wrapped(f"Did it cheat? {verdict.cheating.words}"))
+        if unscored := module.ledger.unscored:
+            say(f"{counted(unscored, 'training image')} of {module.ledger.images} could not be scored.")
         if completed and self.reason is not None:
             say(self.reason, error=True)
         if completed and any((timer.time_remaining() or 1) <= 0 for timer in callbacks_of(trainer, Timer)):
@@ -114,6 +116,7 @@ class RunSummary(L.Callback):
             **({"reason": reason} if reason is not None else {}),
             "did_it_cheat": asdict(self._verdict(trainer, module).cheating),
             "alarms": [line for alarm in callbacks_of(trainer, RewardHackAlarm) for line in alarm.warnings],
+            "unscored_images": {"training": module.ledger.unscored, "heldout": int(end.get("failed", 0))},
             "heldout_reward_start": _plain(_start(module).get("reward")),
             "heldout_reward_end": _plain(end.get("reward")),
             "reward_parts_end": {name: _plain(end[name]) for name in module.reward.part_names if name in end},

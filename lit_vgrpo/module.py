@@ -193,6 +193,7 @@ class VGRPOModule(L.LightningModule):
             self.objective, self.policy, rollout, advantages, record, batch, self.ledger, self.replay, self.reward
         )
         self.ledger.images += len(scores)
+        self.ledger.unscored += int(record.rewards.isnan().sum()) if self.objective.needs_reward else 0
         return iteration
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
