@@ -93,8 +93,8 @@ class RunSummary(L.Callback):
             change = f": {verdict.change}" if verdict.change else ""
             say(wrapped(f"{course}{change} ({weights} weights{share}{unscored})."))
             say(wrapped(f"Did it cheat? {verdict.cheating.words}"))
-        if unscored := module.ledger.unscored:
-            say(f"{counted(unscored, 'training image')} of {module.ledger.images} could not be scored.")
+        if lost := module.ledger.unscored:
+            say(f"{counted(lost, 'training image')} of {module.ledger.images} could not be scored.")
         if completed and self.reason is not None:
             say(self.reason, error=True)
         if completed and any((timer.time_remaining() or 1) <= 0 for timer in callbacks_of(trainer, Timer)):

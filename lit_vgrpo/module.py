@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from pydantic import InstanceOf
 from torch import Tensor
 
@@ -208,6 +209,10 @@ class VGRPOModule(L.LightningModule):
         metrics, newest = {**self.evaluator.latest, **self.trainer.callback_metrics}, self.evaluator.history[-1:]
         is_evaluated = any(self.record is not None and one.iteration == self.record.iteration + 1 for one in newest)
         self.optimization.end_epoch(self.trainer.lr_scheduler_configs, metrics, is_evaluated)
+
+    def on_train_end(self) -> None:
+        if course := self.evaluator.course:
+            rank_zero_info(f"{course}.")  # the command hides it, since RunSummary says more there
 
     # --- held-out images -------------------------------------------------------------------------------------------
 
