@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_vgrpo.callbacks.collapse import StopsRun, describe_best
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
-from lit_vgrpo.errors import UserError, counted, one_line, say, score_text
+from lit_vgrpo.errors import UserError, counted, one_line, say, score_text, wrapped
 from lit_vgrpo.report.run_data import Point, RunData, read_scores
 from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.memory import PeakMemory, device_name, peak_resident_bytes
@@ -82,21 +82,19 @@ class RunSummary(L.Callback):
 
     def finish(self, trainer: L.Trainer, module: VGRPOModule, completed: bool) -> None:
         """Print the held-out reward before and after training; called on the first rank."""
-        evaluations = module.evaluator.comparable
         is_known = completed and TRAINED in module.evaluator.latest  # else another fit's
-        if (is_known or self._outcome == "interrupted") and len(evaluations) > 1:
-            start, end = evaluations[0], evaluations[-1]
-            when = f"after {counted(start.iteration, 'iteration')}" if start.iteration else "before"
+        if (is_known or self._outcome == "interrupted") and (course := module.evaluator.course):
             weights = evaluated_weights(trainer)
-            before, now, done = score_text(start.reward), score_text(end.reward), counted(end.iteration, "iteration")
-            failed = int(end.metrics.get("failed", 0))
+            failed = int(module.evaluator.history[-1].metrics.get("failed", 0))
             unscored = f"; {counted(failed, 'image')} could not be scored" if failed else ""
             seen, known = len(module.evaluator.numbers), module.evaluator.num_heldout
             share = f"; {seen} of {known} held-out images" if seen < known else ""  # trainer.limit_val_batches
             verdict = self._verdict(trainer, module)
             change = f": {verdict.change}" if verdict.change else ""
-            say(f"Held-out reward {before} {when}, {now} after {done}{change} ({weights} weights{share}{unscored}).")
-            say(f"Did it cheat? {verdict.cheating.words}")
+            say(wrapped(f"{course}{change} ({weights} weights{share}{unscored})."))
+            say(wrapped(f"Did it cheat? {verdict.cheating.words}"))
+        if lost := module.ledger.unscored:
+            say(f"{counted(lost, 'training image')} of {module.ledger.images} could not be scored.")
         if completed and self.reason is not None:
             say(self.reason, error=True)
         if completed and any((timer.time_remaining() or 1) <= 0 for timer in callbacks_of(trainer, Timer)):
@@ -118,6 +116,7 @@ class RunSummary(L.Callback):
             **({"reason": reason} if reason is not None else {}),
             "did_it_cheat": asdict(self._verdict(trainer, module).cheating),
             "alarms": [line for alarm in callbacks_of(trainer, RewardHackAlarm) for line in alarm.warnings],
+            "unscored_images": {"training": module.ledger.unscored, "heldout": int(end.get("failed", 0))},
             "heldout_reward_start": _plain(_start(module).get("reward")),
             "heldout_reward_end": _plain(end.get("reward")),
             "reward_parts_end": {name: _plain(end[name]) for name in module.reward.part_names if name in end},

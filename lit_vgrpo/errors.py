@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -87,6 +88,18 @@ def shell_line(*words: object) -> str:
     return shlex.join(f"{word}" for word in words)
 
 
+def wrapped(text: str, width: int = 100) -> str:
+    """Return a paragraph in lines of at most ``width`` characters, indented after the first; intervals stay whole.
+
+    >>> print(wrapped("rose by 0.5 [0.25, 0.75]", 20))
+    rose by 0.5
+      [0.25, 0.75]
+    """
+    text = re.sub(r"(\[\S+,) (?=\S+\])", "\\1\u00a0", text)
+    lines = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\u00a0", " ")
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as ``3 seeds``."""
     return f"{number} {noun}{'s' * (number != 1)}"
@@ -95,24 +108,37 @@ def counted(number: int, noun: str) -> str:
 def score_text(value: float, sign: str = "", decimals: int = 3) -> str:
     """Return a reward with some decimals, or with digits that count if it is large or small; rounding errors are 0.
 
-    >>> [score_text(value) for value in (0.97049, -1.86e-09, 12345.6, 0.000321, 1e28)]
-    ['0.970', '0.000', '12346', '0.000321', '1e+28']
+    >>> [score_text(value) for value in (0.97049, -1.86e-09, 12345.6, 0.00032, 1e28)]
+    ['0.970', '0.000', '12346', '0.000320', '1e+28']
     """
     value = 0.0 if abs(value) < 1e-7 else value
     size = abs(value)
-    return format(value, f"{sign}.{decimals}f" if 0.01 <= size < 100 or not size else f"{sign}.{5 if size > 1 else 3}g")
+    return format(
+        value, f"{sign}.{decimals}f" if 0.01 <= size < 100 or not size else f"{sign}.5g" if size > 1 else f"{sign}#.3g"
+    )
+
+
+def decimals_of(values: Iterable[float | None]) -> int | None:
+    """Return the decimals of the largest of some rewards, for all of them; ``None`` if it is in powers of ten.
+
+    >>> decimals_of([0.00812, 0.0213, None]), decimals_of([97.1, 12346.0]), decimals_of([1e28])
+    (3, 0, None)
+    """
+    largest = score_text(max((value for value in values if value is not None), key=abs, default=0.0))
+    return None if "e" in largest else len(largest.partition(".")[2])
 
 
 def with_interval(estimate: Mapping[str, Any], sign: str = "") -> str:
     """Return a mean and its interval as text.
 
-    >>> with_interval({"mean": 0.5, "low": 0.25, "high": 1.0})
-    '0.500 [0.250, 1.000]'
+    >>> with_interval({"mean": 0.0098, "low": 0.004, "high": 0.0156})
+    '0.010 [0.004, 0.016]'
     """
     if estimate["mean"] is None:
         return "-"
     numbers = [estimate[key] for key in ("mean", "low", "high") if estimate[key] is not None]
-    mean, *ends = (score_text(number, sign) for number in numbers)
+    of = decimals_of(numbers)
+    mean, *ends = (score_text(number, sign) if of is None else f"{number:{sign}.{of}f}" for number in numbers)
     return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 

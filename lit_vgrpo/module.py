@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from pydantic import InstanceOf
 from torch import Tensor
 
@@ -194,6 +195,7 @@ class VGRPOModule(L.LightningModule):
             self.objective, self.policy, rollout, advantages, record, batch, self.ledger, self.replay, self.reward
         )
         self.ledger.images += len(scores)
+        self.ledger.unscored += int(record.rewards.isnan().sum()) if self.objective.needs_reward else 0
         return iteration
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -208,6 +210,10 @@ class VGRPOModule(L.LightningModule):
         metrics, newest = {**self.evaluator.latest, **self.trainer.callback_metrics}, self.evaluator.history[-1:]
         is_evaluated = any(self.record is not None and one.iteration == self.record.iteration + 1 for one in newest)
         self.optimization.end_epoch(self.trainer.lr_scheduler_configs, metrics, is_evaluated)
+
+    def on_train_end(self) -> None:
+        if course := self.evaluator.course:
+            rank_zero_info(f"{course}.")  # the command hides it, since RunSummary says more there
 
     # --- held-out images -------------------------------------------------------------------------------------------
 

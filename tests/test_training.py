@@ -65,6 +65,14 @@ def test_load_from_checkpoint_names_the_parts_that_it_needs(tiny_sd3, tmp_path):
     assert same(weights(loaded), weights(module))
 
 
+def test_a_fit_in_python_ends_with_its_result(tiny_sd3, tmp_path, caplog):
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        module, _ = fit(tiny_sd3, tmp_path, iterations=1)
+    start, end = module.evaluator.history
+    said = f"Held-out reward {start.reward:.3f} before, {end.reward:.3f} after 1 iteration."
+    assert [message for message in caplog.messages if "Held-out" in message] == [said]
+
+
 def test_metrics_have_one_row_an_iteration(tiny_sd3, tmp_path):
     callbacks = [RewardLogger(), SurrogateDiagnostics(every_n_iterations=2)]
     options = {"logger": CSVLogger(tmp_path, name="", version=""), "check_val_every_n_epoch": 2}

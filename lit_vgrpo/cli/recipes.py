@@ -32,27 +32,29 @@ def list_recipes(names: Sequence[str], task: str | None = None, gpu: int | None 
 
     Args:
         task: Print those of one of ``TASKS`` only.
-        gpu: Print those for a CPU core or one GPU of this many bytes only.
+        gpu: Print those for one GPU of this many bytes only.
     """
     if names:
         say("\n\n".join(_entry(name, Header.of_file(find_recipe(name))) for name in names))
         return 0
-    size = math.inf if gpu is None else gpu / 2**30
+    least, size = (0, math.inf) if gpu is None else (2, gpu / 2**30)  # without those for a CPU core
     recipes = sorted((*_group(path), name, path) for name, path in shipped().items())
-    fitting = [one for one in recipes if one[1] <= size and task in (None, [*TASKS][one[0]])]
+    fitting = [one for one in recipes if least <= one[1] <= size and task in (None, [*TASKS][one[0]])]
     if task is None and gpu is None:
         for number, _, card, name, path in fitting:
             start = f"{name:<23} {[*TASKS][number]:<12} {card:<16} "
             width = max(20, _width() - len(start)) if sys.stdout.isatty() else sys.maxsize
             say(start + textwrap.shorten(Header.of_file(path).title, width, placeholder="..."))
-        say("Needs, expected result and evidence: lightning recipes NAME, or with --task or --gpu")
+        say("Begin with: lightning run tiny_shapes. Details: lightning recipes NAME, or with --task or --gpu")
         return 0
+    parts = []
     for (number, _, card), group in groupby(fitting, key=lambda one: one[:3]):
         entries = (_entry(name, Header.of_file(path)) for *_, name, path in group)
-        say("\n\n".join([f"--- {[*TASKS.values()][number][0]}, on {card}", *entries, ""]))
-    if len(fitting) < len(recipes) and gpu is not None:
+        parts += [f"--- {[*TASKS.values()][number][0]}, on {card}", *entries]
+    if gpu is not None:
         need = f"lightning check RECIPE --memory {size:g}GiB"
-        say(f"Others may fit with less memory (docs/reduce_memory.md): {need}")
+        parts.append(f"Others may fit with less memory (docs/reduce_memory.md): {need}")
+    say("\n\n".join(parts))
     return 0
 
 

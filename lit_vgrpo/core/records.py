@@ -153,6 +153,7 @@ class PassLedger:
         ranks: Number of ranks doing the same work; this rank's passes are multiplied by it.
         current_phase: Name under which passes are counted now.
         images: Images rolled out for training, over all ranks.
+        unscored: Those of them that a reward failed to score.
         decoded: Images decoded with gradient, over all ranks, forward and backward through VAE and reward.
         stopwatch: Time of the training steps.
         memory: Peak memory by phase.
@@ -160,7 +161,7 @@ class PassLedger:
 
     def __init__(self) -> None:
         self.ranks = 1
-        self.images = self.decoded = 0
+        self.images = self.decoded = self.unscored = 0
         self.stopwatch, self.memory = Stopwatch(), PeakMemory()
         self.counts: dict[str, dict[str, int]] = {}
         self.current_phase = "update"
@@ -211,12 +212,13 @@ class PassLedger:
 
     def state_dict(self) -> dict[str, Any]:
         counts = {name: dict(count) for name, count in self.counts.items()}
-        images = {"images": self.images, "decoded": self.decoded}
+        images = {"images": self.images, "decoded": self.decoded, "unscored": self.unscored}
         return {"passes": counts, **images, "stopwatch": self.stopwatch.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counts = {name: dict(count) for name, count in state["passes"].items()}
         self.images, self.decoded = state["images"], state["decoded"]
+        self.unscored = state.get("unscored", 0)  # of an earlier version
         self.stopwatch.load_state_dict(state["stopwatch"])
 
 

@@ -31,6 +31,12 @@ class Plan:
     micro_batches_per_update: int
     is_settled: bool = True  # False until a micro-batch size of "auto" is chosen
 
+    def line(self) -> str:
+        """Return the images of an iteration in a line."""
+        ranks = f", on {self.world_size} ranks" if self.world_size > 1 else ""
+        each = f"{self.group_size} for each of {self.prompts_per_iteration} prompts"
+        return f"Each iteration: {self.images_per_iteration} images, {each}{ranks}."
+
     def table(self, passes_per_image: Mapping[str, float] | None = None, decodes_per_image: float = 0) -> str:
         """Return the plan as aligned text.
 

@@ -260,7 +260,7 @@ class RecipeCLI(LightningCLI):
         return [*lines, *self.model.evaluator.observed.truncations(rows)]
 
     def opening(self) -> list[str]:
-        """Return the lines to print before training."""
+        """Return the lines to print before training; ``lightning check`` prints all sizes."""
         lines, device, asked = [*self.recipe.notes], self.trainer.strategy.root_device, self._asked_folder
         lines += [f"Changed: {change}" for change in self.allowed_changes]
         taken = ""
@@ -268,7 +268,8 @@ class RecipeCLI(LightningCLI):
             is_open = (read_summary(asked) or {}).get("outcome") in UNDONE and newest_checkpoint(asked) is not None
             whose = "a run that is not finished: add --resume to continue it" if is_open else "an earlier run"
             taken = f" ({asked} belongs to {whose})"
-        lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}"]
+        sizes = self.datamodule.sizes.plan(image_ranks(self.trainer)[1]).line()
+        lines += [*self.about_prompts(), sizes, *gradient_note(self.model), f"Device: {device_name(device)}"]
         lines.append(f"Run folder: {self.folder}{taken}")
         if (gpu := idle_gpu(device)) is not None:
             lines.append(f"WARNING: {gpu} is not used. To train on it: trainer.accelerator=gpu")

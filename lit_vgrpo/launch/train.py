@@ -16,7 +16,7 @@ from lit_vgrpo.errors import UserError, error_in_user_code, is_deliberate, one_l
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process, requeue_job
-from lit_vgrpo.training.folder import EXPORT, WRITTEN
+from lit_vgrpo.training.folder import EXPORT, REPORT_NAME, WRITTEN
 from lit_vgrpo.training.resume import how_to_resume, last_words, newest_checkpoint, next_commands
 from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end, declared, rehearse_setup
 from lit_vgrpo.training.watchdog import GRACE_S, Watch, watched
@@ -147,11 +147,12 @@ def _report_outcome(cli: RecipeCLI) -> int:
             report([f"{line} Free some disk space, then continue the run with --resume." for line in unwritten])
         elif checkpoints.unsaved is None:
             made = [name for name in WRITTEN if (cli.folder / name).exists()]
-            say(f"{'What was saved since' if is_lost else 'Everything'} is in {cli.folder}: {', '.join(made)}.")
-            if "report.html" in made:
-                say(f"The result: {cli.folder / 'report.html'}")
+            if REPORT_NAME in made:
+                say(f"The result: {cli.folder / REPORT_NAME}")
             if not stopped and EXPORT in made:
                 say(f"The weights for diffusers: {cli.folder / EXPORT} (see its README.md)")
+            more = ", ".join(name for name in made if name not in (REPORT_NAME, EXPORT))
+            say(f"{'What was saved since' if is_lost else 'More'} is in {cli.folder}: {more}.")
             if not stopped and newest_checkpoint(cli.folder) is not None:
                 rows = [] if cli.model.policy.edits else cli.datamodule.heldout_samples(1)
                 prompt = rows[0]["prompt"] if rows else None

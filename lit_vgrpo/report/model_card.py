@@ -11,7 +11,8 @@ import torch
 import yaml
 from torch import nn
 
-from lit_vgrpo.config.tree import class_name
+from lit_vgrpo.config.recipe import FOUND_IN, RECIPE_NAME
+from lit_vgrpo.config.tree import class_name, expanded
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import one_line, report
 from lit_vgrpo.policies.base import Policy
@@ -29,7 +30,7 @@ from lit_vgrpo.training.evaluation import evaluation_of, sides_of
 
 CARD_NAME, PICTURE_NAME = "README.md", "before_after.png"
 LICENCE_KEYS = ("license", "license_name", "license_link")
-MACHINE_LINES = ("name:", "run_dir:", "ckpt_path:", "allow_changes:", "#")
+MACHINE_LINES = ("name:", "run_dir:", "ckpt_path:", "allow_changes:", f"{FOUND_IN}:", "#")
 """Prefixes of lines of ``config.yaml`` that are meaningless to others."""
 IN_DIFFUSERS = ("nf4",)
 """Kinds of quantisation whose numbers diffusers computes too."""
@@ -97,6 +98,9 @@ def add_card(
         shown["folders"] = folders
         task = "image-to-image" if policy.edits else "text-to-image" if policy.num_frames is None else "text-to-video"
         shown |= {"base": base_name(policy.checkpoint), "task": task, "has_picture": has_picture}
+        if data.config:
+            lines_of_all = [line for line in data.config.splitlines() if not line.startswith(MACHINE_LINES)]
+            write_atomically(folder / RECIPE_NAME, "\n".join([*lines_of_all, ""]))
         write_atomically(folder / CARD_NAME, card(data, base_card, is_adapter, **shown))
     except Exception as error:  # a card is no reason to lose an export or the end of a run
         report([f"No model card in {written}: {one_line(error) or type(error).__name__}"])
@@ -139,7 +143,10 @@ def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, task
         "tags": [task, "reinforcement-learning", "lit-vgrpo", *(["lora"] if is_adapter else [])],
     }
     model = run.recipe.get("model") or {}
-    recipe = [line for line in run.config.splitlines() if not line.startswith(MACHINE_LINES)]
+    names, classes = (
+        run.summary.get("reward_parts_end") or run.reward_names,
+        dict.fromkeys(rewards_in(model.get("reward"))),
+    )
     template = environment().get_template("card.md.j2")
     return template.render(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
@@ -148,11 +155,25 @@ def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, task
         base=base,
         edits=task == "image-to-image",
         licence=[word for value in licence.values() for word in (value if isinstance(value, list) else [value])],
-        method=class_name(model.get("objective")) or "not known",
-        rewards=run.reward_names or [class_name(model.get("reward"))],
-        recipe="\n".join(recipe).replace("````", "` ` ` `"),  # cannot end its block
+        method=Verdict(run).method or "not known",
+        rewards=f"{', '.join(names)} ({', '.join(classes)})" if names else ", ".join(classes),
+        recipe=RECIPE_NAME if run.config else None,
         **shown,
     )
+
+
+def rewards_in(node: Any) -> list[str]:
+    """Return the classes of a recipe's rewards in order, and the user's functions.
+
+    >>> rewards_in({"class_path": "Weighted", "init_args": {"rewards": ["a.PickScore", {"python": "mine:score"}]}})
+    ['PickScore', 'mine:score']
+    """
+    if isinstance(node := expanded(node), list):
+        return [name for part in node for name in rewards_in(part)]
+    options = (node.get("init_args") if isinstance(node, dict) else None) or {}
+    if "rewards" in options:
+        return rewards_in(options["rewards"])
+    return [name for name in [str(options.get("function") or class_name(node))] if name]
 
 
 def base_licence(card: Path | None) -> dict[str, str | list[str]]:

@@ -224,6 +224,12 @@ class RunPage:
         self.galleries = read_kept(run.folder, shown, run.left_out.append)
         self.benchmarks = read_benchmarks(run.folder, run.left_out.append)
 
+    @property
+    def evaluations(self) -> dict[str, list[str]]:
+        """Held-out metrics of all evaluations as text, by name."""
+        points, names = self.run.evaluations, [change.name for change in self.verdict.changes]
+        return {name: verdict.column([point.metrics.get(name) for point in points]) for name in names}
+
     @cached_property
     def seconds(self) -> list[tuple[str, float, float]]:
         """Phases of the iterations: name, seconds and share."""

@@ -21,11 +21,11 @@ from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.errors import HIDDEN, PASSWORD_IN_ADDRESS, UserError
 from lit_vgrpo.metrics import bootstrap_interval
 from lit_vgrpo.system.paths import CONFIG_NAME
+from lit_vgrpo.training.folder import REPORT_NAME as REPORT_NAME
 from lit_vgrpo.training.loggers import read_table
 from lit_vgrpo.training.resume import HELDOUT_PROMPTS, Number, Whole, checked_json, read_summary
 from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED
 
-REPORT_NAME = "report.html"
 KEPT = "report"
 """Folder in the run folder with the scores and images that a run keeps for its report."""
 BENCHMARKS = "benchmarks"

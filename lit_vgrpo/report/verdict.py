@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.core.records import FINGERPRINT
-from lit_vgrpo.errors import counted, score_text
+from lit_vgrpo.errors import counted, decimals_of, score_text
 from lit_vgrpo.metrics.looks import ACROSS, DISTANCE, SATURATION, SHARPNESS, WITHIN
 from lit_vgrpo.report.run_data import RUNNING, UNFINISHED, Interval, Point, RunData, difference, interval
 
@@ -34,7 +34,7 @@ MEANING = {
 LEAST_CHANGE = 0.01
 """Smaller changes of these metrics, which are in [0, 1], are never a sign."""
 HELP = "docs/when_it_goes_wrong.md"
-ADVICE = "add model.untrained_reward, such as CLIPScore, the similarity of image and prompt"
+ADVICE = "add model.untrained_reward, such as CLIPScore"
 
 
 def signs(start: Mapping[str, float], end: Mapping[str, float]) -> list[str]:
@@ -91,18 +91,20 @@ class Change:
         """The start, if there is one, and the end, as text, all with their intervals or none."""
         both = [(self.start, self.intervals[0])] * (self.start is not None) + [(self.end, self.intervals[1])]
         known = all(brackets(ends) for _, ends in both)
-        return [f"{score(value)} {brackets(ends)}" if known else score(value) for value, ends in both]
+        texts = [" ".join(cell if known else cell[:1]) for cell in self.cells]
+        return texts[2 - len(both) : 2]
 
     @property
-    def decimals(self) -> int | None:
-        """Decimals of the ends as text, which the change has too; ``None`` if one is in powers of ten."""
-        texts = [score(value) for value in (self.start, self.end) if value is not None]
-        return None if "e" in "".join(texts) else max(len(text.partition(".")[2]) for text in texts)
+    def cells(self) -> list[tuple[str, str]]:
+        """Start, end and change, each with its interval, as text with the same decimals."""
+        of = decimals_of([self.start, self.end])
+        ends = zip(("", "", "+"), (self.start, self.end, self.change), (*self.intervals, self.difference), strict=True)
+        return [(score(value, sign, of), brackets(interval, sign, of)) for sign, value, interval in ends]
 
     @property
     def direction(self) -> int:
         """1 or -1 if the change, or its interval if there is one, is above or below 0; 0 if both ends print alike."""
-        if score(self.start) == score(self.end):
+        if self.cells[0][0] == self.cells[1][0]:
             return 0
         low, high = (self.difference.low, self.difference.high) if self.difference else (self.change or 0.0,) * 2
         return 1 if low > 0 else -1 if high < 0 else 0
@@ -169,7 +171,7 @@ class Verdict:
             words = "No sign of it in the images: those of different prompts still differ."
             return Cheating(False, f"{words}{unchecked}", image_signs)
         course = "rose too," if other.direction > 0 else "did not fall measurably:"
-        values = f"{score(other.start)} before, {score(other.end)} after"
+        values = f"{other.cells[0][0]} before, {other.cells[1][0]} after"
         words = f"images of different prompts still differ, and the untrained reward {course} {values}."
         return Cheating(False, f"No sign of it: {words}", image_signs)
 
@@ -178,6 +180,11 @@ class Verdict:
         """The metrics behind :attr:`cheating`."""
         by_name = {change.name: change for change in self.changes}
         return [by_name[name] for name in MEANING if name in by_name]
+
+    @property
+    def method(self) -> str:
+        """Class name of the training method; empty if unknown."""
+        return class_name((self.run.recipe.get("model") or {}).get("objective"))
 
     @property
     def unseen(self) -> str:
@@ -218,10 +225,7 @@ class Verdict:
     @property
     def change(self) -> str:
         """The reward's change and its interval; empty with one evaluation."""
-        if (reward := self.reward) is None or reward.change is None:
-            return ""
-        of = reward.decimals
-        return f"{score(reward.change, '+', of)} {brackets(reward.difference, '+', of)}".rstrip()
+        return "" if self.reward is None or self.reward.change is None else " ".join(self.reward.cells[2]).rstrip()
 
     @property
     def sentence(self) -> str:
@@ -276,7 +280,7 @@ class Verdict:
         names = () if self.cheating.is_likely else (UNTRAINED, *self.run.reward_names)
         for change in self.changes:
             if change.name in names and change.difference and change.direction < 0 < self.reward.direction:
-                fall = f"{change.name} fell from {score(change.start)} to {score(change.end)}"
+                fall = f"{change.name} fell from {change.cells[0][0]} to {change.cells[1][0]}"
                 yield f"{fall} while the reward rose. Look at the images for reward hacking."
         best = max(self.compared, key=lambda point: point.metrics["reward"])
         at_end = self.reward.intervals[1]
@@ -327,6 +331,16 @@ def brackets(ends: Interval | None, sign: str = "", decimals: int | None = None)
     if ends is None or math.isnan(ends.low):
         return ""
     return f"[{score(ends.low, sign, decimals)}, {score(ends.high, sign, decimals)}]"
+
+
+def column(values: Sequence[float | None]) -> list[str]:
+    """Return a table's column of rewards as text with the same decimals.
+
+    >>> column([0.0, 0.00999, 0.136])
+    ['0.000', '0.010', '0.136']
+    """
+    of = decimals_of(values)
+    return [score(value, "", of) for value in values]
 
 
 def amount(value: float | None) -> str:

@@ -25,7 +25,7 @@ from lit_vgrpo.core.records import FINGERPRINT, Evaluation, IterationRecord, Pas
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.errors import RewardError
+from lit_vgrpo.errors import RewardError, counted, score_text
 from lit_vgrpo.metrics.looks import DISTANCE, LOOKS, distances, diversities, reduced, saturation, sharpness
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
@@ -215,6 +215,16 @@ class Evaluator:
     def comparable(self) -> list[Evaluation]:
         """The evaluations that can be compared with the newest one, in order."""
         return [one for one in self.history if one.fingerprint == self.history[-1].fingerprint]
+
+    @property
+    def course(self) -> str:
+        """The held-out reward at the first and the newest evaluation that compare; empty with one evaluation."""
+        if len(comparable := self.comparable) < 2:
+            return ""
+        start, end = comparable[0], comparable[-1]
+        when = f"after {counted(start.iteration, 'iteration')}" if start.iteration else "before"
+        now = f"{score_text(end.reward)} after {counted(end.iteration, 'iteration')}"
+        return f"Held-out reward {score_text(start.reward)} {when}, {now}"
 
     @property
     def device(self) -> torch.device:

@@ -23,8 +23,8 @@ CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 BEST, LAST = "best.ckpt", "last.ckpt"
 PREVIOUS, INTERRUPTED = "previous.ckpt", "interrupted.ckpt"
-EXPORT = "export"
-WRITTEN = ("report.html", "summary.json", "metrics.csv", "samples", CHECKPOINTS, EXPORT)
+EXPORT, REPORT_NAME = "export", "report.html"
+WRITTEN = (REPORT_NAME, "summary.json", "metrics.csv", "samples", CHECKPOINTS, EXPORT)
 """Results in a run folder."""
 STARTED = {CONFIG_NAME, LOCK, "tensorboard", "trackers.json"}
 """What a run writes before training."""

@@ -59,15 +59,18 @@ def test_the_last_words_count_images_that_could_not_be_scored(tiny_sd3, tmp_path
     summary = RunSummary()
     module, trainer = fit(tiny_sd3, tmp_path, [summary], iterations=1, reward=half)
     summary.finish(trainer, module, completed=True)
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())  # wrapped
     assert re.search(r"after 1 iteration: \S0\.\d{3} \(trained weights; 1 image could not be scored\)\.", out)
+    assert out.endswith(" 4 training images of 8 could not be scored.")
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert (found["alarms"], found["unscored_images"]) == ([], {"training": 4, "heldout": 1})
 
 
 def test_the_last_words_say_how_many_images_the_trainers_limit_leaves(tiny_sd3, tmp_path, capsys):
     summary, limit = RunSummary(), {"limit_val_batches": 1}
     module, trainer = fit(tiny_sd3, tmp_path, [summary], iterations=1, data={"eval_batch_size": 1}, trainer=limit)
     summary.finish(trainer, module, completed=True)
-    assert "(trained weights; 1 of 2 held-out images)." in capsys.readouterr().out
+    assert "(trained weights; 1 of 2 held-out images)." in " ".join(capsys.readouterr().out.split())
 
 
 def test_evaluation_sees_the_average_and_training_goes_on_from_the_weights(tiny_sd3, tmp_path):

@@ -196,8 +196,8 @@ def test_code_that_changes_the_current_folder_moves_nothing_else(recipe, tiny_sd
     paths = ["model.policy.checkpoint=model", "model.policy.embedding_cache=cache", "data.train=train.txt"]
     callbacks = "trainer.callbacks=[wanders.WandersToo,SampleGrid,EMA]"
     assert run([recipe, "model.reward=wanders.Wanders", *paths, callbacks]) == 0
-    written = "runs/tiny: report.html, summary.json, metrics.csv, samples, checkpoints.\n"
-    assert f"Everything is in {written}The result: runs/tiny/report.html\n" in capsys.readouterr().out
+    written = "runs/tiny: summary.json, metrics.csv, samples, checkpoints.\n"
+    assert f"The result: runs/tiny/report.html\nMore is in {written}" in capsys.readouterr().out
     assert Path.cwd() != start
     os.chdir(start)
     assert check([recipe, "model.reward=wanders.Wanders", *paths, callbacks]) == 0
@@ -236,7 +236,7 @@ def test_a_held_out_reward_of_nan_is_no_success(recipe, capsys):
 def test_the_end_names_what_was_written(recipe, capsys):
     """A try with fast_dev_run has no loggers; the commands can be typed."""
     assert run([recipe, "trainer.fast_dev_run=true", "run_dir=my runs"]) == 0
-    said = "Everything is in my runs: report.html, summary.json, checkpoints.\nThe result: my runs/report.html\n"
+    said = "The result: my runs/report.html\nMore is in my runs: summary.json, checkpoints.\n"
     score = "lightning eval 'my runs' --reference  # Score before and after, with confidence intervals"
     draw = "lightning sample 'my runs' --prompt 'a red circle on the left'  # Draw a prompt"
     export = "lightning export 'my runs' --to 'my runs_export'  # Write the weights for diffusers"
@@ -249,7 +249,7 @@ def test_the_end_names_what_was_written(recipe, capsys):
 
 def test_an_exported_run_is_not_to_be_exported_again(recipe, capsys):
     assert run([recipe, "trainer.max_epochs=1", "trainer.callbacks=[Export]", "data.heldout=null"]) == 0
-    *_, weights, _, publish = capsys.readouterr().out.splitlines()
+    *_, weights, _, _, publish = capsys.readouterr().out.splitlines()
     assert weights == "The weights for diffusers: runs/tiny/export (see its README.md)"
     assert publish == "  lightning export runs/tiny --to hub:OWNER/tiny  # Publish the weights on the hub"
     assert "--to hub:OWNER/tiny" in Path("runs/tiny/report.html").read_text()

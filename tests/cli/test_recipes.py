@@ -149,18 +149,22 @@ def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
     assert sorted(name for name, _, _ in rows) == [path.stem for path in FILES]
     assert [task for task, _ in groupby(task for _, task, _ in rows)] == list(get_args(Task))
     assert rows[0][2].startswith("a CPU core ")
+    assert last.startswith("Begin with: lightning run tiny_shapes. ")
     assert "lightning recipes NAME" in last
     for task in get_args(Task):
         assert main(["recipes", f"--task={task}"]) == 0
-        parts = capsys.readouterr().out.strip().split("\n\n")
+        out = capsys.readouterr().out
+        assert "\n\n\n" not in out
+        assert not out.endswith("\n\n")
+        parts = out.split("\n\n")
         entries = [part for part in parts if not part.strip().startswith("--- ")]
         assert sorted(entry.partition(":")[0] for entry in entries) == sorted(n for n, of, _ in rows if of == task)
         assert all("\n  needs     " in entry and "\n  evidence  " in entry for entry in entries)
     assert main(["recipes", "--task=video", "--gpu=48GiB"]) == 0
     *parts, last = capsys.readouterr().out.strip().split("\n\n")
-    cards = ("a CPU core", "a 24 GB GPU", "a 48 GB GPU")
+    cards = ("a 24 GB GPU", "a 48 GB GPU")
     assert [part.strip() for part in parts[::2]] == [f"--- Videos, on {card}" for card in cards]
-    assert [part.partition(":")[0] for part in parts[1::2]] == ["tiny_motion", "wan_pickscore", "ltx_pickscore"]
+    assert [part.partition(":")[0] for part in parts[1::2]] == ["wan_pickscore", "ltx_pickscore"]
     assert last.endswith("lightning check RECIPE --memory 48GiB")
     assert main(["recipes", "--gpu=big"]) == 2
     assert capsys.readouterr().err == "big is not a GPU size. Write it as 80GiB.\n"

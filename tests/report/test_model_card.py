@@ -57,7 +57,12 @@ def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
         assert f"to {verdict.score(end['heldout_reward_end'])} [" in text
         assert f"**Did it cheat?** {end['did_it_cheat']['words']}" in text
         assert "VGRPO" in text
-        assert "run_dir" not in text
+        link = r"\n- \*\*Rewards:\*\* \w+ \(JPEGCompressibility\)\n- \*\*Recipe:\*\* \[recipe.yaml\]\(recipe.yaml\)\n"
+        assert re.search(link, text)
+        assert text.count("\n") < 70
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+        assert recipe["trainer"]["max_epochs"] == 2
+        assert {"run_dir", "name", "found_in"}.isdisjoint(recipe)
         assert (folder / "before_after.png").read_bytes() == Path("runs/tiny/samples/after.png").read_bytes()
     lines = text.partition("````python\n")[2].partition("````")[0]
     assert lines.strip() in code
@@ -100,7 +105,8 @@ def test_the_licence_is_that_of_the_base_models_card(tmp_path):
     assert (head["pipeline_tag"], head["tags"][0]) == ("text-to-video", "text-to-video")
     assert (head["base_model"], head["base_model_relation"]) == ("some/model", "adapter")
     assert "lora" in head["tags"]
-    assert text.count("````") == 4
+    assert text.count("````") == 2
+    assert "- **Rewards:** JPEGCompressibility\n" in text
     base.write_text("# no head")
     assert base_licence(base) == {}
 

@@ -83,9 +83,12 @@ def summary(name="tiny"):
 @pytest.mark.parametrize("names", [["tiny"], ["tiny", "other"]])
 def test_a_page_needs_nothing_else_and_is_accessible(inside, names, capsys):
     assert report([*(f"runs/{name}" for name in names), "--out=page.html"]) == 0
-    *lines, written = capsys.readouterr().out.splitlines()
+    *printed, written = capsys.readouterr().out.splitlines()
     assert "Written: page.html" in written
-    assert len(lines) == 2  # of one run its result and "Did it cheat?", of several a line each
+    assert max(map(len, printed)) <= 100
+    assert any(line.startswith("Did it cheat? ") for line in printed) == (len(names) == 1)
+    lines = [line for line in printed if line.startswith("runs/")]
+    assert len(lines) == len(names)
     ends = [summary(line.partition(":")[0].removeprefix("runs/"))["heldout_reward_end"] for line in lines]
     assert ends == sorted(ends, reverse=True)
     page, raw = Parsed("page.html"), Path("page.html").read_text()
@@ -128,10 +131,8 @@ def test_the_numbers_are_those_of_the_summary(inside):
     text, found = Parsed("runs/tiny/report.html").text, summary()
     start, end = (verdict.score(found[f"heldout_reward_{when}"]) for when in ("start", "end"))
     assert f"{start} \u2192 {end}" in text
-    change = Verdict(read_run(Path("runs/tiny"))).reward
-    brackets = [verdict.brackets(own) for own in (*change.intervals, change.difference)]
-    assert f"{brackets[0]} to {brackets[1]}, change {verdict.score(change.change, '+', change.decimals)} " in text
-    assert f"[{verdict.score(change.difference.low, '+', change.decimals)}, " in text
+    before, after, change = (" ".join(cell) for cell in Verdict(read_run(Path("runs/tiny"))).reward.cells)
+    assert f"{before.partition(' ')[2]} to {after.partition(' ')[2]}, change {change}. In brackets" in text
     assert found["date"][:10] in text
     assert f"CPU time {verdict.duration(found['cpu_seconds'])}" in text
     assert f"Did it cheat? {found['did_it_cheat']['words']}" in text
@@ -446,14 +447,16 @@ def test_a_result_says_when_it_was_measured():
 
 def test_a_change_has_the_decimals_of_its_ends_and_a_plot_the_name_of_its_curve():
     ends = [
-        {"reward": 0.1, "sharpness": 0.0207, "saturation": 900.0},
-        {"reward": 0.2, "sharpness": 0.02, "saturation": 1000.0},
+        {"reward": 0.1, "sharpness": 0.0207, "saturation": 900.0, "distance_to_start": 0.0},
+        {"reward": 0.2, "sharpness": 0.02, "saturation": 1000.0, "distance_to_start": 0.00999},
     ]
     points = [Point({"iterations": 4 * n}, {**HONEST, **values}) for n, values in enumerate(ends)]
     rows = [Point({"iterations": n}, {"policy/anchor_distance": n / 9, "time/iteration_s": 1.0}) for n in range(1, 5)]
-    one = RunData(Path("run"), {}, {}, rows, points)
+    one = RunData(Path("run"), {"model": {"objective": "VGRPO"}}, {}, rows, points)
     page = render([one])
-    assert all(f'<td class="n">{text} <' in page for text in ("\u22120.001", "+100"))
+    assert all(f'<td class="n">{text} <' in page for text in ("\u22120.001", "+100", "0.00000", "0.00999"))
+    assert all(f'<td class="n">{text}</td>' in page for text in ("0.00000", "0.00999"))  # each evaluation
+    assert '<p class="eyebrow">Training run with VGRPO</p>' in page
     assert [plot.title for plot in plots([one])] == ["Held-out reward", "Distance to the anchor"]
 
 

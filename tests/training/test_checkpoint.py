@@ -100,6 +100,8 @@ def test_an_interrupted_run_says_what_it_reached_and_a_resumed_one_what_is_known
     result = r"^Held-out reward -?[\d.]+ before, -?[\d.]+ after 1 iteration: \S+ \[.+\] \(trained"
     assert re.search(result, out, re.MULTILINE)
     assert "\nThe result: runs/tiny/report.html\n" in out
+    assert out.count("report.html") == 1
+    assert max(map(len, out.splitlines())) <= 100  # also the answer to "Did it cheat?"
     assert run(["runs/tiny", "--resume"]) == 0
     assert re.search(r"^iteration 2/2, reward .*, held-out -?[\d.]+ \(start\)$", capsys.readouterr().err, re.MULTILINE)
 
@@ -288,7 +290,7 @@ def test_a_full_disk_costs_lines_and_no_training(tiny_recipe, tmp_path, stop, ra
         assert done.returncode == 0, done.stderr
         assert told == ["0", "1", "2", "3"]  # what had to wait was written
         assert steps_saved().items() >= {"previous.ckpt": 2, "last.ckpt": 4}.items()
-        assert "Everything is in runs/tiny" in done.stdout
+        assert "More is in runs/tiny" in done.stdout
         return
     assert done.returncode == 1, done.stderr
     assert told == ["0", "1"]

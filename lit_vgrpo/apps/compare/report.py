@@ -176,7 +176,10 @@ def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Seq
     parts = ["## Held-out reward", markdown_table(reward_table(runs))]
     for target in options.targets:
         table = target_table(each, mean, target, options.base_method)
-        parts += [f"## To reach {target:g}", markdown_table(table)]
+        is_reached = bool(mean.loc[mean["target"] == target, "reached"].sum())
+        best = f"The highest held-out reward is {reward_cell(runs['best'].max())}."
+        never = f"No run reached it. {best} Choose a lower --target or more --iterations."
+        parts += [f"## To reach {target:g}", markdown_table(table) if is_reached else never]
         if (start := runs["start"].max()) >= target:
             parts.append(f"The start, {reward_cell(start)}, already reaches it. Choose a higher target.")
     tuned = {one.method: one.budget for one in entrants if one.settings == "tuned"}

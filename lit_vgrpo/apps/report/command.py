@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_vgrpo.config.recipe import find_runs, is_override
-from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.errors import UserError, say, wrapped
 from lit_vgrpo.options import Report
 from lit_vgrpo.report.page import MARK, render
 from lit_vgrpo.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME, by_task, read_run
@@ -48,9 +48,9 @@ def report(options: Report) -> int:
         verdicts = [Verdict(run) for run in group]
         for verdict in sorted(verdicts, key=lambda one: one.reward.end if one.reward else -math.inf, reverse=True):
             run = verdict.run
-            say(f"{run.folder}: {verdict.sentence if len(runs) == 1 else verdict.brief}")
+            say(wrapped(f"{run.folder}: {verdict.sentence if len(runs) == 1 else verdict.brief}"))
             if len(runs) == 1:
-                say(f"{run.folder}: Did it cheat? {verdict.cheating.words}")
+                say(wrapped(f"Did it cheat? {verdict.cheating.words}"))
             for line in run.left_out:
                 say(f"Left out: {line}", error=True)
     size = out.stat().st_size

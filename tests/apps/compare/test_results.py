@@ -108,6 +108,14 @@ def test_a_failed_seed_is_listed_and_leaves_no_mean_cost(here):
     assert write_race(options, [], all_failed)
 
 
+def test_a_target_that_no_run_reached_is_said(here):
+    words = ["tiny_shapes", "--methods", "nft", "--target", "0.5,0.9", "--out", "."]
+    text = write_race(compare_options(words), [], [curve("nft", s, [0.2, 0.6 + s / 10]) for s in range(2)])
+    reached, never = text.split("## To reach ")[1:]
+    assert "2/2" in reached
+    assert never.startswith("0.9\n\nNo run reached it. The highest held-out reward is 0.700. Choose a lower --target")
+
+
 def test_one_seed_is_no_conclusion(here):
     options = compare_options(["tiny_shapes", "--methods", "nft", "--seeds", "1", "--out", "."])
     assert write_race(options, [], [curve("nft", 0, [0.2, 0.9])]).startswith("**One seed: no conclusion.**")
