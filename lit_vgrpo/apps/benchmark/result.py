@@ -14,10 +14,11 @@ from lit_vgrpo.data.benchmark import Benchmark, differences
 from lit_vgrpo.data.benchmark_prompts import TASK
 from lit_vgrpo.data.prompts import Rows, text_of
 from lit_vgrpo.errors import with_interval
+from lit_vgrpo.metrics.statistics import LEVEL, RESAMPLES
 from lit_vgrpo.system.process import versions
 
 Numbers = npt.NDArray[Any]
-OVERALL, LEVEL, RESAMPLES = "overall", 0.95, 2000
+OVERALL = "overall"
 
 
 def by_task(values: Numbers, prompts: Numbers, tasks: Sequence[str], mean_of: str = "images") -> dict[str, Any]:
