@@ -142,6 +142,24 @@ def with_interval(estimate: Mapping[str, Any], sign: str = "") -> str:
     return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 
+def markdown_table(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
+    """Return an aligned table, heads first; ``left`` columns are left-aligned, or all, of which the last is not padded.
+
+    >>> print(markdown_table([["a", "n"], ["x|y", "10"]], left=1))
+    | a   |  n |
+    |-----|---:|
+    | x/y | 10 |
+    """
+    cells = [[cell.replace("|", "/") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if left is None:
+        left, widths[-1] = len(widths), 1
+    pads = [(str.ljust if number < left else str.rjust, width) for number, width in enumerate(widths)]
+    shown = [" | ".join(pad(cell, width) for cell, (pad, width) in zip(row, pads, strict=True)) for row in cells]
+    rule = "|".join("-" * (width + 2) if pad is str.ljust else "-" * (width + 1) + ":" for pad, width in pads)
+    return "\n".join([f"| {shown[0]} |", f"|{rule}|", *(f"| {line} |" for line in shown[1:])])
+
+
 def printable(body: bytes, most: int) -> str:
     """Return the first characters of a response in one line and without control characters."""
     return one_line(body[: 2 * most].decode("utf-8", errors="replace"))[:most]

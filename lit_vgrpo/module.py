@@ -15,7 +15,7 @@ from pydantic import InstanceOf
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
-from lit_vgrpo.core.batches import BATCH_SIZE
+from lit_vgrpo.core.batches import BATCH_SIZE, at_most
 from lit_vgrpo.core.gather import count_ranks_of, image_ranks
 from lit_vgrpo.core.ranges import BatchSize, NonNegativeFloat, Seed, checked
 from lit_vgrpo.core.records import IterationRecord, PassLedger
@@ -27,7 +27,6 @@ from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import as_weighted
 from lit_vgrpo.rewards.function import RewardsLike
 from lit_vgrpo.rollout.iteration import Iteration, Replay
-from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector
 from lit_vgrpo.system.process import bar, shows_bars
 from lit_vgrpo.training.checkpoint_file import read_sound
@@ -124,8 +123,7 @@ class VGRPOModule(L.LightningModule):
 
         self.ledger = ledger = PassLedger()
         stops = failed_images == "stop"
-        self.scores = ScoreCollector(policy, self.reward, objective.needs_reward, stops, ledger.memory)
-        self.sampler = Sampler(policy, objective, ledger, seed, rollout_batch_size)
+        self.scores = ScoreCollector(policy, self.reward, objective.needs_reward, stops, ledger)
         spec, queue = evaluation or objective.rollout_spec(0).as_ode(), self.scores.queue
         self.evaluator = Evaluator(policy, self.reward, untrained_reward, spec, rollout_batch_size, seed, ledger, queue)
         self.guard, self.replay = UpdateGuard(non_finite), Replay()
@@ -184,13 +182,13 @@ class VGRPOModule(L.LightningModule):
 
     def collect(self, batch: PromptBatch) -> Iteration:
         """Roll out, score, compare within groups, and prepare what the updates need."""
-        with self.scores.collecting(self.sampler.batches(batch)) as sampled:
-            for images in sampled:
+        request = batch.request(self.seed, at_most(batch.images, self.rollout_batch_size))
+        sampled = self.objective.rollout_batches(self.policy, request)
+        with self.scores.collecting(sampled, len(batch.slots) * len(batch.members)) as batches:
+            for images in batches:
                 self.scores.submit(images, batch)  # scored while the next images are sampled
             rollout, scores = self.scores.result()
-        advantages, record = self.scores.compare(
-            rollout, scores, self.advantage_std, self.advantage_aggregate, self.sampler
-        )
+        advantages, record = self.scores.compare(rollout, scores, self.advantage_std, self.advantage_aggregate)
         iteration = Iteration.prepared(
             self.objective, self.policy, rollout, advantages, record, batch, self.ledger, self.replay, self.reward
         )

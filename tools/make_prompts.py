@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from make_geneval import geneval_rows
 from make_ocr import ocr_prompts
+from tiny_prompts import shape_rows, word_rows
 
-from lit_vgrpo.tiny import shapes, words
+from lit_vgrpo.tiny import shapes
 
 T = TypeVar("T")
 TRAIN_COUNT, HELDOUT_COUNT = 400, 60
@@ -104,7 +105,7 @@ def files() -> dict[str, str]:
     images = make_prompts(TRAIN_COUNT + HELDOUT_COUNT)
     texts = {"pickscore": (images[:TRAIN_COUNT], images[TRAIN_COUNT:]), "ocr": ocr_prompts()}
     found = {f"{name}_{side}.txt": _lines(part) for name, parts in texts.items() for side, part in _sides(parts)}
-    pictures, signs = shapes.prompt_rows(), words.prompt_rows()
+    pictures, signs = shape_rows(), word_rows()
     tasks = with_tasks(pictures[0]), with_tasks(pictures[1])
     rows = {"geneval": geneval_rows(), "shapes": pictures, "shapes_tasks": tasks, "words": signs}
     tables = {f"{name}_{side}": part for name, parts in rows.items() for side, part in _sides(parts)}

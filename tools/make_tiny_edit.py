@@ -16,13 +16,14 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 from tiny_pipelines import build_flux
+from tiny_prompts import shape_rows
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies import Conditioning, KontextPolicy, Policy
 from lit_vgrpo.policies.flux import REFERENCE_LATENTS
-from lit_vgrpo.tiny.shapes import COLOURS, IMAGE_SIZE, PLACES, SHAPES, edit_of, prompt_rows, render
+from lit_vgrpo.tiny.shapes import COLOURS, IMAGE_SIZE, PLACES, SHAPES, edit_of, render
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SIDES = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
@@ -124,7 +125,7 @@ def write_task(folder: Path, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     pictures = folder / "assets" / "tiny_edit_pictures"
     pictures.mkdir(parents=True, exist_ok=True)
-    for name, known in zip(("train", "heldout"), prompt_rows(), strict=True):
+    for name, known in zip(("train", "heldout"), shape_rows(), strict=True):
         rows = []
         for number, row in enumerate(known):
             own = {key: row[key] for key in ("colour", "shape", "place")}

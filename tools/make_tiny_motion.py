@@ -18,13 +18,30 @@ import torch
 from diffusers import AutoencoderKLWan
 from make_tiny_edit import RECIPES, train_to_denoise
 from tiny_large_models import build_wan
+from tiny_prompts import motion_prompt, motion_rows
 from torch import Tensor
 
 from lit_vgrpo.policies import Conditioning, WanPolicy
-from lit_vgrpo.tiny.motion import CHOICES, FRAMES, prompt_of, prompt_rows, render
+from lit_vgrpo.tiny.shapes import BACKGROUND, DIRECTIONS, IMAGE_SIZE, MOTION_CHOICES, PALETTE, area_of, coverage
 
 CHANNELS, SIDE, CROP, TOKENS = 6, 32, 16, 8
+FRAMES = 5
+_TRAVEL = (8.0, 12.0)  # pixels from the first frame to the last
+_JITTER = 3.0  # pixels around the image's centre, halfway through
 _log = logging.getLogger(__name__)
+
+
+def render(colour: str, shape: str, motion: str, generator: torch.Generator) -> Tensor:
+    """Render one video ``(5, 3, 32, 32)``, float32 in [0, 1], with a random size, place and speed."""
+    u = torch.rand(4, generator=generator)
+    travel = (_TRAVEL[0] + (_TRAVEL[1] - _TRAVEL[0]) * u[0]) * (torch.arange(FRAMES) / (FRAMES - 1) - 0.5)
+    x, y = (
+        IMAGE_SIZE / 2 + step * travel + _JITTER * (2 * offset - 1)
+        for step, offset in zip(DIRECTIONS[motion], u[1:3], strict=True)
+    )
+    mask = coverage(shape, x, y, area_of(shape, u[3]).expand(FRAMES))[:, None]
+    background = torch.tensor(BACKGROUND)[:, None, None]
+    return background + mask * (torch.tensor(PALETTE[colour])[:, None, None] - background)
 
 
 def random_videos(count: int, generator: torch.Generator, prompt_noise: float) -> tuple[Tensor, list[str]]:
@@ -32,7 +49,7 @@ def random_videos(count: int, generator: torch.Generator, prompt_noise: float) -
     videos, prompts = [], []
     for _ in range(count):
         true, said = [], []
-        for values in CHOICES.values():
+        for values in MOTION_CHOICES.values():
             pick, other = (
                 int(torch.randint(most, (1,), generator=generator)) for most in (len(values), len(values) - 1)
             )
@@ -40,7 +57,7 @@ def random_videos(count: int, generator: torch.Generator, prompt_noise: float) -
             true.append(values[pick])
             said.append(values[(pick + 1 + other) % len(values)] if is_wrong else values[pick])
         videos.append(render(true[0], true[1], true[2], generator))
-        prompts.append(prompt_of(*said))
+        prompts.append(motion_prompt(*said))
     return torch.stack(videos), prompts
 
 
@@ -89,7 +106,7 @@ def train_vae(seed: int, steps: int, batch_size: int) -> Any:
 def pretrain(policy: WanPolicy, seed: int, steps: int, batch_size: int, prompt_noise: float) -> None:
     """Train a policy's network, with full weights, to denoise videos under prompts that are often wrong."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = [row["prompt"] for rows in prompt_rows() for row in rows]
+    prompts = [row["prompt"] for rows in motion_rows() for row in rows]
     with torch.no_grad():
         texts = Conditioning(policy.encode_prompts(prompts))
         videos, asked = random_videos(2048, generator, prompt_noise)
@@ -115,14 +132,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     (args.out / "prompts").mkdir(parents=True, exist_ok=True)
-    for name, rows in zip(("train", "heldout"), prompt_rows(), strict=True):
+    for name, rows in zip(("train", "heldout"), motion_rows(), strict=True):
         lines = [json.dumps(row) for row in rows]
         (args.out / "prompts" / f"motion_{name}.jsonl").write_text("\n".join(lines) + "\n")
     if args.vae is None:
         vae = train_vae(args.seed, args.vae_steps, batch_size=8)
     else:
         vae = AutoencoderKLWan.from_pretrained(args.vae, subfolder="vae")
-    words = sorted({word for rows in prompt_rows() for row in rows for word in row["prompt"].split()})
+    words = sorted({word for rows in motion_rows() for row in rows for word in row["prompt"].split()})
     with tempfile.TemporaryDirectory() as start:
         build_wan(start, args.seed, vae=vae, words=words, heads=6, layers=3, shift=1.0)
         policy = WanPolicy(start, num_frames=FRAMES, height=SIDE, width=SIDE, max_sequence_length=TOKENS)

@@ -59,7 +59,7 @@ def evaluate_benchmark(options: Evaluate) -> int:
         say(f"Scored share {options.share}. After all of them, run the same command without --share.")
         return 0
     report = report_of(benchmark, rows, subjects)
-    stems = [subject.stem(benchmark, rows).name for subject in subjects]
+    stems = [subject.stem for subject in subjects]
     name = stems[0] if len(stems) == 1 else f"{benchmark.name}-{sha256(' '.join(stems).encode()).hexdigest()[:10]}"
     path = typed_path(options.out or subjects[0].folder / f"{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)

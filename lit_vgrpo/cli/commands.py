@@ -76,16 +76,22 @@ def add_command(name: str, options: type, panel: str, place: str, **arguments: A
             shown[field.name] = hint, Parameter.empty if field.default is MISSING else field.default
 
     def call(ctx: typer.Context, **given: Any) -> int:
+        from lit_vgrpo.config.recipe import Command, find_run, find_runs
+        from lit_vgrpo.system.paths import vacant_folder
+
         words = [given.pop(argument) for argument in arguments]
         given["words"] = [word for one in words for word in ([one] if isinstance(one, str) else one or [])]
         if "line" in hints:
             given["line"] = errors.shell_line("lightning", *(ctx.obj or []))
+        # These raise UserError for what does not exist, before the slow imports.
         if "recipe" in arguments and name != "compare":  # which also continues a race
-            _find_recipe(given["words"])
-        elif "runs" in arguments or ("run" in arguments and not (given.get("benchmark") or given.get("share"))):
-            _find_run(given["words"][0], "runs" in arguments)
+            Command.parse(given["words"])
+        elif "runs" in arguments:
+            find_runs(given["words"][0])
+        elif "run" in arguments and not (given.get("benchmark") or given.get("share")):
+            find_run(given["words"][0])
         if not (to := given.get("to") or HUB_PREFIX).startswith(HUB_PREFIX):
-            _find_vacant(to)
+            vacant_folder(to)
         with _loading():
             body = resolve_name(f"lit_vgrpo.{place}")
         return int(body(options(**given)))
@@ -93,27 +99,6 @@ def add_command(name: str, options: type, panel: str, place: str, **arguments: A
     parameters = [Parameter(name, Parameter.KEYWORD_ONLY, default=d, annotation=h) for name, (h, d) in shown.items()]
     call.__signature__, call.__annotations__ = Signature(parameters), {}  # type: ignore[attr-defined]
     app.command(name, help=options.__doc__, rich_help_panel=panel)(call)
-
-
-def _find_recipe(words: list[str]) -> None:
-    """Raise UserError for a recipe or overlay that does not exist, before the slow imports."""
-    from lit_vgrpo.config.recipe import Command
-
-    Command.parse(words)
-
-
-def _find_run(word: str, or_several: bool) -> None:
-    """Raise UserError for a run that does not exist, before the slow imports."""
-    from lit_vgrpo.config.recipe import find_run, find_runs
-
-    find_runs(word) if or_several else find_run(word)
-
-
-def _find_vacant(folder: str) -> None:
-    """Raise UserError for a folder that is not empty, before the slow imports."""
-    from lit_vgrpo.system.paths import vacant_folder
-
-    vacant_folder(folder)
 
 
 def _print_version(asked: bool) -> None:

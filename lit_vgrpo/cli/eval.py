@@ -29,7 +29,7 @@ from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.metrics import diversity
 from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, TransformersFeatures, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
-from lit_vgrpo.metrics.statistics import bootstrap_interval
+from lit_vgrpo.metrics.statistics import LEVEL, RESAMPLES, bootstrap_interval
 from lit_vgrpo.options import Evaluate
 from lit_vgrpo.rewards import CLIPScore, Weighted, as_weighted
 from lit_vgrpo.system.hub import LoadError
@@ -44,7 +44,6 @@ OVERRIDES = ("trainer.logger=false", "ckpt_path=null", "trainer.inference_mode=f
 TRAINING_KEYS = ("model.optimizer", "model.lr_scheduler", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time")
 UNUSED = dict.fromkeys(TRAINING_KEYS, "has no effect on an evaluation.")
 UNUSED["ckpt_path"] = "has no effect on an evaluation. Use --checkpoint FILE."
-LEVEL, RESAMPLES = 0.95, 2000
 
 
 def evaluate(options: Evaluate) -> int:
@@ -162,7 +161,7 @@ def interval(values: Sequence[float], prompts: Sequence[str] | Sequence[int]) ->
     """
     kept = [value for value in values if not math.isnan(value)]
     mean = math.fsum(kept) / len(kept) if kept else None
-    ends = bootstrap_interval(values, prompts, LEVEL, RESAMPLES)
+    ends = bootstrap_interval(values, prompts)
     low, high = (None if math.isnan(end) else end for end in ends)
     return {"mean": mean, "low": low, "high": high, "count": len(kept), "failed": len(values) - len(kept)}
 

@@ -15,6 +15,7 @@ from lit_vgrpo.core.gather import all_gather_rows, sum_over_ranks
 
 Key = TypeVar("Key", bound=Hashable)
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000
+LEVEL, RESAMPLES = 0.95, 2000  # of confidence intervals
 RESAMPLES_AT_ONCE = 100
 """Limits memory: scipy holds the indices of a whole batch of resamples."""
 
@@ -135,8 +136,7 @@ def diversity(features: Tensor, prompts: Sequence[Key]) -> dict[Key, float]:
 def bootstrap_interval(
     values: Sequence[float] | Tensor,
     clusters: Sequence[int] | Sequence[str] | Tensor | None = None,
-    level: float = 0.95,
-    resamples: int = 2000,
+    level: float = LEVEL,
 ) -> tuple[float, float]:
     """Return the percentile bootstrap interval of the mean, ignoring NaN values.
 
@@ -147,7 +147,6 @@ def bootstrap_interval(
         values: One score per image; with values of less than two clusters, both ends are NaN.
         clusters: The cluster of each value, such as its prompt; ``None`` resamples single values.
         level: Confidence level, in (0, 1).
-        resamples: Number of bootstrap samples.
 
     >>> bootstrap_interval([2.0, 2.0, math.nan])
     (2.0, 2.0)
@@ -164,7 +163,7 @@ def bootstrap_interval(
     interval = bootstrap(
         (sums, counts),
         lambda sums, counts, axis: sums.sum(axis) / counts.sum(axis),
-        n_resamples=resamples,
+        n_resamples=RESAMPLES,
         batch=RESAMPLES_AT_ONCE,
         vectorized=True,
         paired=True,

@@ -37,7 +37,7 @@ class Copy:
 
     Attributes:
         keeps: What a pass with these weights leaves for the loss, by name: functions of what
-            :meth:`Objective.see` returns, one row per image.
+            :meth:`Objective.forward` returns, one row per image.
         decay: ``copy <- d copy + (1 - d) weights``. With 1 it stays at the start. With 0 it is the policy as of its
             last move: it takes no memory, and no pass while the policy has not moved since.
         moves: When it moves.
@@ -114,10 +114,10 @@ class PrepareContext:
 class Objective(ABC):
     """A training method as a plain class, independent of any trainer.
 
-    A method defines where the network is asked (:meth:`ask`, :meth:`see`), its copies (:meth:`copies_needed`) and a
-    pure loss (:meth:`losses`). This class makes the passes of the copies, moves and saves them, and counts the cost.
-    The calls of one iteration, in order: :meth:`roll_out`, :meth:`prepare`, then for every update
-    :meth:`before_update`, :meth:`loss` on each of its micro-batches and :meth:`after_update`, then
+    A method defines where the network is asked (:meth:`make_experience`, :meth:`forward`), its copies
+    (:meth:`copies_needed`) and a pure loss (:meth:`losses`). This class makes the passes of the copies, moves and saves
+    them, and counts the cost. The calls of one iteration, in order: :meth:`roll_out`, :meth:`prepare`, then for every
+    update :meth:`before_update`, :meth:`loss` on each of its micro-batches and :meth:`after_update`, then
     :meth:`after_iteration`.
 
     Attributes:
@@ -176,11 +176,11 @@ class Objective(ABC):
     # --- what a method defines -------------------------------------------------------------------------------------
 
     @abstractmethod
-    def ask(self, context: PrepareContext) -> Experience:
+    def make_experience(self, context: PrepareContext) -> Experience:
         """Return the images of an iteration, with the pairs or the steps at which the network is asked."""
 
     @abstractmethod
-    def see(self, policy: Policy, micro: Experience, guidance: float) -> Any:
+    def forward(self, policy: Policy, micro: Experience, guidance: float) -> Any:
         """Pass a micro-batch through the network with the current weights; on the policy's device, carries grad."""
 
     @abstractmethod
@@ -188,13 +188,13 @@ class Objective(ABC):
         """Return a loss per image ``(M,)``, and metrics; a pure function.
 
         Args:
-            now: What :meth:`see` returns for the policy.
+            now: What :meth:`forward` returns for the policy.
             kept: What the passes of :meth:`copies_needed` keep, by name, all of them in every update.
             micro: The images, with their advantages.
         """
 
     @abstractmethod
-    def asked_per_image(self, sizes: Sizes) -> float:
+    def predictions_per_image(self, sizes: Sizes) -> float:
         """Return the predictions per image of an update; one with guidance counts once."""
 
     def copies_needed(self) -> dict[str, Copy]:
@@ -264,7 +264,7 @@ class Objective(ABC):
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         """Return predictions per image and phase, excluding the rollout; one with guidance counts once."""
-        asked = self.asked_per_image(sizes)
+        asked = self.predictions_per_image(sizes)
         passes: dict[str, float] = {"update": sizes.uses_per_image * asked}
         for name, copy in self.copies_needed().items():
             if copy.needs_pass(sizes.updates_per_iteration):
@@ -343,7 +343,7 @@ class Objective(ABC):
 
     def prepare(self, context: PrepareContext) -> Experience:
         """Compute the fixed inputs of the loss before the first update."""
-        experience = self.ask(context)
+        experience = self.make_experience(context)
         for name, copy in self.copies_needed().items():
             if copy.asked != "iteration" or not copy.needs_pass(context.updates):
                 continue
@@ -379,15 +379,15 @@ class Objective(ABC):
         swapped = nullcontext() if weights is None else weights.swapped_into(policy)
         with (ledger or PassLedger()).phase(name), torch.no_grad(), swapped:
             for micro in micros:
-                seen = self.see(policy, micro.to(policy.device), guidance)
+                output = self.forward(policy, micro.to(policy.device), guidance)
                 for key, function in copy.keeps.items():
-                    kept[key].append(micro.keep_shared(key, function(seen).to(device)))
+                    kept[key].append(micro.keep_shared(key, function(output).to(device)))
         return kept
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, Metrics]:
         """Return the scalar loss of a micro-batch, and metrics."""
         micro = micro.to(policy.device)
-        now = self.see(policy, micro, self.guidance_in("training", policy))
+        now = self.forward(policy, micro, self.guidance_in("training", policy))
         kept = self._kept(now, micro)
         losses, metrics = self.losses(now, kept, micro)
         for name, values in {"losses": losses, **metrics}.items():

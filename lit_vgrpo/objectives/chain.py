@@ -211,7 +211,7 @@ class ChainObjective(Objective):
         found = [problem for problem, is_one in problems.items() if is_one and self.reuse_rollout][:1]
         return [f"{where} {problem}, or reuse_rollout=false." for problem in found]
 
-    def asked_per_image(self, sizes: Sizes) -> float:
+    def predictions_per_image(self, sizes: Sizes) -> float:
         return self.num_trained_steps(self.rollout_spec(0))
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
@@ -235,7 +235,7 @@ class ChainObjective(Objective):
             copies["anchor"] = Copy({"anchor": mean_of_steps}, decay=self.anchor_decay)
         return copies
 
-    def ask(self, context: PrepareContext) -> Experience:
+    def make_experience(self, context: PrepareContext) -> Experience:
         """Return the images with their trained steps; views of the trajectory if all of it is trained."""
         chain = context.rollout.trajectory
         assert chain is not None
@@ -261,7 +261,7 @@ class ChainObjective(Objective):
             experience.weights = trained / share.to(trained.device)
         return experience
 
-    def see(self, policy: Policy, micro: Experience, guidance: float) -> StepPass:
+    def forward(self, policy: Policy, micro: Experience, guidance: float) -> StepPass:
         return StepPass(policy, micro, self.spec, guidance, self.reuse_rollout)
 
     def log_ratio(self, now: StepPass, kept: Mapping[str, Tensor]) -> Tensor:

@@ -51,7 +51,7 @@ class Denoising(Objective):
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:
         return self.prediction_passes(sizes)  # without a rollout
 
-    def asked_per_image(self, sizes: Sizes) -> float:
+    def predictions_per_image(self, sizes: Sizes) -> float:
         return self.num_mc_samples
 
     def rollout_batches(self, policy: Policy, request: RolloutRequest) -> Generator[Rollout, None, None]:
@@ -74,10 +74,10 @@ class Denoising(Objective):
             group_size=request.group_size,
         )
 
-    def ask(self, context: PrepareContext) -> Experience:
+    def make_experience(self, context: PrepareContext) -> Experience:
         return context.experience(draw_pairs(context, ContinuousTimes(), self.num_mc_samples, "none"))
 
-    def see(self, policy: Policy, micro: Experience, guidance: float) -> PairPass:
+    def forward(self, policy: Policy, micro: Experience, guidance: float) -> PairPass:
         return PairPass(policy, micro, self.space)
 
     def losses(self, now: PairPass, kept: Mapping[str, Tensor], micro: Experience) -> tuple[Tensor, Metrics]:

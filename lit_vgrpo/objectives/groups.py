@@ -102,7 +102,7 @@ class GroupObjective(PairObjective):
             return
         guidance = self.guidance_in("training", policy)
         with (ledger or PassLedger()).phase("group"), torch.no_grad():
-            passes = (self.see(policy, micro.to(policy.device), guidance) for micro in micros)
+            passes = (self.forward(policy, micro.to(policy.device), guidance) for micro in micros)
             losses = torch.cat([self.pair_losses(one).to(micros[0].latents.device) for one in passes])
         own = ids = torch.cat([micro.group_ids for micro in micros])
         compared = torch.cat([micro.kept[self.compared] for micro in micros])

@@ -101,11 +101,11 @@ class OPD(Objective):
         advice = suggestion(str(name or ""), self.teachers)
         return f'The row of prompt "{shortened(row.get("prompt"))}" {named} in its field {TEACHER}. {advice}'
 
-    def asked_per_image(self, sizes: Sizes) -> float:
+    def predictions_per_image(self, sizes: Sizes) -> float:
         return self.num_steps or len(self.steps)
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        return super().prediction_passes(sizes) | {TEACHER: self.asked_per_image(sizes)}
+        return super().prediction_passes(sizes) | {TEACHER: self.predictions_per_image(sizes)}
 
     # --- one iteration ---------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class OPD(Objective):
         """Return one per teacher; :func:`~lit_vgrpo.training.teachers.load_teachers` loads them."""
         return {self.copy_of(name): Copy() for name in self.teachers}
 
-    def ask(self, context: PrepareContext) -> Experience:
+    def make_experience(self, context: PrepareContext) -> Experience:
         rollout, chain, device = context.rollout, context.rollout.trajectory, context.rollout.latents.device
         assert chain is not None
         steps, shape = torch.tensor(self.trained_steps(rollout.iteration)), (len(rollout), -1)
@@ -156,9 +156,10 @@ class OPD(Objective):
             if len(padded):
                 copy.to(policy.device)
                 with context.ledger.phase(TEACHER), copy.swapped_into(policy):
-                    micros = (experience.select(part) for part in padded.split(context.micro_batch_size))
-                    seen = [self.see(policy, micro.to(policy.device), guidance).to(target.device) for micro in micros]
-                target[own] = torch.cat(seen)[: len(own)]
+                    parts = padded.split(context.micro_batch_size)
+                    micros = (experience.select(part).to(policy.device) for part in parts)
+                    outputs = [self.forward(policy, micro, guidance).to(target.device) for micro in micros]
+                target[own] = torch.cat(outputs)[: len(own)]
         return target
 
     def _teacher_numbers(self, context: PrepareContext) -> Tensor:
@@ -173,7 +174,7 @@ class OPD(Objective):
                 raise ValueError(error)
         return torch.tensor([names.index(row[TEACHER]) for row in context.data_rows])
 
-    def see(self, policy: Policy, micro: Experience, guidance: float) -> Tensor:
+    def forward(self, policy: Policy, micro: Experience, guidance: float) -> Tensor:
         """Return the network's predictions at a micro-batch's latents, from a single pass, ``(M, K, C, h, w)``."""
         assert micro.steps is not None
         z, t = micro.steps.before, micro.steps.t

@@ -353,10 +353,10 @@ class PairObjective(Objective):
             copies["anchor"] = Copy({"anchor": prediction}, decay=self.anchor_decay)
         return copies
 
-    def ask(self, context: PrepareContext) -> Experience:
+    def make_experience(self, context: PrepareContext) -> Experience:
         return context.experience(self.draw(context), advantages=self.bounded(context.advantages))
 
-    def see(self, policy: Policy, micro: Experience, guidance: float) -> PairPass:
+    def forward(self, policy: Policy, micro: Experience, guidance: float) -> PairPass:
         return PairPass(policy, micro, *self.space_of(policy), guidance)
 
     def pull(self, losses: Tensor, metrics: Metrics, now: PairPass, kept: Mapping[str, Tensor]) -> Tensor:
@@ -371,7 +371,7 @@ class PairObjective(Objective):
             metrics["norm_excess"] = surrogate(excess.detach())
         return losses
 
-    def asked_per_image(self, sizes: Sizes) -> float:
+    def predictions_per_image(self, sizes: Sizes) -> float:
         shared = {"none": 0, "pure_noise": 1 + self.antithetic, "group": self.num_pairs}[self.share_passes]
         return shared * sizes.shared_passes + self.num_pairs - shared
 

@@ -166,12 +166,12 @@ class RewardGradient(Objective):
             errors += [f"{where}.num_steps has no effect with variant=draft_lv. Leave it out, or set num_noises."]
         return errors
 
-    def asked_per_image(self, sizes: Sizes) -> float:
+    def predictions_per_image(self, sizes: Sizes) -> float:
         return self.copies_of_image if self.predicts else self.steps
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         passes = super().prediction_passes(sizes)
-        return passes | {"preview": self.asked_per_image(sizes)} if self.predicts else passes
+        return passes | {"preview": self.predictions_per_image(sizes)} if self.predicts else passes
 
     def decodes_per_image(self) -> float:
         return self.copies_of_image
@@ -187,7 +187,7 @@ class RewardGradient(Objective):
             return [steps - 1 - int(torch.randint(self.steps, (), generator=generator))]
         return [steps - self.steps]
 
-    def ask(self, context: PrepareContext) -> Experience:
+    def make_experience(self, context: PrepareContext) -> Experience:
         rollout, chain = context.rollout, context.rollout.trajectory
         assert chain is not None
         times, first = torch.cat([rollout.schedule.cpu(), torch.zeros(1)]), self.recorded_steps(rollout.iteration)
@@ -219,10 +219,10 @@ class RewardGradient(Objective):
         assert experience.steps is not None
         before, micros = experience.steps.before, experience.micro_batches(context.micro_batch_size)
         with context.ledger.phase("preview"):
-            moves = [self.see(policy, micro.to(policy.device), guidance).to(before.device) for micro in micros]
+            moves = [self.forward(policy, micro.to(policy.device), guidance).to(before.device) for micro in micros]
         return before + torch.cat(moves)
 
-    def see(self, policy: Policy, micro: Experience, guidance: float) -> Tensor:
+    def forward(self, policy: Policy, micro: Experience, guidance: float) -> Tensor:
         """Return the images of the trained steps, up to a part without grad, or a chain's end; ``(M, K, C, h, w)``."""
         assert micro.steps is not None
         steps, rows = micro.steps, micro.rows

@@ -14,11 +14,12 @@ from lit_vgrpo.core.pictures import picture_error, several_pictures_error
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import shortened
 from lit_vgrpo.rewards.base import Reward
-from lit_vgrpo.tiny import motion
 from lit_vgrpo.tiny.shapes import (
     CHOICES,
     COLOURS,
+    DIRECTIONS,
     IMAGE_SIZE,
+    MOTION_CHOICES,
     OFFSET,
     PALETTE,
     PLACES,
@@ -158,11 +159,11 @@ class MotionReward(Reward):
     takes_videos = True
 
     def __init__(self, check: Literal["mean", "colour", "shape", "motion"] = "mean") -> None:
-        self.checked = tuple(motion.CHOICES) if check == "mean" else (check,)
+        self.checked = tuple(MOTION_CHOICES) if check == "mean" else (check,)
         self.name = "shapes_in_motion" if check == "mean" else check
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
-        return _missing(self.checked, attributes_of(prompt, row, motion.CHOICES), prompt, "a red circle moves up")
+        return _missing(self.checked, attributes_of(prompt, row, MOTION_CHOICES), prompt, "a red circle moves up")
 
     def __call__(self, images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
         frames = images.shape[1]
@@ -171,11 +172,11 @@ class MotionReward(Reward):
         is_shape = (seen["shape"] != NOTHING).all(1)
         scores = images.new_zeros(len(prompts))
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-            wanted = attributes_of(prompt, row, motion.CHOICES)
+            wanted = attributes_of(prompt, row, MOTION_CHOICES)
             if any(name not in wanted for name in self.checked):
                 scores[number] = torch.nan
                 continue
-            step = moved.new_tensor(motion.DIRECTIONS.get(wanted.get("motion", ""), (0, 0)))
+            step = moved.new_tensor(DIRECTIONS.get(wanted.get("motion", ""), (0, 0)))
             along, across = (moved[number] * step).sum(), (moved[number] * step.flip(0)).sum().abs()
             passed: dict[str, Tensor] = {
                 name: (seen[name][number] == CHOICES[name].index(wanted[name])).all()

@@ -16,14 +16,13 @@ from torch import Tensor
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd, combined_advantages, mean_score, no_spread_share
 from lit_vgrpo.core.gather import all_gather, all_gather_objects, rank_and_world_size
 from lit_vgrpo.core.pictures import stacked_references
-from lit_vgrpo.core.records import IterationRecord, timed
+from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
 from lit_vgrpo.core.types import Rollout
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.errors import RewardErrorOfAll
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import ScoreQueue, Scores, Weighted
-from lit_vgrpo.rollout.sampler import Sampler
-from lit_vgrpo.system.memory import PeakMemory
+from lit_vgrpo.system.process import bar
 
 SIDE = 64
 """Longer side, in pixels, of the reduced images that are compared; losses of an autoencoder hardly show in them."""
@@ -41,17 +40,17 @@ class ScoreCollector:
     Args:
         needs_reward: False for a method without a reward, whose images are only counted.
         any_failure: Refuse a result in which any image failed, not only one in which all failed.
-        memory: Measures the peaks of ``decode`` and ``reward``.
+        ledger: Counts the forward passes of ``rollout``, and measures the peaks of all phases.
 
     Attributes:
-        seconds: Wall time of the iteration by phase: ``decode``, ``reward`` and ``reward_overlapped``, which is the
-            time that threads scored during other phases.
+        seconds: Wall time of the iteration by phase: ``rollout``, ``decode``, ``reward`` and ``reward_overlapped``,
+            which is the time that threads scored during other phases.
     """
 
     def __init__(
-        self, policy: Policy, reward: Weighted, needs_reward: bool, any_failure: bool, memory: PeakMemory
+        self, policy: Policy, reward: Weighted, needs_reward: bool, any_failure: bool, ledger: PassLedger
     ) -> None:
-        self.policy, self.reward, self.any_failure, self.memory = policy, reward, any_failure, memory
+        self.policy, self.reward, self.any_failure, self.ledger = policy, reward, any_failure, ledger
         self.queue = ScoreQueue(reward) if needs_reward else None
         self.copies = CopyGuard()
         self.seconds: dict[str, float] = {}
@@ -59,16 +58,32 @@ class ScoreCollector:
         self._sources: list[str] = []
 
     @contextmanager
-    def collecting(self, sampled: Generator[Rollout, None, None]) -> Iterator[Generator[Rollout, None, None]]:
-        """Start an iteration, and close its sampler at the end; if the block fails, pending scoring is cancelled."""
+    def collecting(self, rollout: Generator[Rollout, None, None], total: int) -> Iterator[Iterator[Rollout]]:
+        """Start an iteration, and yield its batches of images, which the block submits; close ``rollout`` at the end.
+
+        If the block fails, pending scoring is cancelled.
+
+        Args:
+            total: Images of this rank.
+        """
         self.seconds, self._parts, self._sources, self.copies = {}, [], [], CopyGuard()
         try:
-            with closing(sampled):
+            with closing(rollout), closing(self._sampled(rollout, total)) as sampled:
                 yield sampled
         except BaseException:
             if self.queue is not None:
                 self.queue.close()
             raise
+
+    def _sampled(self, rollout: Iterator[Rollout], total: int) -> Generator[Rollout, None, None]:
+        with bar("Rollout", total=total, is_brief=True) as done:
+            while True:
+                with self.ledger.phase("rollout"), timed(self.seconds, "rollout"):
+                    images = next(rollout, None)
+                if images is None:
+                    return
+                done.update(len(images))
+                yield images
 
     @torch.no_grad()
     def submit(self, images: Rollout, batch: PromptBatch) -> None:
@@ -81,10 +96,10 @@ class ScoreCollector:
         size = self.policy.decode_batch_size
         for start in range(0, len(images), size):
             part = slice(start, start + size)
-            with timed(self.seconds, "decode"), self.memory.during("decode"):
+            with timed(self.seconds, "decode"), self.ledger.memory.during("decode"):
                 pixels = self.policy.decode(images.latents[part].to(self.policy.device))
             prompts, rows = [batch.prompts[g] for g in groups[part]], [dict(batch.rows[g]) for g in groups[part]]
-            with timed(self.seconds, "reward"), self.memory.during("reward"):
+            with timed(self.seconds, "reward"), self.ledger.memory.during("reward"):
                 self.queue.put(pixels, prompts, rows)
                 self.copies.add(pixels, rows)
 
@@ -96,7 +111,7 @@ class ScoreCollector:
         rollout, self._parts = Rollout.joined(self._parts), []
         if self.queue is None:
             return rollout, gathered(Scores.empty(len(rollout)))
-        with timed(self.seconds, "reward"), self.memory.during("reward"):
+        with timed(self.seconds, "reward"), self.ledger.memory.during("reward"):
             local = self.queue.take()
         # Negative if the overhead of threads exceeded the overlap.
         self.seconds["reward_overlapped"] = max(0.0, sum(local.seconds.values()) - self.seconds["reward"])
@@ -110,7 +125,7 @@ class ScoreCollector:
         return rollout, scores
 
     def compare(
-        self, rollout: Rollout, scores: Scores, std: AdvantageStd, aggregate: AdvantageAggregate, sampler: Sampler
+        self, rollout: Rollout, scores: Scores, std: AdvantageStd, aggregate: AdvantageAggregate
     ) -> tuple[Tensor, IterationRecord]:
         """Compare each image with its group: advantages of this rank's images, ``(B,)``, and the iteration's record.
 
@@ -130,7 +145,7 @@ class ScoreCollector:
             errors=scores.errors,
             local_group_ids=rollout.group_ids,
             images=len(scores),
-            seconds={**sampler.seconds, **self.seconds},
+            seconds={**self.seconds},
             has_advantage=self.queue is None or bool(advantages.any()),
             sources=statistics(scores_by_source(scores, sources), group_ids),
             edits={name: all_gather(values) for name, values in self.copies.scores(group_size).items()},

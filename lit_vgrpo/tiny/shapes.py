@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,10 @@ PLACES: dict[str, tuple[int, int]] = {  # unit step from the centre, x to the ri
     "at the top": (0, -1),
     "at the bottom": (0, 1),
 }
+DIRECTIONS: dict[str, tuple[int, int]] = {"to the left": (-1, 0), "to the right": (1, 0), "up": (0, -1), "down": (0, 1)}
+"""Unit steps of a shape that moves."""
 CHOICES: dict[str, tuple[str, ...]] = {"colour": COLOURS, "shape": SHAPES, "place": tuple(PLACES)}
+MOTION_CHOICES: dict[str, tuple[str, ...]] = {"colour": COLOURS, "shape": SHAPES, "motion": tuple(DIRECTIONS)}
 
 OFFSET = 6.5
 """Mean distance of a shape from the picture's centre, pixels."""
@@ -153,24 +156,3 @@ def redness(images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, 
     It ignores the prompts, so training draws the same red picture for each of them; see the recipe ``tiny_hacked``.
     """
     return (images[:, 0] - images[:, 1:].amax(1)).clamp(min=0).mean((1, 2))
-
-
-def prompt_rows(
-    choices: Mapping[str, Sequence[str]] = CHOICES, prompt: Callable[..., str] = prompt_of
-) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return all 72 prompts, 60 to train on and 12 held out; the split is fixed and balanced in every attribute.
-
-    Args:
-        choices: The values of each of three attributes, by name.
-        prompt: Returns the prompt of one value of each.
-    """
-    train: list[dict[str, str]] = []
-    heldout: list[dict[str, str]] = []
-    first, second, third = choices.values()
-    for i, one in enumerate(first):
-        for j, two in enumerate(second):
-            for k, three in enumerate(third):
-                row = dict(zip(choices, (one, two, three), strict=True))
-                part = heldout if (len(third) * j + k) % len(first) == i else train
-                part.append({"prompt": prompt(**row), **row})
-    return train, heldout

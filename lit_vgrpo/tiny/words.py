@@ -18,12 +18,6 @@ HEIGHT, WIDTH = 16, 40  # pixels
 LETTERS = "ABCDEFGLMNPRSTUW"  # of all words; without O, which OCR reads as 0 in random letters
 WORD_LENGTH = 3
 PROMPT = 'a sign that says "{}"'
-HELDOUT = "BAG CAT CUP DAM EAR EEL FAN GEM LAW MUD NET PEN RED SUN TUB WET".split()  # noqa: SIM905
-TRAIN = (  # noqa: SIM905
-    "ACE AGE APE ARC ARM ATE BAD BAR BAT BED BEE BEG BUD BUG BUN BUS CAB CAN CAP CAR CUB CUE CUT DEN DEW DUE EAT EGG "
-    "ELF ELM EMU END ERA EWE FAR FED FEW FUN FUR GAP GAS GEL GUM LAB LAP LEG LET MAP MAT MEN MUG NAP NEW NUT PAN PAW "
-    "PEA PET PUP RAM RAT RUG SAD SAW SEA SET SUM TAB TAG TEA TEN TUG USE WAR WEB"
-).split()
 
 _SIZE = 16  # pixels of the em square: three letters are 29 wide, a capital 12 high
 _SHIFT = (2.0, 1.0)  # pixels, the maximum displacement from the centre, x and y
@@ -98,9 +92,3 @@ class WordImages:
             others = LETTERS.replace(letter, "")
             said += others[int(other * len(others))] if chance < self.caption_noise else letter
         return said
-
-
-def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return the prompts of 75 training words and of 16 held-out words."""
-    train, heldout = ([{"prompt": prompt_of(word)} for word in words] for words in (TRAIN, HELDOUT))
-    return train, heldout

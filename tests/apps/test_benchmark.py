@@ -24,6 +24,7 @@ from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.report.page import write_report
 from lit_vgrpo.system.paths import shipped
+from lit_vgrpo.training.resume_guard import hashed
 
 SIZE = ["height=32", "width=32"]
 NAMES = "dpg drawbench gedit geneval geneval2 hpdv2 imgedit ocr partiprompts pickapic t2i_compbench"
@@ -112,11 +113,11 @@ def test_the_mean_of_tasks_is_not_that_of_images():
 
 
 def test_a_failed_retry_keeps_the_scores(tmp_path):
-    one = Subject("one", {}, "dpm++", Policy, tmp_path)
+    one = Subject("one", {}, "dpm++", Policy, tmp_path, stem="x")
     lines = [{"images": [0, 1], "scores": {"r": values}, "errors": {}} for values in ([0.5, None], [None, 0.7])]
     for name, line in zip(("x-1of2.jsonl", "x-2of2.jsonl"), lines, strict=True):
         (tmp_path / name).write_text(json.dumps(line))
-    one.read(tmp_path / "x")
+    one.read()
     assert one.scores == {0: {"r": 0.5}, 1: {"r": 0.7}}
 
 
@@ -126,7 +127,9 @@ def test_changed_code_of_a_reward_is_another_scorer(cache):
     stems = []
     for text in ("one", "one", "two"):
         Path("mine_to_edit.py").write_text(f"def score(images, prompts):\n    return '{text}'\n")
-        stems.append(Subject("one", {}, "dpm++", Policy, cache).stem(benchmark, []))
+        subject = Subject("one", {}, "dpm++", Policy, cache)
+        subject.set_stem(benchmark, [], hashed(benchmark.build_reward()))
+        stems.append(subject.stem)
     assert stems[0] == stems[1] != stems[2]
 
 

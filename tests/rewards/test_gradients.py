@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_prompts import shape_rows
 from transformers import CLIPProcessor
 
 from lit_vgrpo import rewards
@@ -15,7 +16,7 @@ from lit_vgrpo.core.pixels import CLIP_STD, centre_cropped, letterboxed, resized
 from lit_vgrpo.rewards import JPEGCompressibility, PythonReward, RewardOutage, SmoothShapesReward, Weighted
 from lit_vgrpo.rewards.clip import clip_pixels as prepared
 from lit_vgrpo.rewards.model import ScoreHead
-from lit_vgrpo.tiny.shapes import prompt_rows, render
+from lit_vgrpo.tiny.shapes import render
 
 PROMPTS = ["a red circle on the left", "a blue square on the right", "a red circle on the left"]
 ROWS = [{}] * 3
@@ -136,7 +137,7 @@ def test_a_reward_that_changes_its_images_changes_no_other_and_keeps_its_gradien
 
 
 def test_smooth_shapes_rate_every_right_picture_above_a_wrong_one():
-    rows, _ = prompt_rows()
+    rows, _ = shape_rows()
     draw = torch.Generator().manual_seed(0)
     images = torch.stack([render(row["colour"], row["shape"], row["place"], draw) for row in rows])
     for check in ("colour", "shape", "place", "mean"):

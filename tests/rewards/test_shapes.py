@@ -1,16 +1,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_prompts import shape_rows
 
 from lit_vgrpo.rewards.shapes import ShapesReward
-from lit_vgrpo.tiny.shapes import BACKGROUND, PALETTE, ShapesImages, coverage, prompt_rows
+from lit_vgrpo.tiny.shapes import BACKGROUND, PALETTE, ShapesImages, coverage
 
 PROMPT = "a red circle on the left"
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return [dict(row) for part in prompt_rows() for row in part] * 8
+    return [dict(row) for part in shape_rows() for row in part] * 8
 
 
 @pytest.fixture(scope="module")

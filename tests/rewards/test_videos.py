@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from make_tiny_motion import render
 from PIL import Image
+from tiny_prompts import motion_prompt, motion_rows
 
 from lit_vgrpo.cli.sample import write_frames
 from lit_vgrpo.core.pixels import strips, to_uint8
 from lit_vgrpo.rewards import Frames, JPEGCompressibility, MotionReward, PythonReward, RewardOutage, Weighted
-from lit_vgrpo.tiny import motion
+from lit_vgrpo.tiny.shapes import MOTION_CHOICES
 
 VIDEOS = torch.rand(2, 4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 GIVEN = (VIDEOS, ["a", "b"], [{}, {}])
@@ -61,18 +63,18 @@ def test_a_strip_has_the_frames_side_by_side():
 
 
 def test_rendered_videos_pass_and_others_do_not():
-    rows = [row for some in motion.prompt_rows() for row in some]
+    rows = [row for some in motion_rows() for row in some]
     generator = torch.Generator().manual_seed(0)
-    videos = torch.stack([motion.render(row["colour"], row["shape"], row["motion"], generator) for row in rows])
+    videos = torch.stack([render(row["colour"], row["shape"], row["motion"], generator) for row in rows])
     prompts, blank = [row["prompt"] for row in rows], [{}] * len(rows)
     assert MotionReward()(videos, prompts, blank).eq(1).all()
     assert MotionReward("motion")(videos.flip(1), prompts, blank).eq(0).all()
     assert MotionReward("motion")(videos[:, :1].expand_as(videos), prompts, blank).eq(0).all()
-    for name, values in motion.CHOICES.items():
+    for name, values in MOTION_CHOICES.items():
         others = [row | {name: values[values.index(row[name]) - 1]} for row in rows]
-        wrong = [motion.prompt_of(*map(row.get, motion.CHOICES)) for row in others]
+        wrong = [motion_prompt(*map(row.get, MOTION_CHOICES)) for row in others]
         torch.testing.assert_close(MotionReward()(videos, wrong, blank), torch.full((len(rows),), 2 / 3))
-    videos[:, 2] = motion.render("red", "circle", "up", generator)[0, :, :1, :1]
+    videos[:, 2] = render("red", "circle", "up", generator)[0, :, :1, :1]
     assert MotionReward()(videos, prompts, blank).eq(0).all()
 
 

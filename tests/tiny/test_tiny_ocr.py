@@ -5,12 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from tiny_prompts import HELDOUT, TRAIN, word_rows
 
 from lit_vgrpo import SD3Policy
 from lit_vgrpo.rewards.ocr import OCRReward, wanted_text
 from lit_vgrpo.system.paths import shipped_root
 from lit_vgrpo.tiny import WordImages
-from lit_vgrpo.tiny.words import HELDOUT, LETTERS, TRAIN, WORD_LENGTH, prompt_of, prompt_rows, random_letters, render
+from lit_vgrpo.tiny.words import LETTERS, WORD_LENGTH, prompt_of, random_letters, render
 
 ASSET = shipped_root() / "assets" / "tiny_ocr"
 
@@ -43,7 +44,7 @@ def test_words_are_of_the_letters_and_none_is_in_both_parts() -> None:
     assert all(len(word) == WORD_LENGTH and set(word) <= set(LETTERS) for word in TRAIN + HELDOUT)
     assert not set(TRAIN) & set(HELDOUT)
     assert len(set(TRAIN)) == len(TRAIN)
-    asked = [[wanted_text(row["prompt"], row) for row in rows] for rows in prompt_rows()]
+    asked = [[wanted_text(row["prompt"], row) for row in rows] for rows in word_rows()]
     assert asked == [TRAIN, HELDOUT]
     for place in range(WORD_LENGTH):  # else a held-out word would ask for what was never rewarded
         assert {word[place] for word in HELDOUT} <= {word[place] for word in TRAIN}

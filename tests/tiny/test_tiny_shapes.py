@@ -4,8 +4,10 @@ from itertools import product
 
 import pytest
 import torch
+from make_tiny_motion import render as render_video
+from tiny_prompts import shape_rows
 
-from lit_vgrpo.tiny import motion, words
+from lit_vgrpo.tiny import words
 from lit_vgrpo.tiny.shapes import (
     CHOICES,
     PLACES,
@@ -14,7 +16,6 @@ from lit_vgrpo.tiny.shapes import (
     attributes_of,
     coverage,
     prompt_of,
-    prompt_rows,
     render,
 )
 
@@ -24,7 +25,7 @@ def generators(count: int, offset: int = 0) -> list[torch.Generator]:
 
 
 def test_every_prompt_parses_back_to_its_attributes() -> None:
-    rows = [row for part in prompt_rows() for row in part]
+    rows = [row for part in shape_rows() for row in part]
     assert len({row["prompt"] for row in rows}) == 72
     for row in rows:
         found = attributes_of(row["prompt"], {})
@@ -45,7 +46,7 @@ def test_fields_win_over_words_and_unknown_values_are_dropped() -> None:
 
 
 def test_split_holds_every_value_in_both_parts() -> None:
-    train, heldout = prompt_rows()
+    train, heldout = shape_rows()
     assert (len(train), len(heldout)) == (60, 12)
     for name, values in CHOICES.items():
         for part in (train, heldout):
@@ -58,7 +59,7 @@ def test_split_holds_every_value_in_both_parts() -> None:
     ("draw", "shape"),
     [
         (partial(render, "red", "circle", "on the left"), (3, 32, 32)),
-        (partial(motion.render, "red", "circle", "up"), (5, 3, 32, 32)),
+        (partial(render_video, "red", "circle", "up"), (5, 3, 32, 32)),
         (partial(words.render, "CAT"), (3, 16, 40)),
     ],
 )
@@ -94,7 +95,7 @@ def test_shapes_stay_inside_the_picture() -> None:
 
 @pytest.mark.slow
 def test_captions_are_swapped_at_the_given_rate_and_pictures_stay_true() -> None:
-    rows = prompt_rows()[0] * 20
+    rows = shape_rows()[0] * 20
     prompts = [row["prompt"] for row in rows]
     pictures, captions = ShapesImages(caption_noise=0.45)(prompts, rows, generators(len(rows)))
     clean, same = ShapesImages(caption_noise=0)(prompts, rows, generators(len(rows)))

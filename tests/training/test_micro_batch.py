@@ -109,10 +109,10 @@ def test_room_is_without_copies_and_gradients(tiny_sd3, tmp_path, monkeypatch):
 class TooLarge(VGRPO):
     """Its passes never fit into memory."""
 
-    def see(self, policy, micro, guidance):
+    def forward(self, policy, micro, guidance):
         if isinstance(policy, SD3Policy):
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().see(policy, micro, guidance)
+        return super().forward(policy, micro, guidance)
 
 
 def test_an_image_that_does_not_fit_is_an_error_of_all_ranks(tiny_sd3, tmp_path):

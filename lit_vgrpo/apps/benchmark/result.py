@@ -13,11 +13,12 @@ from lit_vgrpo.apps.benchmark.scores import Subject
 from lit_vgrpo.data.benchmark import Benchmark, differences
 from lit_vgrpo.data.benchmark_prompts import TASK
 from lit_vgrpo.data.prompts import Rows, text_of
-from lit_vgrpo.errors import with_interval
+from lit_vgrpo.errors import markdown_table, with_interval
+from lit_vgrpo.metrics.statistics import LEVEL, RESAMPLES
 from lit_vgrpo.system.process import versions
 
 Numbers = npt.NDArray[Any]
-OVERALL, LEVEL, RESAMPLES = "overall", 0.95, 2000
+OVERALL = "overall"
 
 
 def by_task(values: Numbers, prompts: Numbers, tasks: Sequence[str], mean_of: str = "images") -> dict[str, Any]:
@@ -136,17 +137,9 @@ def markdown(report: Mapping[str, Any]) -> str:
     papers = [f"- {name}: {'no: ' + '; '.join(why) if why else 'yes'}." for name, why in report["papers"].items()]
     protocol = [["part", "value"], *([name, str(x)] for name, x in (report["protocol"] | report["models"]).items())]
     parts = {
-        f"# {report['title']}": [aligned(report["table"]), "", "In brackets: confidence intervals.", *failed],
+        f"# {report['title']}": [markdown_table(report["table"]), "", "In brackets: confidence intervals.", *failed],
         "## Is it comparable to a paper's result?": papers,
         "## How this preset differs": [f"- {line}" for line in report["otherwise"] or ["No known differences."]],
-        "## Protocol": [aligned(protocol)],
+        "## Protocol": [markdown_table(protocol)],
     }
     return "\n\n".join("\n".join([title, "", *lines]) for title, lines in parts.items() if lines) + "\n"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with aligned columns, except for the last."""
-    widths = [*(max(3, *map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)), 3]
-    cells = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    padded = ([cell.replace("|", "/").ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells)
-    return "\n".join(f"| {' | '.join(row)} |" for row in padded)

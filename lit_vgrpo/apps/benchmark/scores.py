@@ -40,6 +40,7 @@ class Subject:
         scores: Each reward's score by image index, NaN if it failed; image ``i`` belongs to prompt
             ``i // images_per_prompt``.
         errors: Last error of each reward that failed for some image.
+        stem: Name of the score files without suffix; it differs for other images or scorers.
     """
 
     label: str
@@ -49,18 +50,18 @@ class Subject:
     folder: Path
     scores: dict[int, dict[str, float]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    stem: str = ""
 
-    def stem(self, benchmark: Benchmark, rows: Rows) -> Path:
-        """Return the path of the score files without suffix; it differs for other images or scorers."""
+    def set_stem(self, benchmark: Benchmark, rows: Rows, scorer: str) -> None:
+        """Set the name of the score files, for scorers with this hash."""
         settings = benchmark.model_dump(include={"images_per_prompt", "height", "width", "steps", "guidance", "seed"})
-        scorer = hashed(benchmark.build_reward())  # with its code, before loading changes its attributes
         parts = [self.identity, self.solver, settings, _without_addresses(benchmark.reward), scorer, rows]
         key = sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-        return self.folder / f"{benchmark.name}-{key[:10]}"
+        self.stem = f"{benchmark.name}-{key[:10]}"
 
-    def read(self, stem: Path) -> None:
+    def read(self) -> None:
         """Read the scores so far; an unfinished line of a killed process is ignored."""
-        for file in sorted(stem.parent.glob(f"{stem.name}*.jsonl")):
+        for file in sorted(self.folder.glob(f"{self.stem}*.jsonl")):
             for line in file.read_text().splitlines():
                 with suppress(ValueError):
                     self.add(json.loads(line))
@@ -96,9 +97,10 @@ def fill(
     """
     try:
         dataset = HeldOutDataset(rows, benchmark.images_per_prompt, benchmark.batch_size, share[1], share[0] - 1)
-        plans = []
+        plans, scorer = [], hashed(reward)  # with its code, before loading changes its attributes
         for subject in subjects:
-            subject.read(subject.stem(benchmark, rows))
+            subject.set_stem(benchmark, rows, scorer)
+            subject.read()
             done = {image for image, scores in subject.scores.items() if all(map(math.isfinite, scores.values()))}
             plans.append([index for index, part in enumerate(dataset.parts) if not done.issuperset(part)])
         total = len(subjects) * sum(map(len, dataset.parts))
@@ -109,7 +111,7 @@ def fill(
             for subject, plan in zip(subjects, plans, strict=True):
                 if plan:
                     seen.set_postfix_str(subject.label)
-                    _fill_one(subject, benchmark, rows, reward, share, [dataset[index] for index in plan], seen)
+                    _fill_one(subject, benchmark, reward, share, [dataset[index] for index in plan], seen)
     except (LoadError, ModuleNotFoundError, ValueError) as error:
         raise UserError(str(error)) from error
     except RewardError as error:
@@ -122,16 +124,15 @@ def fill(
 
 
 def _fill_one(
-    subject: Subject, benchmark: Benchmark, rows: Rows, reward: Weighted, share: tuple[int, int], batches: Any, bar: Any
+    subject: Subject, benchmark: Benchmark, reward: Weighted, share: tuple[int, int], batches: Any, bar: Any
 ) -> None:
     """Score the batches of one model."""
     policy = subject.load().to("cuda" if torch.cuda.is_available() else "cpu")
     spec = RolloutSpec(subject.solver, benchmark.steps, benchmark.guidance)
     evaluator = Evaluator(policy, reward, spec=spec, batch_size=benchmark.batch_size, seed=benchmark.seed)
-    stem = subject.stem(benchmark, rows)
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    name = f"{stem.name}.jsonl" if share == (1, 1) else f"{stem.name}-{share[0]}of{share[1]}.jsonl"
-    with (stem.parent / name).open("a") as file:
+    subject.folder.mkdir(parents=True, exist_ok=True)
+    name = f"{subject.stem}.jsonl" if share == (1, 1) else f"{subject.stem}-{share[0]}of{share[1]}.jsonl"
+    with (subject.folder / name).open("a") as file:
         for batch in batches:
             result = reward.score(evaluator.generate_batch(batch), batch.prompts, batch.rows)
             parts = {part: scores.tolist() for part, scores in result.parts.items()}

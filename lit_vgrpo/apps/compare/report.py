@@ -22,7 +22,7 @@ from pydantic_core import to_json
 from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.plan import Budget, Entrant, Run
 from lit_vgrpo.config.tree import set_value
-from lit_vgrpo.errors import score_text
+from lit_vgrpo.errors import markdown_table, score_text
 from lit_vgrpo.system.paths import new_file, write_atomically
 from lit_vgrpo.system.process import versions
 from lit_vgrpo.training.resume import read_summary
@@ -173,13 +173,13 @@ def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Seq
     """Write ``compare.json``, ``.csv``, ``.md`` and ``.png``, and ``targets.csv`` for targets; return the tables."""
     runs, each = summaries(curves), costs_by_seed(curves, options.targets)
     mean = mean_costs(each, options.base_method)
-    parts = ["## Held-out reward", markdown_table(reward_table(runs))]
+    parts = ["## Held-out reward", _markdown(reward_table(runs))]
     for target in options.targets:
         table = target_table(each, mean, target, options.base_method)
         is_reached = bool(mean.loc[mean["target"] == target, "reached"].sum())
         best = f"The highest held-out reward is {reward_cell(runs['best'].max())}."
         never = f"No run reached it. {best} Choose a lower --target or more --iterations."
-        parts += [f"## To reach {target:g}", markdown_table(table) if is_reached else never]
+        parts += [f"## To reach {target:g}", _markdown(table) if is_reached else never]
         if (start := runs["start"].max()) >= target:
             parts.append(f"The start, {reward_cell(start)}, already reaches it. Choose a higher target.")
     tuned = {one.method: one.budget for one in entrants if one.settings == "tuned"}
@@ -244,7 +244,7 @@ def write_sweep(options: CompareOptions, entrants: Sequence[Entrant], curves: Se
     shown[""] = ["best" if row in best.values() else "" for row in points.index]
     about = f"Evaluated on {options.prompts}. The best point reached the highest target with all seeds for the least "
     about += f"{RANKING_COST}; then lower targets decide, then the final reward, a mean of {LAST} evaluations."
-    parts = [markdown_table(shown), about]
+    parts = [_markdown(shown), about]
     for method, row in best.items():
         count = sum(entrant.method == method for entrant in entrants)
         prompts = f"{options.command.recipe.stem}, {options.prompts}"
@@ -306,20 +306,8 @@ def _write_csv(path: Path, table: pd.DataFrame) -> None:
     write_atomically(path, table.to_csv(index=False, lineterminator="\n"))
 
 
-def markdown_table(table: pd.DataFrame) -> str:
-    """Return an aligned table of text; the first two columns are left-aligned.
-
-    >>> print(markdown_table(pd.DataFrame({"a": ["x"], "b": ["y"], "n": ["1"]})))
-    | a | b | n |
-    |---|---|--:|
-    | x | y | 1 |
-    """
-    lines = [list(table.columns), *table.to_numpy().tolist()]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    pads = [(str.ljust if number < 2 else str.rjust, width) for number, width in enumerate(widths)]
-    shown = [" | ".join(pad(cell, width) for cell, (pad, width) in zip(line, pads, strict=True)) for line in lines]
-    rule = "|".join("-" * (width + 2) if pad is str.ljust else "-" * (width + 1) + ":" for pad, width in pads)
-    return "\n".join([f"| {shown[0]} |", f"|{rule}|", *(f"| {line} |" for line in shown[1:])])
+def _markdown(table: pd.DataFrame) -> str:
+    return markdown_table([list(table.columns), *table.to_numpy().tolist()], left=2)
 
 
 def reward_cell(value: float) -> str:

@@ -165,7 +165,7 @@ class ScaledRecipe:
         objective, sizes = self.module.objective, replace(sizes, ranks=plan.world_size)
         per_image, copies = objective.prediction_passes(sizes), objective.copies_needed()
         calls = plan.images_per_rank / plan.micro_batch_size * self._calls_of_micro_batch
-        calls /= objective.asked_per_image(sizes)
+        calls /= objective.predictions_per_image(sizes)
         with_grad = per_image.pop("update")
         # Replay makes an update's micro-batches twice as large, and those of the passes before it twice as many.
         twice = [name for name in per_image if name not in copies or copies[name].asked != "update"]
