@@ -79,7 +79,7 @@ class RewardLogger(L.Callback):
         values = sum_over_ranks(torch.tensor([local[name] for name in sorted(local)])) / image_ranks(trainer)[1]
         metrics = dict(zip(sorted(local), values.tolist(), strict=True)) | self._global(pl_module, record)
         if pl_module.objective.needs_reward:
-            metrics |= self._rewards(record)
+            metrics |= self._rewards(record, pl_module.objective.uses_advantages)
         metrics["cost/images_per_second_per_device"] = metrics["cost/images_per_second"] / trainer.world_size
         peaks = all_gather_objects(pl_module.ledger.memory.by_phase)
         for phase in sorted({phase for rank_peaks in peaks for phase in rank_peaks}):
@@ -145,7 +145,7 @@ class RewardLogger(L.Callback):
             metrics |= {f"passes/{phase}_{kind}": float(n) for kind, n in count.items() if n}
         return metrics | module.guard.metrics()
 
-    def _rewards(self, record: IterationRecord) -> dict[str, float]:
+    def _rewards(self, record: IterationRecord, uses_advantages: bool) -> dict[str, float]:
         """Return metrics of the rewards over all ranks, and warn if they give no gradient or failed."""
         scored = record.rewards[~record.rewards.isnan()]
         self._flat += not record.has_advantage
@@ -155,7 +155,7 @@ class RewardLogger(L.Callback):
                 f", so no step is taken. The reward is constant ({float(scored.mean()):.4g}) within each group."
             )
         small = small_spread_warning("The rewards of the first iteration", scored)
-        if record.has_advantage and record.iteration == 0 and small is not None:
+        if uses_advantages and record.has_advantage and record.iteration == 0 and small is not None:
             rank_zero_warn(small)
         for name, message in record.errors.items():
             failed = f"{record.parts[name]['failed']:.0f} of {record.images} images of iteration {record.iteration + 1}"

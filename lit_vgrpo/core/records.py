@@ -88,8 +88,8 @@ class IterationRecord:
         return torch.cat(self.metrics[name][: self.unmoved]) if name in self.metrics and self.is_whole else None
 
     def means(self) -> dict[str, Tensor]:
-        """Return the loss's and every metric's mean over all steps, on the network's device."""
-        means = {name: torch.cat(values).mean() for name, values in self.metrics.items()}
+        """Return the loss's and every metric's mean over all steps, without NaN, on the network's device."""
+        means = {name: torch.cat(values).nanmean() for name, values in self.metrics.items()}
         return {"loss": torch.stack(self.losses).mean(), **means} if self.losses else means
 
 

@@ -114,8 +114,12 @@ class Sizes:
 
         >>> [Sizes(6, 4, micro_batch_size=size).shared_passes for size in (4, 12, 2)]
         [0.25, 0.25, 0.5]
+        >>> round(Sizes(3, 4, updates_per_iteration=2, micro_batch_size=3, split_updates=True).shared_passes, 3)
+        0.667
         """
         group = self.group_size // max(1, self.ranks // self.prompts_per_iteration)
+        if self.splits_groups and self.group_size % self.updates_per_iteration == 0:  # each update has a part of it
+            group //= self.updates_per_iteration
         share = self.images_per_share(self.ranks)
         micro = share if self.micro_batch_size == "auto" else min(self.micro_batch_size, share)
         period = lcm(group, micro)

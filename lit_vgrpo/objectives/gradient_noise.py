@@ -68,7 +68,7 @@ def snr_by_time(
     """
     weights = list(trainable_parameters(policy).values())
     guidance, cap = objective.guidance_in("training", policy), getattr(objective, "scale_cap", None)
-    is_shared = getattr(objective, "share_pairs", "none") != "none"
+    is_shared = objective.sharing != "none"
     own = group_ids.to(micros[0].latents.device).split([len(micro) for micro in micros])
     pieces = [
         micro.select((ids == group).nonzero()[:, 0])

@@ -103,9 +103,13 @@ class GroupObjective(PairObjective):
         guidance = self.guidance_in("training", policy)
         with (ledger or PassLedger()).phase("group"), torch.no_grad():
             passes = (self.forward(policy, micro.to(policy.device), guidance) for micro in micros)
-            losses = torch.cat([self.pair_losses(one).to(micros[0].latents.device) for one in passes])
+            own_losses = [self.pair_losses(one).to(micros[0].latents.device) for one in passes]
+        losses = torch.cat(own_losses)
         own = ids = torch.cat([micro.group_ids for micro in micros])
-        compared = torch.cat([micro.kept[self.compared] for micro in micros])
+        # A copy that always equals the policy keeps nothing: it has the losses of this pass.
+        compared = torch.cat(
+            [micro.kept.get(self.compared, now) for micro, now in zip(micros, own_losses, strict=True)]
+        )
         advantages = torch.cat([micro.advantages for micro in micros])
         counts = torch.cat([micro.counts for micro in micros])
         if not are_whole(ids, size):
@@ -119,6 +123,7 @@ class GroupObjective(PairObjective):
                     "data.split_updates=false."
                 )
         values = self.group_values(losses, compared, advantages, counts, ids, size)
-        first = (ids == own[:, None]).int().argmax(dim=1)  # an image of the same group, wherever it is
+        same = ids == own[:, None]
+        first = (same.int() + (same & counts)).argmax(dim=1)  # an image of the same group, one that counts if any does
         for micro, part in zip(micros, values[first].split([len(micro) for micro in micros]), strict=True):
             micro.kept[VALUES] = part

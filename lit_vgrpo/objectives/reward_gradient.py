@@ -61,7 +61,8 @@ def score_gradient(
         seen = [z[..., y : y + sides[0], x : x + sides[1]] for z, (y, x) in zip(leaf, corners, strict=True)]
         prompts, rows = [context.prompts[i] for i in chosen], [dict(context.data_rows[i]) for i in chosen]
         scores = reward.with_gradient(policy.decode_with_gradient(torch.stack(seen), halved), prompts, rows)
-        (gradient,) = torch.autograd.grad(scores.sum(), leaf)
+        # None of the rewards may apply to these images.
+        gradient = torch.autograd.grad(scores.sum(), leaf)[0] if scores.requires_grad else torch.zeros_like(leaf)
         return torch.cat([scores.detach()[:, None], gradient.flatten(1)], dim=1).to(latents.device)
 
     both = in_batches(scores_and_gradient, policy.decode_batch_size, latents, images.cpu())
@@ -206,7 +207,8 @@ class RewardGradient(Objective):
         owners = torch.arange(len(rollout)).repeat_interleave(images.shape[1])
         scored = score_gradient(context, images.flatten(0, 1), owners, self.decode_crop, self.decode_half)
         scores, gradient = (values.unflatten(0, images.shape[:2]) for values in scored)
-        trained = scores < (math.inf if self.target is None else self.target)  # not where a reward failed
+        # NaN, where a reward failed or none applies, is not trained on.
+        trained = scores < (math.inf if self.target is None else self.target)
         losses = torch.where(trained, (self.target or 0.0) - scores, 0.0)
         gradient = torch.where(expand(trained, gradient), -gradient, 0.0)
         experience.kept.update(score=scores, loss=losses, gradient=gradient)

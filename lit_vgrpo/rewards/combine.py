@@ -138,14 +138,18 @@ class Weighted(Reward):
         return [part for part in self.parts if part.weight and part.reward.differentiable]
 
     def with_gradient(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        """Return the weighted sum ``(B,)`` of the differentiable rewards, NaN where one failed, with a warning.
+        """Return the weighted sum ``(B,)`` of the differentiable rewards.
+
+        NaN where none applies, and, with a warning, where one failed.
 
         Raises:
             RewardOutage: One has no gradient, or cannot continue.
         """
         total = images.new_zeros(len(prompts))
+        applies = torch.zeros(len(prompts), dtype=torch.bool)
         for part in self.differentiable_parts:
-            chosen = self._mask(part, rows).nonzero().flatten().tolist()
+            applies |= (mask := self._mask(part, rows))
+            chosen = mask.nonzero().flatten().tolist()
             if not chosen:
                 continue
             inputs = [prompts[i] for i in chosen], [rows[i] for i in chosen]
@@ -156,7 +160,7 @@ class Weighted(Reward):
                 raise RewardOutage(f'Reward "{part.name}" is differentiable, but its scores carry no gradient.')
             shaped = self.shaped(part.name, {part.name: scores})
             total = total.index_add(0, torch.tensor(chosen, device=images.device), part.weight * shaped)
-        return total
+        return total.where(applies.to(total.device), math.nan)
 
     @property
     def compares(self) -> bool:  # type: ignore[override]

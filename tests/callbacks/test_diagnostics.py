@@ -5,10 +5,13 @@ import pytest
 import torch
 from helpers import fit, read_csv, weights
 from lightning.pytorch.loggers import CSVLogger
+from pair_methods import prepare
 
-from lit_vgrpo import VGRPO, FlowGRPO, RolloutSpec
+from lit_vgrpo import CRD, VGRPO, FlowGRPO, RolloutSpec, SD3Policy
 from lit_vgrpo.callbacks import SurrogateDiagnostics
-from lit_vgrpo.objectives.gradient_noise import GradientNoise
+from lit_vgrpo.objectives import gradient_noise
+from lit_vgrpo.objectives.gradient_noise import GradientNoise, snr_by_time
+from lit_vgrpo.objectives.pairs import PairPass
 
 
 def test_the_ratio_in_float64():
@@ -56,6 +59,24 @@ def test_it_is_logged_by_time_and_changes_nothing(tiny_sd3, tmp_path):
 def test_split_updates_log_the_variation_of_all_images(tiny_sd3, tmp_path):
     _, rows = train(tiny_sd3, tmp_path, SurrogateDiagnostics(), updates_per_iteration=2, split_updates=True)
     assert [row["epoch"] for row in rows if row.get("surrogate/cv_within")] == ["0", "1"]
+
+
+def test_noise_is_shared_as_in_training(tiny_sd3, monkeypatch):
+    policy = SD3Policy(str(tiny_sd3))
+    policy.load()
+    groups = torch.arange(2).repeat_interleave(3)
+    rows = []
+
+    def counted(policy, micro, *given):
+        rows.append(len(micro.pairs.noise))
+        return PairPass(policy, micro, *given)
+
+    monkeypatch.setattr(gradient_noise, "PairPass", counted)
+    for objective, shared in ((VGRPO(share_pairs=False), 3), (VGRPO(), 1), (CRD(), 1)):
+        micros = prepare(policy, objective).micro_batches(6)
+        snr_by_time(objective, policy, micros, groups, torch.ones(1), 2, (0,))
+        assert rows == [shared, shared]
+        rows.clear()
 
 
 def test_a_method_without_pairs_is_refused(tiny_sd3, tmp_path):

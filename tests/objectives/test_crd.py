@@ -1,13 +1,15 @@
 """CRD against arithmetic in float64, on small real pipelines."""
 
+from functools import partial
+
 import pytest
 import torch
-from pair_methods import ADVANTAGES, Pairs64, pixel_mean, prepare, spread_copies, updated
+from pair_methods import ADVANTAGES, Pairs64, nudge, pixel_mean, prepare, spread_copies, updated
 
 from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.objectives import CRD
+from lit_vgrpo.objectives import CRD, DGPO
 
 SIZES = Sizes(2, 3, micro_batch_size=6)
 STEPS = RolloutSpec("dpm++", steps=5)
@@ -55,18 +57,31 @@ def test_loss_and_gradient_equal_the_third_partys_in_float64(network, name):
     pairs.assert_loss_is(objective, published, orders, rel=2e-3)
 
 
+@pytest.mark.parametrize("failed", [2, 3])
 @pytest.mark.parametrize("micro_batch_size", [6, 2])
-def test_an_image_that_was_not_scored_changes_nothing(policy, micro_batch_size):
+def test_an_image_that_was_not_scored_changes_nothing(policy, micro_batch_size, failed):
     objective, losses = CRD(STEPS, 3, temperature=0.1), []
     spread_copies(policy, objective)
     experience = prepare(policy, objective, micro_batch_size=micro_batch_size)
-    experience.weights = torch.tensor([1.2, 1.2, 0.0, 1.2, 1.2, 1.2])
+    experience.weights = torch.full((6,), 1.2).index_fill(0, torch.tensor(failed), 0.0)
     for shift in (0.0, 3.0):
-        experience.latents[2] += shift
+        experience.latents[failed] += shift
         micros = experience.micro_batches(micro_batch_size)
         objective.before_update(policy, micros)
         losses.append(sum(objective.loss(policy, micro)[0] for micro in micros).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("method", [partial(CRD, kl_weight=0.0), partial(DGPO, reference="moving", kl_weight=0.0)])
+def test_a_copy_that_equals_the_policy_needs_no_whole_groups(policy, method):
+    objective, losses = method(STEPS, old_decay=0.0, num_times=3, noisiest=4), []
+    nudge(policy)
+    experience = prepare(policy, objective)
+    for size in (6, 2):
+        micros = experience.micro_batches(size)
+        objective.before_update(policy, micros)
+        losses.append(sum(objective.loss(policy, micro)[0].item() for micro in micros) / len(micros))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_passes_and_what_is_refused(policy):

@@ -10,6 +10,7 @@ from pair_methods import assert_same_gradient, loss_and_gradient
 
 from lit_vgrpo import RewardGradient, RolloutSpec
 from lit_vgrpo.core.noise import STREAM_RENOISED, STREAM_ROLLOUT, image_generators, seeded_generator
+from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import Conditioning, RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
@@ -275,6 +276,7 @@ def level(images, prompts):
     return brightness - brightness.detach() + 0.5
 
 
+@pytest.mark.filterwarnings("error:The rewards of the first iteration")
 def test_images_that_are_all_alike_are_trained_on(tiny_sd3, tmp_path):
     module = make_module(tiny_sd3, make(), PythonReward(level, differentiable=True))
     trainer = make_trainer(tmp_path, 1)
@@ -301,3 +303,19 @@ def test_images_whose_reward_failed_are_left_out(policy):
     partly = objective.prepare(replace(context, reward=failing))
     assert torch.equal(partly.kept["gradient"][:3], whole.kept["gradient"][:3])
     assert partly.kept["gradient"][3:].abs().max() == partly.kept["loss"][3:].abs().max() == 0
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_images_that_no_differentiable_reward_scores_are_left_out(policy, first):
+    objective = make(num_steps=2)
+    objective.setup(policy)
+    context = context_of(policy, objective)
+    whole = objective.prepare(context)
+    rows = [{"rewards": ["jpeg"]} if image >= first else {"rewards": ["closeness"]} for image in range(6)]
+    mixed = Weighted([PythonReward(closeness, differentiable=True), JPEGCompressibility()], [1.0, 1.0])
+    partly = objective.prepare(replace(context, reward=mixed, data_rows=rows))
+    assert torch.equal(partly.kept["gradient"][:first], whole.kept["gradient"][:first])
+    assert partly.kept["gradient"][first:].abs().max() == partly.kept["loss"][first:].abs().max() == 0
+    record = IterationRecord(0, torch.zeros(6), torch.zeros(6), {}, {}, torch.zeros(6), 6)
+    record.add(*objective.loss(policy, partly))
+    assert record.means()["trained_reward"].isnan() == (first == 0)
