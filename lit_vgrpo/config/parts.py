@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from lit_vgrpo.config.tree import CLASS_KEYS, Place, apply_override, class_name, expanded, leaves, typed_key
 from lit_vgrpo.core.ranges import SHOULD, should_be
-from lit_vgrpo.errors import UserError, causes, error_in_user_code, one_line, suggestion, unknown_option
+from lit_vgrpo.errors import UserError, causes, error_in_user_code, nearest, one_line, suggestion, unknown_option
 from lit_vgrpo.system.paths import missing_module
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
@@ -194,7 +194,10 @@ def _class_named(name: str, kinds: Sequence[type]) -> type | str | None:
         matches = [kind for kind in known if kind.__name__ == name]
         if len(matches) == 1:
             return matches[0]
-        hint = "Write it as package.module.Class." if matches else suggestion(name, [kind.__name__ for kind in known])
+        by_name = {kind.__name__: kind.__name__ for kind in known}
+        by_pipeline = {str(vars(kind).get("pipeline_class", "")): kind.__name__ for kind in known}
+        meant = (by_name | by_pipeline).get(nearest(name, [*by_name, *by_pipeline]) or "", name)
+        hint = "Write it as package.module.Class." if matches else suggestion(meant, by_name)
         return f"={name} is not a known class. {hint}"
     try:
         found = resolve_name(name)

@@ -21,6 +21,8 @@ LINES = [
     ("model.polcy=3", "model.polcy is not an option of VGRPOModule. Did you mean policy?"),
     ("modl.x=3", "modl is not an option of a recipe. Did you mean model?"),
     ("model.objective=VGRP", "model.objective=VGRP is not a known class. Did you mean VGRPO?"),
+    ("model.policy=StableDiffusionXL", "model.policy=StableDiffusionXL is not a known class. Did you mean SDXLPolicy?"),
+    ("model.policy=FluxPipeline", "model.policy=FluxPipeline is not a known class. Did you mean FluxPolicy?"),
     ("model.objective.times=grid", "model.objective.times=grid: Input should be 'sampler' or 'uniform', or a mapping."),
     (
         "model.policy.dtype=float6",
