@@ -48,7 +48,7 @@ def report(options: Report) -> int:
         verdicts = [Verdict(run) for run in group]
         for verdict in sorted(verdicts, key=lambda one: one.reward.end if one.reward else -math.inf, reverse=True):
             run = verdict.run
-            say(wrapped(f"{run.folder}: {verdict.sentence if len(runs) == 1 else verdict.brief}"))
+            say(wrapped(f"{run.folder}: {verdict.sentence}") if len(runs) == 1 else f"{run.folder}: {verdict.brief}")
             if len(runs) == 1:
                 say(wrapped(f"Did it cheat? {verdict.cheating.words}"))
             for line in run.left_out:
