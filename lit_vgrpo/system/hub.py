@@ -59,12 +59,11 @@ def quiet_libraries(shows_bars: bool = False) -> Iterator[None]:
                 library.disable_progress_bar()
                 stack.callback(library.enable_progress_bar)
         # peft imports bitsandbytes if installed, which logs messages about kernels
-        for logger in map(logging.getLogger, ("diffusers", "transformers", "huggingface_hub", "bitsandbytes")):
+        levels = dict.fromkeys(("diffusers", "transformers", "huggingface_hub", "bitsandbytes"), logging.ERROR)
+        levels["diffusers.modular_pipelines"] = logging.CRITICAL  # it logs every exception that it raises
+        for logger, level in ((logging.getLogger(name), level) for name, level in levels.items()):
             stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.ERROR)
-        modular = logging.getLogger("diffusers.modular_pipelines")  # logs every exception that it raises
-        stack.callback(modular.setLevel, modular.level)
-        modular.setLevel(logging.CRITICAL)
+            logger.setLevel(level)
         yield
 
 

@@ -1,11 +1,10 @@
-import csv
 import json
 import math
 import threading
 
 import pytest
 import torch
-from helpers import Brightness, make_data, make_module, make_trainer, same, weights
+from helpers import Brightness, make_data, make_module, make_trainer, read_csv, same, weights
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_vgrpo import MixGRPO, OptimizerConfig, RolloutSpec
@@ -44,8 +43,7 @@ class Threaded(Brightness):
 
 
 def rows_of(folder):
-    with next(folder.rglob("metrics.csv")).open() as file:
-        return list(csv.DictReader(file))
+    return read_csv(next(folder.rglob("metrics.csv")))
 
 
 def train(module, folder, data=None, iterations=2, **options):

@@ -1,6 +1,5 @@
 """``--resume``: the run goes on in its own folder, from the last checkpoint that is whole."""
 
-import csv
 import errno
 import fcntl
 import json
@@ -13,7 +12,7 @@ import pytest
 import torch
 import yaml
 from commands import run
-from helpers import same
+from helpers import read_csv, same
 
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError
@@ -39,8 +38,7 @@ def end(folder):
 
 
 def logged(folder):
-    with (Path(folder) / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(Path(folder) / "metrics.csv")
     wanted = ("iteration", "step", "epoch", "reward/mean", "heldout/reward", "policy/loss", "cost/images")
     return [{key: row[key] for key in wanted} for row in rows]
 
