@@ -14,7 +14,7 @@
 #   4 workers, or 4 ranks                                         75             75, or 60
 #   one process, after set_epoch(1) of skip's result               0             30
 # take and skip always give 100 and 900 rows, and do not overlap if both are read with the same numbers of workers and
-# ranks, in the same epoch. Nothing is logged. The documentation of take and skip does not mention workers or ranks.
+# ranks, in the same epoch. Nothing is logged. The docstrings of take and skip do not mention workers or ranks.
 #
 # Why it matters: validation is often read by one process or rank, and training by many. Most of the held-out prompts
 # or images are then trained on, and the validation score hides it. Split by a column, or by files.
