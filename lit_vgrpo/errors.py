@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 import shlex
 import sys
@@ -119,20 +120,27 @@ def score_text(value: float, sign: str = "", decimals: int = 3) -> str:
 
 
 def decimals_of(values: Iterable[float | None]) -> int | None:
-    """Return the decimals of the largest of some rewards, for all of them; ``None`` if it is in powers of ten.
+    """Return the decimals for all of some rewards, by the largest: 3, or as many as give it 3 to 5 digits that count.
 
-    >>> decimals_of([0.00812, 0.0213, None]), decimals_of([97.1, 12346.0]), decimals_of([1e28])
-    (3, 0, None)
+    ``None`` if it is shown in powers of ten.
+
+    >>> [decimals_of([value, None]) for value in (0.0104, 0.4, 97.1, 100.0, 12346.0, 1e28)]
+    [4, 3, 3, 2, 0, None]
     """
-    largest = score_text(max((value for value in values if value is not None), key=abs, default=0.0))
-    return None if "e" in largest else len(largest.partition(".")[2])
+    largest = max((abs(value) for value in values if value is not None), default=0.0)
+    if largest < 1e-7 or 0.1 <= largest < 100:
+        return 3
+    if not 1e-4 <= largest < 1e5:
+        return None
+    exponent = math.floor(math.log10(largest))
+    return 4 - exponent if exponent > 0 else 2 - exponent
 
 
 def with_interval(estimate: Mapping[str, Any], sign: str = "") -> str:
     """Return a mean and its interval as text.
 
     >>> with_interval({"mean": 0.0098, "low": 0.004, "high": 0.0156})
-    '0.010 [0.004, 0.016]'
+    '0.0098 [0.0040, 0.0156]'
     """
     if estimate["mean"] is None:
         return "-"

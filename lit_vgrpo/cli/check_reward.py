@@ -68,7 +68,7 @@ def check_reward(options: CheckReward) -> int:
     groups = torch.arange(len(images)) // each
     with measured_memory() as memory, loaded(reward):
         parts = trials(reward, images, rows, groups[: len(images)], cli.model.policy.decode_batch_size)
-    found = [*(line for of in unscorable for line in of.lines()), *findings(parts)]
+    found = [*(line for of in unscorable for line in of.lines()), *findings(parts, cli.model.objective.uses_advantages)]
     if not any(len(part.finite) for part in parts):
         report(found)
         return 1
@@ -209,7 +209,7 @@ def change_to_black(
     return max(changes[changes.isfinite()].tolist(), default=math.inf)
 
 
-def findings(parts: Sequence[PartTrial]) -> list[str]:
+def findings(parts: Sequence[PartTrial], uses_advantages: bool = True) -> list[str]:
     """Return the warnings before a long run; ``parts`` are those of :func:`trials`."""
     *single, total = parts
     failed = [part for part in single if part.failed]
@@ -226,10 +226,10 @@ def findings(parts: Sequence[PartTrial]) -> list[str]:
     for part in constant:
         value = f"{part.name} is constant ({float(part.finite[0]):.4g}) on {len(part.finite)} images"
         warnings.append(f"{value}, so nothing is learned from it. Check the prompts, or try more with --num-prompts.")
-    if not constant and total.flat_share == 1.0:
+    if uses_advantages and not constant and total.flat_share == 1.0:
         no_spread = "No prompt has images that differ in reward, so there is no gradient."
         warnings.append(f"{no_spread} Try --images-per-prompt 8.")
     small = small_spread_warning("The rewards of these images", total.finite) if len(total.finite) > 1 else None
-    if not constant and small is not None:
+    if uses_advantages and not constant and small is not None:
         warnings.append(small)
     return warnings

@@ -27,6 +27,8 @@ MOST_BANDS = 3
 """More runs in a plot show no intervals, which would overlap."""
 MOST_POINTS = 400
 """Longer curves show means of neighbouring iterations."""
+LARGEST = 1e300
+"""matplotlib fails on axes whose length overflows."""
 PANELS: dict[str, dict[str, str]] = {
     "Training reward": {"reward/mean": "reward"},
     "Spread of rewards": {"reward/std": "standard deviation", "reward/no_spread": "groups without spread"},
@@ -168,6 +170,7 @@ def _series(run: RunData, metric: str, label: str, colour: int, heldout: bool, h
     if not points:
         return None
     ys = np.array([point.metrics[metric] for point in points], float)
+    ys[np.abs(ys) > LARGEST] = np.nan
     xs = {axis: np.array([point.costs.get(axis, np.nan) for point in points], float) for axis in AXES}
     if heldout:
         sums = [run.scores_at(point).get(metric) if metric == "reward" and has_band else None for point in points]

@@ -41,9 +41,12 @@ AXES = {"iterations": "Iterations", "images": "Images", "seconds": "Minutes of t
 RUNNING, UNFINISHED = "running", "unfinished"
 ABSENT = "not set"
 SECRET = re.compile(
-    r"^([ -]*[\w-]*(?:token|secret|password|passwd|api_?key|authorization|credentials?)\"?'?: +)"
-    r"(?!null *$|true *$|false *$|[\d.]+ *$)\S.*$",
-    re.IGNORECASE | re.MULTILINE,
+    r"([ -]*[\w\"'-]*(?:(?:token|secret|(?:api|access|private)[_-]?key|auth(?:orization)?|bearer|cookie|credentials?)"
+    r"[\"']?: +(?!null *$|true *$|false *$|[\d.]+ *$)|passw(?:or)?d[\"']?: +(?!null *$))(?=\S)).*",
+    re.IGNORECASE,
+)
+SECRET_IN_ADDRESS = re.compile(
+    r"([?&][\w-]*(?:token|secret|passw(?:or)?d|key|auth|sig(?:nature)?)=)[^&\s\"']+", re.IGNORECASE
 )
 NOT_COMPARED = ("name", "run_dir", "ckpt_path", "allow_changes", "trainer.default_root_dir")
 """Settings of this machine or of the command."""
@@ -336,5 +339,20 @@ def _text(value: Any) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Hide the values of keys such as ``token``, and passwords in addresses, in a recipe's text."""
-    return PASSWORD_IN_ADDRESS.sub(rf"\g<1>{HIDDEN}@", SECRET.sub(rf"\g<1>{HIDDEN}", text))
+    """Hide the values of keys such as ``token``, and passwords and keys in addresses, in a recipe's text.
+
+    >>> print(without_secrets("headers:\\n  X-Api-Key: |-\\n    abc\\nurl: http://judge/score?api_key=abc&limit=2"))
+    headers:
+      X-Api-Key: (hidden)
+    url: http://judge/score?api_key=(hidden)&limit=2
+    """
+    lines: list[str] = []
+    hidden: int | None = None  # indentation of a hidden value's key
+    for line in text.split("\n"):
+        if hidden is not None and line.strip() and len(line) - len(line.lstrip(" ")) > hidden:  # the value goes on
+            continue
+        secret = SECRET.fullmatch(line)
+        hidden = None if secret is None else len(line) - len(line.lstrip(" -"))
+        lines.append(line if secret is None else secret[1] + HIDDEN)
+    shown = SECRET_IN_ADDRESS.sub(rf"\g<1>{HIDDEN}", "\n".join(lines))
+    return PASSWORD_IN_ADDRESS.sub(rf"\g<1>{HIDDEN}@", shown)

@@ -84,7 +84,15 @@ class Change:
 
     @property
     def change(self) -> float | None:
-        return None if self.start is None else self.end - self.start
+        """The mean over the prompts that were scored in both, if their scores were kept."""
+        if self.start is None:
+            return None
+        return self.difference.mean if self.difference else self.end - self.start
+
+    def is_like(self, other: Change) -> bool:
+        """Return whether both have the same values, up to rounding."""
+        pairs = ((self.start, other.start), (self.end, other.end))
+        return all(a == b or (a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6)) for a, b in pairs)
 
     @property
     def ends(self) -> list[str]:
@@ -137,8 +145,7 @@ class Verdict:
             first, before = (None, None) if start is end else (start.metrics.get(name), before)
             both = interval(before), interval(after)
             change = Change(name, first, end.metrics[name], both, difference(before, after))
-            is_sum = [score(one.start) + score(one.end) == score(first) + score(change.end) for one in changes[:2]]
-            if name not in rewards or not any(is_sum):  # a sum of one reward is that reward
+            if name not in rewards or not any(map(change.is_like, changes[:2])):  # a sum of one reward is that reward
                 changes.append(change)
         return changes
 

@@ -70,12 +70,16 @@ def set_up(module: TrainingModule) -> None:
         rank_zero_warn(warning)
 
 
+HELD_OUT = "held-out prompts"
+
+
 @dataclass
 class UnscorablePrompts:
     """Prompts of a run that its rewards cannot score."""
 
     what: str = "prompts"  # in messages
     prompts: int = 0  # number that was checked
+    weighted: frozenset[str] = frozenset()  # names of the rewards that count
     unknown: list[str] = field(default_factory=list)  # errors of rows that name an unknown reward
     numbers: Counter[str] = field(default_factory=Counter)  # of prompts with an error, by the reward's name
     first: dict[str, str] = field(default_factory=dict)  # error of the first of them
@@ -84,7 +88,8 @@ class UnscorablePrompts:
     def of(cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts") -> UnscorablePrompts:
         """Check every prompt with every reward that applies to it."""
         rows = list(rows)
-        found = cls(what, len(rows), reward.name_errors(rows))
+        weighted = frozenset(name for name, weight in reward.weight_of.items() if weight)
+        found = cls(what, len(rows), weighted, reward.name_errors(rows))
         for row in rows:
             for name, error in reward.errors_of_prompt(row["prompt"], dict(row)).items():
                 found.numbers[name] += 1
@@ -99,10 +104,13 @@ class UnscorablePrompts:
         ]
 
     def refused(self, any_failure: bool) -> list[str]:
-        """Return the errors that stop a run: with ``any_failure`` one prompt is enough, otherwise all have to fail."""
-        counts = map(self.numbers.get, self.first)
-        lines = zip(counts, self.lines(), strict=True)
-        return [*self.unknown, *(line for count, line in lines if any_failure or count == self.prompts)]
+        """Return the errors that stop a run: those of a reward that counts and cannot score any prompt.
+
+        With ``any_failure``, one prompt is enough, unless it is held out.
+        """
+        fewest = 1 if any_failure and self.what != HELD_OUT else self.prompts
+        lines = zip(self.first, self.lines(), strict=True)
+        return [*self.unknown, *(x for name, x in lines if name in self.weighted and self.numbers[name] >= fewest)]
 
 
 def find_unscorable(module: TrainingModule, data: PromptDataModule) -> list[UnscorablePrompts]:
@@ -113,7 +121,7 @@ def find_unscorable(module: TrainingModule, data: PromptDataModule) -> list[Unsc
             source = f" of the source {name} (its option rewards names the rewards that apply)" if name else ""
             found.append(UnscorablePrompts.of(module.reward, rows, f"prompts{source}"))
         if data.has_heldout:
-            found.append(UnscorablePrompts.of(observed, data.heldout_rows(), "held-out prompts"))
+            found.append(UnscorablePrompts.of(observed, data.heldout_rows(), HELD_OUT))
         module.unscorable = data.sets, found
     return module.unscorable[1]
 

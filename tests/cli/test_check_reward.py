@@ -168,6 +168,7 @@ def test_the_numbers_of_a_part():
     said = "The rewards of these images differ by 0.0005 (standard deviation), so their advantages are small. Multiply"
     (small,) = findings(tried([0.0, 0.001, 0.0, 0.001]))
     assert small.startswith(said)
+    assert findings(tried([0.0, 0.001, 0.0, 0.001]), uses_advantages=False) == findings(parts, False) == []
 
 
 def test_a_reward_that_gives_other_scores_for_the_same_images_is_found():

@@ -201,11 +201,13 @@ def test_a_model_that_edits_pictures_says_how_to_call_it(tmp_path):
 def test_what_looks_secret_is_hidden():
     text = (
         "connection:\n  token: hunter2\n  token_env: NAME\n  max_tokens: 5\n  api_key: null\n"
-        "  - Authorization: Bearer abc\nurl: http://me:hunter2@host:80/score\n"
+        "  - Authorization: Bearer abc\nurl: http://me:hunter2@host:80/score\nx-api-key: abc\npassword: 12345\n"
+        "- token: |-\n    abc\n    def\n  limit: 7\nurl: http://host/score?API_KEY=abc&size=2\ncookie: 'a=abc'\n"
     )
     shown = without_secrets(text)
     assert "hunter2" not in shown
-    assert "abc" not in shown
+    assert not any(word in shown for word in ("abc", "def", "12345"))
+    assert all(line in shown for line in ("- token: (hidden)\n  limit: 7\n", "?API_KEY=(hidden)&size=2\n"))
     kept = ("token_env: NAME", "max_tokens: 5", "api_key: null", "http://(hidden)@host:80/score", "token: (hidden)")
     assert all(line in shown for line in kept)
     rows = dict(differences([{"a": {"token": "hunter2"}}, {"a": {"n": 1}}]))

@@ -9,6 +9,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import report, sample_images
 from PIL import Image, ImageSequence
@@ -454,10 +455,38 @@ def test_a_change_has_the_decimals_of_its_ends_and_a_plot_the_name_of_its_curve(
     rows = [Point({"iterations": n}, {"policy/anchor_distance": n / 9, "time/iteration_s": 1.0}) for n in range(1, 5)]
     one = RunData(Path("run"), {"model": {"objective": "VGRPO"}}, {}, rows, points)
     page = render([one])
-    assert all(f'<td class="n">{text} <' in page for text in ("\u22120.001", "+100", "0.00000", "0.00999"))
+    assert all(f'<td class="n">{text} <' in page for text in ("\u22120.0007", "+100.0", "0.00000", "0.00999"))
     assert all(f'<td class="n">{text}</td>' in page for text in ("0.00000", "0.00999"))  # each evaluation
     assert '<p class="eyebrow">Training run with VGRPO</p>' in page
     assert [plot.title for plot in plots([one])] == ["Held-out reward", "Distance to the anchor"]
+
+
+@pytest.mark.parametrize(("start", "end"), [(99.6, 100.0), (1233.7, 1234.0), (0.0096, 0.0104), (0.2, 0.8)])
+def test_round_numbers_hide_no_change(start, end):
+    before, after = ([(4 * value * part, 4) for part in (0.999, 1.001)] for value in (start, end))
+    change = Change("reward", start, end, (interval(before), interval(after)), difference(before, after))
+    assert change.direction == 1
+    assert change.cells[0][0] != change.cells[1][0]
+
+
+def test_a_change_is_that_of_the_prompts_that_were_scored_twice():
+    before, after = [(0.0, 4), (2.0, 4), (4.0, 4)], [(0.0, 0), (2.0, 4), (4.0, 4)]
+    change = Change("reward", 0.5, 0.75, (interval(before), interval(after)), difference(before, after))
+    assert (change.change, change.direction) == (0, 0)
+
+
+def test_a_reward_that_prints_like_the_sum_is_shown():
+    ends = [{"reward": 12345.15, "a": 12345.1, "b": 12345.2}, {"reward": 12344.95, "a": 12345.3, "b": 12344.6}]
+    points = [Point({"iterations": 4 * n}, {**HONEST, **values}) for n, values in enumerate(ends)]
+    run = RunData(Path("run"), {}, {"reward_parts_end": {"a": 1.0, "b": 1.0}}, [], points)
+    assert {"reward", "a", "b"} <= {change.name for change in Verdict(run).changes}
+
+
+def test_numbers_that_overflow_an_axis_are_left_out():
+    values = [-1e308, 1e308, 1.0, 2.0, 3.0]
+    rows = [Point({"iterations": n}, {"policy/kl": kl, "time/iteration_s": 1.0}) for n, kl in enumerate(values)]
+    (plot,) = plots([RunData(Path("run"), {}, {}, rows, [])])
+    assert np.isnan(plot.series[0].ys).tolist() == [True, True, False, False, False]
 
 
 def test_a_single_prompt_has_no_interval_and_no_direction():

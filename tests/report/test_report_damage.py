@@ -32,7 +32,7 @@ SUMMARY = {
     "date": "2026-11-27",
     "versions": {"torch": "2"},
 }
-SCORES = [{"iteration": done, "scores": {"reward": [[0.5, 1], [0.25 * done, 1]]}} for done in (0, 2)]
+SCORES = [{"iteration": done, "scores": {"reward": [[0.2 + 0.15 * done, 1], [0.25 * done, 1]]}} for done in (0, 2)]
 KEPT = {"file": "00002_000000.png", "image": 0, "prompt": "a cat", "edited": None, "reason": "best", "pair": None}
 KEPT |= {"scores": {"reward": 0.5}}
 PROTOCOL = dict.fromkeys(("height", "width", "steps", "guidance", "images_per_prompt"), 1)

@@ -13,7 +13,7 @@ from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.train import rehearse
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Scores, ShapesReward, Weighted
 from lit_vgrpo.rollout.scores import gathered, statistics
-from lit_vgrpo.training.settings import UnscorablePrompts
+from lit_vgrpo.training.settings import HELD_OUT, UnscorablePrompts
 
 
 class Threaded(Brightness):
@@ -202,6 +202,10 @@ def test_prompts_that_a_reward_cannot_score_are_counted_before_anything_is_loade
     assert found.refused(any_failure=True) == found.lines()
     hopeless = UnscorablePrompts.of(reward, rows[1:2])
     assert hopeless.refused(any_failure=False) == hopeless.lines()
+    held_out = UnscorablePrompts.of(reward, rows, HELD_OUT)
+    assert (held_out.refused(any_failure=True), len(held_out.lines())) == ([], 1)
+    logged = UnscorablePrompts.of(Weighted([ShapesReward("colour"), JPEGCompressibility()], [0.0, 1.0]), rows[1:2])
+    assert (logged.refused(any_failure=True), len(logged.lines())) == ([], 1)
     (line,) = UnscorablePrompts.of(reward, [{"prompt": "a cat", "rewards": ["jpg"]}]).unknown
     assert line.endswith("Did you mean jpeg?")
 
