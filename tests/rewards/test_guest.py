@@ -38,7 +38,9 @@ CHANGES = [
 
 def settings():
     own = [get() for get, _ in (*THREAD_SETTINGS, *PROCESS_SETTINGS)]
-    return [*own, cuda.matmul.allow_tf32, cuda.flash_sdp_enabled(), warnings.filters[:]]
+    switches = [cudnn.enabled, cudnn.benchmark, mkldnn.enabled, cuda.flash_sdp_enabled(), torch.is_anomaly_enabled()]
+    precisions = [cuda.matmul.allow_bf16_reduced_precision_reduction, cuda.matmul.allow_tf32, cudnn.allow_tf32]
+    return [*own, *switches, *precisions, [one for one in warnings.filters if one[0] == "error"]]
 
 
 def reward_that(act, **options):
