@@ -38,7 +38,8 @@ def picture_size(path: str | Path) -> tuple[int, int]:
     """Return the height and width of an upright picture, from its file's header; ValueError if it is not readable."""
     with _opened(path) as opened:
         width, height = opened.size
-        return (width, height) if opened.getexif().get(_ORIENTATION) in _TURNED else (height, width)
+        is_turned = opened.getexif().get(_ORIENTATION) in _TURNED and opened.format != "TIFF"  # whose size is upright
+        return (width, height) if is_turned else (height, width)
 
 
 @contextmanager

@@ -7,24 +7,26 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends import cudnn
+from torch.backends import cuda, cudnn, mkldnn
 
 from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.pixels import strips, to_uint8
 from lit_vgrpo.errors import RewardError, error_in_user_code, one_line, place_of, shortened
-from lit_vgrpo.system.signals import STOP_SIGNALS
+from lit_vgrpo.system.signals import STOP_SIGNALS, guests
 
 
 class RewardOutage(RewardError):
@@ -151,19 +153,21 @@ def _set_stop_handlers(handlers: Sequence[Any]) -> None:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _matmul_precision() -> str | None:
-    """Return the precision of float32 products; ``None`` if torch's newer options set it, which its getter refuses."""
-    with suppress(RuntimeError):
-        return torch.get_float32_matmul_precision()
-    return None
+def _errors_of_warnings() -> list[Any]:
+    return [one for one in warnings.filters if one[0] == "error"]
 
 
-def _set_matmul_precision(precision: str | None) -> None:
-    if precision is not None:
-        torch.set_float32_matmul_precision(precision)
+def _drop_errors_of_warnings(kept: Sequence[Any]) -> None:
+    warnings.filters[:] = [one for one in warnings.filters if one[0] != "error" or one in kept]  # type: ignore[index]
 
 
 Settings = Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]]
+
+
+def _attributes(owner: Any, *names: str) -> Settings:
+    return [(partial(getattr, owner, name), partial(setattr, owner, name)) for name in names]
+
+
 THREAD_SETTINGS: Settings = (
     # not "cpu", which would slow down every function of torch
     (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
@@ -173,24 +177,40 @@ THREAD_SETTINGS: Settings = (
 PROCESS_SETTINGS: Settings = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (_matmul_precision, _set_matmul_precision),
-    (
-        lambda: {"_benchmark": cudnn.benchmark, "_deterministic": cudnn.deterministic},
-        lambda flags: cudnn.set_flags(**flags),
-    ),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    *_attributes(cuda.matmul, "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"),
+    *_attributes(cuda.matmul, "allow_fp16_accumulation"),
+    *_attributes(cudnn, "enabled", "benchmark", "deterministic", "allow_tf32"),
+    *_attributes(mkldnn, "enabled"),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (_errors_of_warnings, _drop_errors_of_warnings),
     (lambda: [*map(signal.getsignal, STOP_SIGNALS)], _set_stop_handlers),
 )
 """Settings that silently change a run's numbers or lose its work, with the functions that get and set them."""
 _lock = threading.Lock()
-_inside: list[list[Any]] = []  # for each guest, the process's settings before the first of them
+
+
+def _values(settings: Settings) -> list[Any]:
+    """Return the settings' values; ``None`` for a precision that only torch's newer options can show."""
+    values: list[Any] = []
+    for get, _ in settings:
+        values.append(None)
+        with suppress(RuntimeError):
+            values[-1] = get()
+    return values
 
 
 @contextmanager
 def guest() -> Iterator[None]:
     """Run a user's code, in any thread."""
-    process, thread = os.getpid(), [get() for get, _ in THREAD_SETTINGS]
+    process, thread = os.getpid(), _values(THREAD_SETTINGS)
     with _lock:
-        _inside.append(_inside[0] if _inside else [get() for get, _ in PROCESS_SETTINGS])
+        guests.append(guests[0] if guests else _values(PROCESS_SETTINGS))
     error: BaseException | None = None
     try:
         yield
@@ -201,9 +221,10 @@ def guest() -> Iterator[None]:
         if os.getpid() != process:  # a fork, which would continue as a second trainer
             _end(error)
         with _lock:
-            before = zip((*THREAD_SETTINGS, *PROCESS_SETTINGS), (*thread, *_inside.pop()), strict=True)
-            for put, value in [(put, value) for (get, put), value in before if get() != value]:
-                put(value)
+            settings, before = (*THREAD_SETTINGS, *PROCESS_SETTINGS), [*thread, *guests.pop()]
+            for (_, put), value, now in zip(settings, before, _values(settings), strict=True):
+                if value is not None and now != value:
+                    put(value)
 
 
 def _end(error: BaseException | None) -> None:

@@ -166,7 +166,8 @@ class PythonReward(Reward):
             reason = error_in_user_code(error) or f"{type(error).__name__}: {error}"
             raise RewardError(f"{self._shown} cannot be imported ({reason.rstrip('.')}). {self._advice()}") from error
         if inspect.iscoroutinefunction(function):
-            raise RewardError(f"{self._shown} is an async function. Name one that calls it with asyncio.run.")
+            advice = "Name one that calls it with asyncio.run, and in a notebook set concurrent=True."
+            raise RewardError(f"{self._shown} is an async function. {advice}")
         if inspect.isclass(function):
             own = f"class_path: {function.__module__}.{function.__qualname__}"
             raise RewardError(f"{self._shown} is a class. {FORM} A subclass of Reward is named by {own}.")

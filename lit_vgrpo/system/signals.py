@@ -180,12 +180,27 @@ def is_stop(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and _listening is not None and _listening.is_urgent
 
 
-def _stop_listening_in_a_fork() -> None:
-    """Restore signals in a process forked by a reward, which would otherwise count its parent's and never end."""
+guests: list[Any] = []
+"""An entry for each call of a user's code; a process forked meanwhile gets the default handlers, so that it can end."""
+_fork = threading.local()
+
+
+def _hold_signals() -> None:
+    """Block signals until a forked process has its handlers: those of its parent would count them for the parent."""
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+
+
+def _restore_signals_in_a_fork() -> None:
     if _listening is not None:
         signal.set_wakeup_fd(-1)
+    if _listening is not None or guests:
         for number in _heard():
             signal.signal(number, signal.SIG_DFL)
+    _release_signals()
 
 
-os.register_at_fork(after_in_child=_stop_listening_in_a_fork)
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_restore_signals_in_a_fork)

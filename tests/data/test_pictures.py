@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_vgrpo.core.pictures import picture_error, references_of, stacked_references
+from lit_vgrpo.core.pictures import picture_error, picture_size, read_picture, references_of, stacked_references
 from lit_vgrpo.data import PromptDataModule, read_prompts
 from lit_vgrpo.data.prompts import PromptError, text_of
 from lit_vgrpo.launch.checks import picture_errors
@@ -118,3 +118,11 @@ def test_pictures_are_absent_or_everywhere(folder, write):
     assert references_of(rows[1:]) is None
     with pytest.raises(ValueError, match='Prompt "a cat" has no image, but other rows have'):
         references_of(rows)
+
+
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tiff"])
+def test_the_size_in_the_header_is_that_of_the_upright_picture(tmp_path, kind):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    Image.new("RGB", (6, 4)).save(file := tmp_path / f"turned.{kind}", exif=exif)
+    assert picture_size(file) == read_picture(file).shape[1:] == (6, 4)

@@ -84,7 +84,7 @@ def test_pictures_and_arrays():
             r"module 'own_rewards' has no attribute 'brightnes'\). Did you mean brightness\?",
         ),
         ("own_rewards:needs_more", r"missing a required argument: .* Name a function of \(images, prompts\) or"),
-        ("own_rewards:waits", "own_rewards:waits is an async function. Name one that calls it with asyncio.run."),
+        ("own_rewards:waits", "own_rewards:waits is an async function. .* asyncio.run, and .* set concurrent=True."),
         ("decimal:Decimal", r"is a class. Name a function of .* is named by class_path: decimal.Decimal."),
     ],
 )

@@ -4,9 +4,11 @@ import os
 import signal
 import sys
 import time
+import warnings
 
 import pytest
 import torch
+from torch.backends import cuda, cudnn, mkldnn
 
 from lit_vgrpo.rewards import PythonReward, ScoreQueue, Weighted
 from lit_vgrpo.rewards.base import PROCESS_SETTINGS, THREAD_SETTINGS, guest
@@ -20,7 +22,15 @@ CHANGES = [
     lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     lambda: torch.set_float32_matmul_precision("medium"),
-    lambda: setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark),
+    lambda: setattr(cudnn, "benchmark", not cudnn.benchmark),
+    lambda: setattr(cudnn, "enabled", False),
+    lambda: setattr(cudnn.conv, "fp32_precision", "ieee") if hasattr(cudnn, "conv") else None,
+    lambda: setattr(cuda.matmul, "fp32_precision", "tf32") if hasattr(cudnn, "conv") else None,
+    lambda: setattr(cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    lambda: setattr(mkldnn, "enabled", False),
+    lambda: cuda.enable_flash_sdp(False),
+    lambda: torch.autograd.set_detect_anomaly(True),
+    lambda: warnings.simplefilter("error"),
     lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
 ]
@@ -28,7 +38,9 @@ CHANGES = [
 
 def settings():
     own = [get() for get, _ in (*THREAD_SETTINGS, *PROCESS_SETTINGS)]
-    return [*own, torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark]
+    switches = [cudnn.enabled, cudnn.benchmark, mkldnn.enabled, cuda.flash_sdp_enabled(), torch.is_anomaly_enabled()]
+    precisions = [cuda.matmul.allow_bf16_reduced_precision_reduction, cuda.matmul.allow_tf32, cudnn.allow_tf32]
+    return [*own, *switches, *precisions, [one for one in warnings.filters if one[0] == "error"]]
 
 
 def reward_that(act, **options):
@@ -112,6 +124,30 @@ def test_a_forked_process_ends_where_it_leaves_the_users_code(leave, status):
         if os.getpid() != process:
             os._exit(77)  # not a second run of the tests
     assert statuses == [status]
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_process_that_a_reward_forks_can_be_ended(concurrent):
+    """Lightning's handler of SIGTERM, which it would inherit, ends nothing; other forks keep it."""
+
+    def forks():
+        if (child := os.fork()) == 0:
+            time.sleep(5)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    statuses = []
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        queue = ScoreQueue(Weighted([reward_that(forks, concurrent=concurrent)]))
+        queue.put(IMAGES, PROMPTS, ROWS)
+        queue.take()
+        if (child := os.fork()) == 0:
+            os._exit(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+        assert (statuses, os.waitpid(child, 0)[1]) == ([-signal.SIGTERM], 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Requests(StopRequests):

@@ -1,9 +1,10 @@
+import asyncio
 import threading
 
 import pytest
 import torch
 
-from lit_vgrpo.rewards import Reward, RewardError, RewardOutage, ScoreQueue, Weighted
+from lit_vgrpo.rewards import PythonReward, Reward, RewardError, RewardOutage, ScoreQueue, Weighted
 from lit_vgrpo.training.memory_passes import LiveMemory
 
 PROMPTS = ["a", "b"]
@@ -136,3 +137,15 @@ def test_a_queue_uses_the_threads_of_another():
         put_all(queue, batches(1))
         queue.take()
     assert len(slow.idents) == 1
+
+
+def test_a_concurrent_reward_may_run_an_event_loop_in_a_notebook():
+    def score(images, prompts):
+        return asyncio.run(asyncio.sleep(0, [1.0] * len(prompts)))
+
+    async def notebook():
+        queue = ScoreQueue(Weighted([PythonReward(score, concurrent=True)]))
+        put_all(queue, batches(1))
+        return queue.take().total.tolist()
+
+    assert asyncio.run(notebook()) == [1, 1]
