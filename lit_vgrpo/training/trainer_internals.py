@@ -46,6 +46,11 @@ def callbacks_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
     return [callback for callback in declared(trainer).callbacks if isinstance(callback, kind)]
 
 
+def saves_by_time(callback: Callback) -> bool:
+    """Return True for Lightning's ModelCheckpoint with ``train_time_interval``, which manual optimization ignores."""
+    return getattr(callback, "_train_time_interval", None) is not None
+
+
 def log_row(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     """Log a row of metrics, and let callbacks monitor them; ``log_dict`` takes many times the CPU time."""
     values = torch.tensor([*metrics.values()], dtype=torch.float64).unbind()
