@@ -12,7 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lit_vgrpo.config.recipe import find_run
 from lit_vgrpo.core.sharding import shape_of, write
@@ -26,7 +28,7 @@ from lit_vgrpo.policies.meta import drawing_errors
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, leave_silent_hub, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path, typed_path
 from lit_vgrpo.system.process import report_on_first
-from lit_vgrpo.training.checkpoint_file import averages, read_sound
+from lit_vgrpo.training.checkpoint_file import PortableCheckpoints, averages, read_sound
 from lit_vgrpo.training.resume import Progress, last_good
 from lit_vgrpo.training.trainer_internals import declared
 
@@ -106,7 +108,26 @@ def averaged_weights(trainer: Trainer, module: LightningModule) -> Iterator[None
 
 
 def _of_policy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(POLICY_PREFIX): tensor for name, tensor in tensors.items()}
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(POLICY_PREFIX)}
+    return {name.removeprefix(POLICY_PREFIX): tensor for name, tensor in own.items()}
+
+
+def other_weights(module: LightningModule, optimizer: Optimizer, strategy: Strategy) -> set[str]:
+    """Return the names of the module's weights outside the policy that the optimizer trains.
+
+    Raises:
+        ValueError: A checkpoint would not have a weight that the optimizer trains.
+    """
+    held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    names = {name for name, weight in module.named_parameters() if id(weight) in held}
+    if lost := len(held) - len(names):
+        what = f"The optimizer trains {counted(lost, 'tensor')} that no checkpoint would have"
+        raise ValueError(f"{what}. Make each an attribute of the module: a torch.nn.Parameter or a module.")
+    others = {name for name in names if not name.startswith(POLICY_PREFIX)}
+    if others and isinstance(strategy, PortableCheckpoints):
+        what = f"The optimizer trains {min(others)}, which is not part of the policy"
+        raise ValueError(f"{what}: untested under {type(strategy).__name__}. Use trainer.strategy=ddp.")
+    return others
 
 
 # --- starting from them ----------------------------------------------------------------------------------------------

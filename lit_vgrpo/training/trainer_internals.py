@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -80,6 +81,26 @@ def call_hooks(trainer: Trainer, name: str, *args: Any) -> None:
     """Call a hook of the callbacks and of the module, as Lightning does under automatic optimization."""
     _call_callback_hooks(trainer, name, *args)
     _call_lightning_module_hook(trainer, name, *args)
+
+
+def read_optimizers(module: LightningModule, read: Callable[[list[Any], list[dict[str, Any]]], None]) -> None:
+    """Let ``read`` see the optimizers and schedules that ``configure_optimizers`` returns next, also a subclass's.
+
+    Strategies wrap the optimizers, and Lightning drops the metric of a schedule under manual optimization.
+    """
+    configure, own = module.configure_optimizers, vars(module).get("configure_optimizers")
+
+    def once() -> Any:
+        del module.configure_optimizers
+        if own is not None:
+            module.configure_optimizers = own  # type: ignore[method-assign]
+        optimizers, found, monitor = _configure_optimizers(cast(Any, configure()))
+        schedules = [{"monitor": monitor} | (one if isinstance(one, dict) else {"scheduler": one}) for one in found]
+        read(optimizers, schedules)
+        ignored = ("monitor", "strict", "reduce_on_plateau")  # Lightning would warn of them
+        return optimizers, [{name: x for name, x in one.items() if name not in ignored} for one in schedules]
+
+    module.configure_optimizers = once  # type: ignore[method-assign]
 
 
 def accumulating(trainer: Trainer, is_last: bool) -> AbstractContextManager[None]:
