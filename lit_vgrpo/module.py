@@ -130,6 +130,7 @@ class VGRPOModule(L.LightningModule):
         self.guard, self.replay = UpdateGuard(non_finite), Replay()
         self.is_resumed = self.is_savable = False
         self.saved_iteration: dict[str, Any] | None = None  # from a checkpoint, until it continues
+        self.saved_metrics: dict[str, float] = {}
         self.iteration: Iteration | None = None  # None between iterations
         self.record: IterationRecord | None = None
         self.reference: Snapshot | Any = None
@@ -208,8 +209,8 @@ class VGRPOModule(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         metrics, newest = {**self.evaluator.latest, **self.trainer.callback_metrics}, self.evaluator.history[-1:]
-        is_evaluated = any(self.record is not None and one.iteration == self.record.iteration + 1 for one in newest)
         iterations = self.trainer.current_epoch + 1
+        is_evaluated = any(one.iteration == iterations for one in newest)
         self.optimization.end_epoch(self.trainer.lr_scheduler_configs, iterations, metrics, is_evaluated)
 
     def on_train_end(self) -> None:
@@ -310,6 +311,8 @@ class VGRPOModule(L.LightningModule):
     def on_train_start(self) -> None:
         if self.is_resumed:
             self.optimization.resume(self.trainer.lr_scheduler_configs)
+            known = {name: torch.tensor(value) for name, value in self.saved_metrics.items()}
+            self.trainer.callback_metrics.update(known)  # for the end of an iteration that was evaluated
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -319,9 +322,12 @@ class VGRPOModule(L.LightningModule):
         checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
         # Include the images of an unfinished iteration, so that no rollout is repeated.
         iteration = self.saved_iteration if self.iteration is None else self.iteration.state_dict()
+        if round_progress(checkpoint) and self.record is not None:
+            iteration = {"record": self.record.state_dict()}  # its evaluation and its end are missing
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         checkpoint["lit_vgrpo"] = {name: getattr(self, name).state_dict() for name in PARTS} | {"iteration": iteration}
         checkpoint["lit_vgrpo"] |= {"pipeline": self.policy.description(), "lora_alpha": self.policy.lora_alpha}
-        round_progress(checkpoint)
+        checkpoint["lit_vgrpo"] |= {"metrics": metrics}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the state of the run, and let ``fit`` continue it.
@@ -346,6 +352,7 @@ class VGRPOModule(L.LightningModule):
             self.is_resumed = self.trainer.state.fn == "fit"
         if self.is_resumed:
             self.saved_iteration = state["iteration"]
+            self.saved_metrics = state.get("metrics", {})  # an earlier version saved none
 
     def _trained_names(self) -> set[str]:
         return {f"{POLICY_PREFIX}{name}" for name in trainable_parameters(self.policy)} | self.other_weights

@@ -6,7 +6,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +25,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import LORA_FILE
 from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_STEM, SUFFIXES, lora_file_error, put_lora
 from lit_vgrpo.policies.meta import drawing_errors
+from lit_vgrpo.rollout.iteration import has_no_updates
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, leave_silent_hub, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path, typed_path
 from lit_vgrpo.system.process import report_on_first
@@ -65,7 +66,10 @@ class SavedWeights:
         for average in averages(saved):
             tensors[AVERAGE] = _of_policy(average)
         state = saved["lit_vgrpo"]
-        return cls(path, Progress.of(saved), tensors, state["lora_alpha"], state["iteration"] is None)
+        progress, iteration = Progress.of(saved), state["iteration"]
+        if iteration is not None and has_no_updates(iteration):
+            progress, iteration = replace(progress, iterations=progress.iterations + 1), None
+        return cls(path, progress, tensors, state["lora_alpha"], iteration is None)
 
     def origin(self, variant: str) -> str:
         """Return a description of a variant."""
@@ -125,8 +129,8 @@ def other_weights(module: LightningModule, optimizer: Optimizer, strategy: Strat
         raise ValueError(f"{what}. Make each an attribute of the module: a torch.nn.Parameter or a module.")
     others = {name for name in names if not name.startswith(POLICY_PREFIX)}
     if others and isinstance(strategy, PortableCheckpoints):
-        what = f"The optimizer trains {min(others)}, which is not part of the policy"
-        raise ValueError(f"{what}: untested under {type(strategy).__name__}. Use trainer.strategy=ddp.")
+        what = f"The optimizer trains {min(others)}, outside the policy. This is untested"
+        raise ValueError(f"{what} under {type(strategy).__name__}. Use trainer.strategy=ddp.")
     return others
 
 

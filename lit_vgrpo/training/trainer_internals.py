@@ -122,21 +122,19 @@ def set_logged_step(trainer: Trainer, remaining: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + remaining - 1
 
 
-def round_progress(checkpoint: Mapping[str, Any]) -> None:
-    """Let a checkpoint saved within a training step repeat it, and one saved at its end start the next epoch.
+def round_progress(checkpoint: Mapping[str, Any]) -> bool:
+    """Let a checkpoint saved within a batch repeat the batch; return True if only the batch's last hooks are missing.
 
     Lightning's own restart miscounts both, and a checkpoint of the resumed run then skips or repeats an epoch.
     """
-    loop = checkpoint["loops"]["fit_loop"]
-    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
+    batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     total = batches["total"]
     if total["completed"] == total["ready"]:
-        return
-    is_done = total["processed"] == total["ready"]  # in on_train_batch_end
-    total.update(dict.fromkeys(total, total["ready" if is_done else "completed"]))
+        return False
+    is_trained: bool = total["processed"] == total["ready"]  # in on_train_batch_end
+    total.update(dict.fromkeys(total, total["completed"]))
     batches.update(current=dict.fromkeys(batches["current"], 0), is_last_batch=False)
-    for counts in (epochs["total"], epochs["current"]) if is_done else ():
-        counts.update(dict.fromkeys(counts, counts["ready"]))
+    return is_trained
 
 
 def read_limits(trainer: Trainer) -> None:
