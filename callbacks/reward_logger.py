@@ -74,6 +74,14 @@ class RewardLogger(L.Callback):
         record = pl_module.record
         if record is None or pl_module.iteration is not None:
             return
+        if not record.logged:  # else a checkpoint was saved after it
+            record.logged = self._row(trainer, pl_module, record)
+        log_row(trainer, record.logged)
+        if "reward/mean" in record.logged:
+            show_in_bar(trainer, "reward", record.logged["reward/mean"])
+
+    def _row(self, trainer: L.Trainer, pl_module: VGRPOModule, record: IterationRecord) -> dict[str, float]:
+        """Return the metrics of an iteration over all ranks."""
         seconds = time.perf_counter() - self._started
         local = self._local(record, seconds) | self._utilisation(pl_module, seconds)
         values = sum_over_ranks(torch.tensor([local[name] for name in sorted(local)])) / image_ranks(trainer)[1]
@@ -84,9 +92,7 @@ class RewardLogger(L.Callback):
         peaks = all_gather_objects(pl_module.ledger.memory.by_phase)
         for phase in sorted({phase for rank_peaks in peaks for phase in rank_peaks}):
             metrics[f"memory/{phase}_gb"] = max(rank_peaks.get(phase, 0) for rank_peaks in peaks) / 1e9
-        log_row(trainer, metrics)
-        if "reward/mean" in metrics:
-            show_in_bar(trainer, "reward", metrics["reward/mean"])
+        return metrics
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         # Lightning takes any StopIteration, even a callback's, for the end of an iteration.

@@ -14,9 +14,11 @@
 # The callback runs at the end of a batch and saves only if the trainer's count of steps is then a multiple of N.
 # No message says that fewer are saved.
 #
+# By time, ModelCheckpoint(train_time_interval=timedelta(0)) saves no checkpoint at all, in any of these runs.
+#
 # Why it matters: PPO and GRPO take several steps per batch of rollouts, and skip one whose gradient is not finite, or
 # whose KL is too large. From the first skip on such a run has no checkpoint, and its end or a crash loses everything.
-# Save by epochs or by time, or count skipped steps.
+# Save by epochs, or count skipped steps.
 set -euo pipefail
 
 folder=$(mktemp -d)
@@ -29,6 +31,7 @@ import re
 import sys
 import tempfile
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import lightning
@@ -60,14 +63,14 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def saved(steps, left_out=None):
+def saved(steps, left_out=None, **when):
     path = Path(tempfile.mkdtemp(dir=sys.argv[1]))
-    save = ModelCheckpoint(path, every_n_train_steps=10, save_top_k=-1)
+    save = ModelCheckpoint(path, **(when or {"every_n_train_steps": 10}), save_top_k=-1)
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False,
                                 enable_model_summary=False, callbacks=[save])
     trainer.fit(Module(steps, left_out), torch.utils.data.DataLoader(torch.ones(60, 1), batch_size=1))
     found = sorted(int(re.search(r"step=(\d+)", file.name)[1]) for file in path.glob("*.ckpt"))
-    print(f"{steps} steps per batch{', one left out' if left_out else ''}: {found}")
+    print(f"{steps} steps per batch{', one left out' if left_out else ''}{', by time' if when else ''}: {found}")
     return found
 
 
@@ -76,6 +79,7 @@ assert saved(4) == list(range(20, 241, 20)), "changed: 4 steps per batch do not 
 assert saved(3) == list(range(30, 181, 30)), "changed: 3 steps per batch do not save every 30 steps"
 assert saved(2) == list(range(10, 121, 10)), "changed: 2 steps per batch do not save every 10 steps"
 assert saved(2, (3, 0)) == [], "changed: a run with a skipped step saves"
+assert saved(1, train_time_interval=timedelta(0)) == [], "changed: a run saves by time"
 assert not [line for line in said if "every_n_train_steps=10" in line], "changed: it warns"
 print("as described")
 PY

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -35,7 +35,7 @@ from lit_vgrpo.training.evaluation import EvaluationSpec, Evaluator
 from lit_vgrpo.training.micro_batch import choose_micro_batch_size
 from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
-from lit_vgrpo.training.saved_weights import load_policy, other_alpha
+from lit_vgrpo.training.saved_weights import POLICY_PREFIX, load_policy, other_alpha, other_weights
 from lit_vgrpo.training.settings import fitting_callbacks, hide_expected_warnings, set_up, sizes_of
 from lit_vgrpo.training.teachers import load_teachers
 from lit_vgrpo.training.trainer_internals import (
@@ -43,6 +43,7 @@ from lit_vgrpo.training.trainer_internals import (
     call_hooks,
     move_root_dir,
     read_limits,
+    read_optimizers,
     round_progress,
     set_logged_step,
     show_in_bar,
@@ -129,9 +130,11 @@ class VGRPOModule(L.LightningModule):
         self.guard, self.replay = UpdateGuard(non_finite), Replay()
         self.is_resumed = self.is_savable = False
         self.saved_iteration: dict[str, Any] | None = None  # from a checkpoint, until it continues
+        self.saved_metrics: dict[str, float] = {}
         self.iteration: Iteration | None = None  # None between iterations
         self.record: IterationRecord | None = None
         self.reference: Snapshot | Any = None
+        self.other_weights: set[str] = set()  # names of those outside the policy that are trained
         self.strict_loading = False  # checkpoints hold only trained weights
 
     # --- Algorithm 1 -----------------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ class VGRPOModule(L.LightningModule):
                     self.objective.after_update(self.policy)
                 if iteration.is_over and record.updates:
                     self.objective.after_iteration(self.policy)
-                self.optimization.step(self.trainer.lr_scheduler_configs)
+                self.optimization.step(self.trainer.lr_scheduler_configs, self.trainer.global_step)
                 call_hooks(self.trainer, "on_before_zero_grad", self.trainer.optimizers[0])
                 self.is_savable = True
                 optimizer.zero_grad()
@@ -206,8 +209,9 @@ class VGRPOModule(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         metrics, newest = {**self.evaluator.latest, **self.trainer.callback_metrics}, self.evaluator.history[-1:]
-        is_evaluated = any(self.record is not None and one.iteration == self.record.iteration + 1 for one in newest)
-        self.optimization.end_epoch(self.trainer.lr_scheduler_configs, metrics, is_evaluated)
+        iterations = self.trainer.current_epoch + 1
+        is_evaluated = any(one.iteration == iterations for one in newest)
+        self.optimization.end_epoch(self.trainer.lr_scheduler_configs, iterations, metrics, is_evaluated)
 
     def on_train_end(self) -> None:
         if course := self.evaluator.course:
@@ -251,6 +255,7 @@ class VGRPOModule(L.LightningModule):
         if stage == "fit":
             self.is_resumed, self.saved_iteration = False, None
             set_up(self)
+            read_optimizers(self, self.keep_optimizers)
 
     def configure_model(self) -> None:
         if self.reference is not None:
@@ -270,11 +275,25 @@ class VGRPOModule(L.LightningModule):
         return fitting_callbacks(self.trainer, RewardLogger, ResumeGuard)
 
     def configure_optimizers(self) -> Any:
+        if self.reference is None:
+            raise RuntimeError("VGRPOModule works only as the trainer's module. Subclass it instead of wrapping it.")
         return self.optimization.build(trainable_parameters(self.policy).values())
+
+    def keep_optimizers(self, optimizers: list[Any], schedules: list[dict[str, Any]]) -> None:
+        """Keep what checkpoints and schedules need of the result of ``configure_optimizers``; ValueError if it fails.
+
+        Raises:
+            RuntimeError: The run resumed from a checkpoint without some of the trained weights.
+        """
+        self.optimization.keep(optimizers, schedules)
+        others = other_weights(self, optimizers[0], self.trainer.strategy)
+        if self.is_resumed:
+            self._refuse_missing(others - self.other_weights)
+        self.other_weights = others
 
     def on_fit_start(self) -> None:
         self.iteration, self.record = None, None
-        self.optimization.refuse_unwatched(one.scheduler for one in self.trainer.lr_scheduler_configs)
+        self.optimization.watch(self.trainer.lr_scheduler_configs)
         self.zero_grad()  # of an update that an exception ended
         for copy in (self.reference, *self.objective.copies.values()):
             copy.follow()
@@ -292,6 +311,8 @@ class VGRPOModule(L.LightningModule):
     def on_train_start(self) -> None:
         if self.is_resumed:
             self.optimization.resume(self.trainer.lr_scheduler_configs)
+            known = {name: torch.tensor(value) for name, value in self.saved_metrics.items()}
+            self.trainer.callback_metrics.update(known)  # for the end of an iteration that was evaluated
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -301,9 +322,12 @@ class VGRPOModule(L.LightningModule):
         checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
         # Include the images of an unfinished iteration, so that no rollout is repeated.
         iteration = self.saved_iteration if self.iteration is None else self.iteration.state_dict()
+        if round_progress(checkpoint) and self.record is not None:
+            iteration = {"record": self.record.state_dict()}  # its evaluation and its end are missing
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         checkpoint["lit_vgrpo"] = {name: getattr(self, name).state_dict() for name in PARTS} | {"iteration": iteration}
         checkpoint["lit_vgrpo"] |= {"pipeline": self.policy.description(), "lora_alpha": self.policy.lora_alpha}
-        round_progress(checkpoint)
+        checkpoint["lit_vgrpo"] |= {"metrics": metrics}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the state of the run, and let ``fit`` continue it.
@@ -311,12 +335,9 @@ class VGRPOModule(L.LightningModule):
         Raises:
             RuntimeError: Trained weights are missing, or are of another method, pipeline or ``lora_alpha``.
         """
-        trained, state = self._trained_names(), checkpoint["lit_vgrpo"]
-        if missing := trained - checkpoint["state_dict"].keys():
-            raise RuntimeError(
-                f"The checkpoint lacks {len(missing)} of {len(trained)} trained tensors, e.g. {min(missing)}. "
-                "Resume with the recipe that wrote it (RUN/config.yaml)."
-            )
+        state, saved = checkpoint["lit_vgrpo"], checkpoint["state_dict"].keys()
+        self.other_weights = {name for name in saved if not name.startswith(POLICY_PREFIX)}
+        self._refuse_missing(self._trained_names() - saved)
         if error := other_alpha(state["lora_alpha"], self.policy):
             raise RuntimeError(f"The checkpoint was {error}")
         for before, now in zip(state["pipeline"], self.policy.description(), strict=False):
@@ -331,9 +352,18 @@ class VGRPOModule(L.LightningModule):
             self.is_resumed = self.trainer.state.fn == "fit"
         if self.is_resumed:
             self.saved_iteration = state["iteration"]
+            self.saved_metrics = state.get("metrics", {})  # an earlier version saved none
 
     def _trained_names(self) -> set[str]:
-        return {f"policy.{name}" for name in trainable_parameters(self.policy)}
+        return {f"{POLICY_PREFIX}{name}" for name in trainable_parameters(self.policy)} | self.other_weights
+
+    def _refuse_missing(self, missing: Set[str]) -> None:
+        if missing:
+            total = len(self._trained_names() | missing)
+            raise RuntimeError(
+                f"The checkpoint lacks {len(missing)} of {total} trained tensors, e.g. {min(missing)}. "
+                "Resume with the recipe that wrote it (RUN/config.yaml)."
+            )
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:

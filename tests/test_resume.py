@@ -2,17 +2,19 @@
 
 import itertools
 import math
-from functools import cache
+from functools import cache, partial
 
 import lightning as L
 import pytest
 import torch
 from all_methods import METHODS, REPLAYED, REUSED
 from helpers import SaveAt, fit, make_data, make_module, make_trainer, repeating, same, weights
+from lightning.pytorch.cli import ReduceLROnPlateau
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.saved_weights import SavedWeights
 
 
 class Counting:
@@ -146,6 +148,27 @@ def test_after_an_update_and_after_an_iteration(tiny_sd3, tmp_path, hook):
     assert same(weights(again), weights(whole))
     assert same(weights(last), weights(whole))
     assert same(average_again.average.tensors, average.average.tensors)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+def test_the_end_of_an_iteration_is_made_up_for(tiny_sd3, tmp_path, hook):
+    """Its evaluation and the step of a schedule that waits for a metric are not skipped, and not repeated."""
+
+    def run(callbacks=(), ckpt=None):
+        lr = partial(ReduceLROnPlateau, monitor=metric, mode="max", patience=0, threshold=9.0, threshold_mode="abs")
+        data = {"updates_per_iteration": 2}
+        return fit(tiny_sd3, tmp_path, callbacks, 2, data, ckpt=ckpt, lr_scheduler=lr)
+
+    for metric in ("reward/mean", "heldout/reward"):
+        saved = tmp_path / f"{metric[:4]}.ckpt"
+        whole, trainer = run([SaveAfter(saved, hook, 0)])
+        resumed, again = run(ckpt=saved)
+        evaluations = [[one.iteration for one in module.evaluator.history] for module in (whole, resumed)]
+        assert evaluations == [[0, 1, 2], [0, 1, 2]]
+        rates = [one.optimizers[0].param_groups[0]["lr"] for one in (trainer, again)]
+        assert rates == [pytest.approx(1e-3)] * 2
+        assert same(weights(resumed), weights(whole))
+    assert SavedWeights.read(saved).progress.iterations == (hook == "on_train_batch_end")
 
 
 def test_before_the_first_step_and_after_the_last_one_of_an_iteration(tiny_sd3, tmp_path):

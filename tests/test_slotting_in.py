@@ -20,6 +20,7 @@ from lit_vgrpo.callbacks import EMA, Report, RewardLogger, RunSummary, reward_lo
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.training import settings
 from lit_vgrpo.training.loggers import read_table
+from lit_vgrpo.training.saved_weights import TRAINED, SavedWeights
 
 EXTENDING = Path(__file__).parents[1].joinpath("docs", "extending.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", EXTENDING, flags=re.DOTALL)
@@ -120,6 +121,62 @@ def test_what_a_recipe_takes_python_takes(tiny_sd3):
     assert module.optimization.optimizer.lr == 1e-4
     assert module.reward.weight_of == {"brightness": 0.5, "brightness_2": 0.5}
     assert make_module(tiny_sd3, evaluation=RolloutSpec(steps=4)).evaluator.spec.steps == 4
+
+
+class Heads(VGRPOModule):
+    """Trains a head besides the policy, with a schedule that waits for a metric; ``others`` replaces both."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.head, self.others = torch.nn.Linear(2, 2), None
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        if self.others is not None:
+            return self.others(optimizer)
+        optimizer.add_param_group({"params": list(self.head.parameters())})
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", threshold=9.0, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "reward/mean"}}
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        for weight in self.head.parameters():
+            weight.grad = torch.ones_like(weight)
+
+
+def with_heads(folder, others=None):
+    module = make_module(folder)
+    module = Heads(module.policy, module.objective, module.reward)
+    module.others = others
+    return module
+
+
+def test_weights_and_schedules_of_a_subclass_are_kept(tiny_sd3, tmp_path, recwarn):
+    module, trainer = with_heads(tiny_sd3), make_trainer(tmp_path)
+    start = module.head.weight.detach().clone()
+    trainer.fit(module, datamodule=make_data())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(3e-5)
+    assert not [one for one in recwarn if "keys will be ignored" in str(one.message)]
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = with_heads(tiny_sd3)
+    make_trainer(tmp_path).fit(again, datamodule=make_data(), ckpt_path=tmp_path / "last.ckpt")
+    assert torch.equal(again.head.weight, module.head.weight)
+    assert not torch.equal(again.head.weight, start)
+    assert SavedWeights.read(tmp_path / "last.ckpt").difference(TRAINED, module.policy) is None
+
+
+def test_optimizers_that_cannot_be_used_are_refused_before_training(tiny_sd3, tmp_path):
+    def lone(optimizer):
+        return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1)), *optimizer.param_groups[0]["params"]])
+
+    for others, error in (
+        (lambda optimizer: [optimizer, optimizer], "returned 2 optimizers, but an update is a step of one. Return one"),
+        (lone, "trains 1 tensor that no checkpoint would have. Make each an attribute of the module"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            make_trainer(tmp_path).fit(with_heads(tiny_sd3, others), datamodule=make_data())
+    with pytest.raises(RuntimeError, match="VGRPOModule works only as the trainer's module. Subclass it"):
+        make_module(tiny_sd3).configure_optimizers()
 
 
 @pytest.mark.slow

@@ -20,6 +20,11 @@ BACKWARD = 2
 """Cost of a pass's backward in forward passes: gradients of the activations and of the weights."""
 
 FINGERPRINT = "fingerprint"  # the metric that is equal for evaluations that can be compared
+SAVED = (
+    *("iteration", "rewards", "group_ids", "parts", "errors", "images"),
+    *("seconds", "has_advantage", "updates", "edits", "sources", "logged"),
+)
+"""What a checkpoint keeps of the record of an iteration that has not ended."""
 NOT_TRAINING = ("evaluation", "samples", "diagnostics")
 """Phases that training does not need."""
 
@@ -49,6 +54,7 @@ class IterationRecord:
         edits: By name, each image's similarity to the picture it edits and to its group, over all ranks,
             ``(B_global,)``; empty without pictures.
         diagnostics: Metrics that callbacks computed before an update, over all ranks.
+        logged: The row of metrics that was logged after the last update; empty before.
         is_whole: False if the run resumed within the iteration: metrics and losses then cover only the rest.
     """
 
@@ -67,6 +73,7 @@ class IterationRecord:
     edits: dict[str, Tensor] = field(default_factory=dict)
     sources: dict[str, dict[str, float]] = field(default_factory=dict)
     diagnostics: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
     is_whole: bool = True
     unmoved: int = 0
 
@@ -91,6 +98,9 @@ class IterationRecord:
         """Return the loss's and every metric's mean over all steps, without NaN, on the network's device."""
         means = {name: torch.cat(values).nanmean() for name, values in self.metrics.items()}
         return {"loss": torch.stack(self.losses).mean(), **means} if self.losses else means
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SAVED}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -217,9 +217,7 @@ class RecipeCLI(LightningCLI):
         if own:
             self.checkpoints = own[0]
         elif self.config.trainer.enable_checkpointing is not False:
-            if not lacks(ModelCheckpoint):
-                self.checkpoints = RunCheckpoint(every_n_iterations=0)
-            callbacks.append(self.checkpoints)
+            callbacks.append(self.checkpoints)  # also with a ModelCheckpoint, which may leave out the end of the run
         return callbacks
 
     def errors(self) -> list[str]:
@@ -266,7 +264,7 @@ class RecipeCLI(LightningCLI):
         taken = ""
         if self.resumption is None and self.folder != asked:
             is_open = (read_summary(asked) or {}).get("outcome") in UNDONE and newest_checkpoint(asked) is not None
-            whose = "a run that is not finished: add --resume to continue it" if is_open else "an earlier run"
+            whose = "a run that is not finished: add --resume to continue it" if is_open else "another run"
             taken = f" ({asked} belongs to {whose})"
         sizes = self.datamodule.sizes.plan(image_ranks(self.trainer)[1]).line()
         lines += [*self.about_prompts(), sizes, *gradient_note(self.model), f"Device: {device_name(device)}"]

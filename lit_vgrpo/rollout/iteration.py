@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,26 +19,20 @@ from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import Weighted
 
-SAVED_OF_RECORD = (
-    *("iteration", "rewards", "group_ids", "parts", "errors", "images"),
-    *("seconds", "has_advantage", "updates", "edits", "sources"),
-)
-"""What a checkpoint keeps of an unfinished iteration's record."""
-
 
 @dataclass
 class Iteration:
     """One iteration on this rank, from its rollout to its last update.
 
     Attributes:
-        experience: This rank's images, in the order of the updates.
+        experience: This rank's images, in the order of the updates; ``None`` if a checkpoint was saved after the last.
         image_ids: Global index of each image, ``(B,)``, in that order.
         micros: The experience in micro-batches.
         splits_updates: Every update trains on a different share of the micro-batches, instead of all of them.
         updates_done: Updates taken or skipped so far.
     """
 
-    experience: Experience
+    experience: Experience | None
     image_ids: Tensor
     record: IterationRecord
     micro_batch_size: int
@@ -48,7 +42,7 @@ class Iteration:
     micros: list[Experience] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.micros = self.experience.micro_batches(self.micro_batch_size)
+        self.micros = [] if self.experience is None else self.experience.micro_batches(self.micro_batch_size)
 
     @classmethod
     def prepared(
@@ -128,8 +122,8 @@ class Iteration:
         """Return all ranks' images, see :func:`gathered`, so that any number of ranks can continue."""
         return {
             "updates_done": self.updates_done,
-            "record": {name: getattr(self.record, name) for name in SAVED_OF_RECORD},
-            **gathered(self.experience, self.image_ids),
+            "record": self.record.state_dict(),
+            **({} if self.experience is None else gathered(self.experience, self.image_ids)),
         }
 
     @classmethod
@@ -140,13 +134,15 @@ class Iteration:
             RuntimeError: The state belongs to another iteration or other sizes.
         """
         _, wanted = group_layout(batch.slots, batch.group_size, batch.members)
-        is_replayed = len(state["image_ids"]) > batch.images
+        is_over = has_no_updates(state)
+        is_replayed = not is_over and len(state["image_ids"]) > batch.images
         if is_replayed:
             wanted = torch.cat([wanted, wanted + batch.images])
         order = training_order(batch, is_replayed)
         wanted = wanted if order is None else wanted[order]
-        experience, then = scattered(state, wanted, batch.group_size, device), state["record"]["iteration"]
-        if experience is None or then != batch.iteration:
+        experience = None if is_over else scattered(state, wanted, batch.group_size, device)
+        then = state["record"]["iteration"]
+        if (experience is None and not is_over) or then != batch.iteration:
             raise RuntimeError(
                 f"The checkpoint was saved during iteration {then + 1}, with different prompts or sizes from those of "
                 f"iteration {batch.iteration + 1} now. Resume with its recipe (RUN/config.yaml)."
@@ -154,7 +150,13 @@ class Iteration:
         record = IterationRecord(**state["record"], local_group_ids=wanted // batch.group_size, is_whole=False)
         size = 2 * batch.micro_batch_size if is_replayed else batch.micro_batch_size
         is_split = batch.order is not None
-        return cls(experience, wanted, record, size, batch.updates, is_split, state["updates_done"])
+        done = batch.updates if is_over else state["updates_done"]
+        return cls(experience, wanted, record, size, batch.updates, is_split, done)
+
+
+def has_no_updates(state: Mapping[str, Any]) -> bool:
+    """Return True for the state of an iteration after its last update: only its record."""
+    return "image_ids" not in state
 
 
 class Replay:

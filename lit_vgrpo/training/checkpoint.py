@@ -91,10 +91,10 @@ class RunCheckpoint(Checkpoint):
 
     Args:
         every_n_iterations: Iterations between saves of ``last.ckpt``, of which the one before becomes
-            ``previous.ckpt``; 0 leaves them to another callback.
+            ``previous.ckpt``; 0 saves none, not even at the end, and leaves them to another callback.
         best: Held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` is the untrained reward if
-            the recipe has one, else the trained one, or none if another callback saves. null keeps none. An evaluation
-            in which rewards failed on more than a tenth of the images is left out.
+            the recipe has one, else the trained one, or none with ``every_n_iterations=0``. null keeps none. An
+            evaluation in which rewards failed on more than a tenth of the images is left out.
 
     Attributes:
         interrupted: Ctrl-C was pressed.

@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -216,6 +216,7 @@ class Optimization:
         self.optimizer: OptimizerConfig | CustomOptimizer = as_optimizer(optimizer)
         self.make_schedule: Callable[..., Any] | None = lr_scheduler and direct(lr_scheduler, "lr_scheduler")
         self._asked: dict[str, Any] = {}
+        self._watched: list[tuple[str | None, bool]] = []  # by schedule: a metric, and whether it must be known
 
     def schedule_error(self, steps: int) -> str | None:
         """Return why the schedule fails at its first or last step, tried on one weight, or ``None``."""
@@ -265,47 +266,72 @@ class Optimization:
             group.setdefault("initial_lr", group["lr"])
         options = inspect.signature(type(scheduler)).parameters.keys() - {"optimizer", "last_epoch"}
         self._asked = {name: copy(value) for name, value in vars(scheduler).items() if name in options}
-        self.refuse_unwatched([scheduler])
+        self.refuse_unwatched([LRSchedulerConfig(scheduler)])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def keep(self, optimizers: Sequence[Any], schedules: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the metrics that a module's schedules wait for; raise ValueError for several optimizers."""
+        if (count := len(optimizers)) != 1:
+            several = f"configure_optimizers returned {count} optimizers, but an update is a step of one"
+            raise ValueError(f"{several}. Return one, with a parameter group for each learning rate.")
+        self._watched = [(one["monitor"], one.get("strict", True)) for one in schedules]
+
+    def watch(self, schedules: Iterable[LRSchedulerConfig]) -> None:
+        """Set these metrics, which Lightning drops; raise ValueError for a schedule that waits for none."""
+        schedules = list(schedules)
+        for one, watched in zip(schedules, self._watched, strict=False):
+            one.monitor, one.strict = watched
+        self.refuse_unwatched(schedules)
+
     @staticmethod
-    def refuse_unwatched(schedulers: Iterable[Any]) -> None:
+    def refuse_unwatched(schedules: Iterable[LRSchedulerConfig]) -> None:
         """Raise ValueError for a schedule that waits for a plateau of no metric."""
-        if any(isinstance(one, ReduceLROnPlateau) and getattr(one, "monitor", None) is None for one in schedulers):
+        if any(isinstance(one.scheduler, ReduceLROnPlateau) and monitor_of(one) is None for one in schedules):
             init = "{monitor: heldout/reward, mode: max, threshold_mode: abs}"
             named = f"class_path: lightning.pytorch.cli.ReduceLROnPlateau, init_args: {init}"
             raise ValueError(f"model.lr_scheduler=ReduceLROnPlateau watches no metric. Write {{{named}}}.")
 
     @staticmethod
-    def step(schedules: Iterable[LRSchedulerConfig]) -> None:
-        """Step the schedules of updates; those of epochs, and those that wait for a plateau, wait for the iteration."""
+    def step(schedules: Iterable[LRSchedulerConfig], updates: int) -> None:
+        """Step the schedules of updates; those of epochs, and those that wait for a plateau, wait for the iteration.
+
+        Args:
+            updates: Updates done so far, of which a schedule counts every ``frequency``-th.
+        """
         for one in schedules:
-            if one.interval == "step" and not isinstance(one.scheduler, ReduceLROnPlateau):
+            is_due = one.interval == "step" and updates % one.frequency == 0
+            if is_due and not isinstance(one.scheduler, ReduceLROnPlateau):
                 one.scheduler.step()
 
     @classmethod
     def end_epoch(
-        cls, schedules: Iterable[LRSchedulerConfig], metrics: Mapping[str, Any], is_evaluated: bool = True
+        cls, schedules: Iterable[LRSchedulerConfig], iterations: int, metrics: Mapping[str, Any], is_evaluated: bool
     ) -> None:
         """Step the other schedules after an iteration; those that wait for a plateau, with the metric they monitor.
 
         Args:
+            iterations: Iterations done so far, of which a schedule counts every ``frequency``-th.
             metrics: All known ones, also of an earlier evaluation.
             is_evaluated: The iteration ended with an evaluation; without one, a held-out metric takes no step.
         """
         for one in schedules:
+            if iterations % one.frequency:
+                continue
             if isinstance(one.scheduler, ReduceLROnPlateau):
-                cls._end_epoch(one.scheduler, metrics, is_evaluated)
+                cls._end_epoch(one, metrics, is_evaluated)
             elif one.interval == "epoch":
                 one.scheduler.step()
 
     @staticmethod
-    def _end_epoch(scheduler: Any, metrics: Mapping[str, Any], is_evaluated: bool) -> None:
-        metric: str = scheduler.monitor
+    def _end_epoch(one: LRSchedulerConfig, metrics: Mapping[str, Any], is_evaluated: bool) -> None:
+        metric, scheduler = monitor_of(one), cast(ReduceLROnPlateau, one.scheduler)
+        assert metric is not None
         knows_held_out = any(name.startswith("heldout/") for name in metrics)
         if metric.startswith("heldout/") and not is_evaluated and (metric in metrics or not knows_held_out):
             return
         if metric not in metrics:
+            if not one.strict:
+                return
             advice = suggestion(metric, metrics)
             raise RuntimeError(f"model.lr_scheduler.monitor={metric}: this metric has not been logged. {advice}")
         if metrics[metric] < 0 and scheduler.threshold_mode == "rel":  # its threshold is then below the best value
@@ -320,6 +346,12 @@ class Optimization:
             for name, asked in self._asked.items():
                 if (now := getattr(scheduler, name)) != asked:
                     rank_zero_warn(f"model.lr_scheduler continues with the checkpoint's {name}={now}, not {asked}.")
+
+
+def monitor_of(schedule: LRSchedulerConfig) -> str | None:
+    """Return the metric that a schedule waits for: its configuration's, or that of Lightning's ReduceLROnPlateau."""
+    metric: str | None = schedule.monitor or getattr(schedule.scheduler, "monitor", None)
+    return metric
 
 
 def _ramp(steps: int, step: int) -> float:

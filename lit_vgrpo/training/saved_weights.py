@@ -6,13 +6,15 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lit_vgrpo.config.recipe import find_run
 from lit_vgrpo.core.sharding import shape_of, write
@@ -23,10 +25,11 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import LORA_FILE
 from lit_vgrpo.policies.lora_file import KEY, PEFT_CONFIG, PEFT_STEM, SUFFIXES, lora_file_error, put_lora
 from lit_vgrpo.policies.meta import drawing_errors
+from lit_vgrpo.rollout.iteration import has_no_updates
 from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, leave_silent_hub, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, file_sha256, resolve_path, typed_path
 from lit_vgrpo.system.process import report_on_first
-from lit_vgrpo.training.checkpoint_file import averages, read_sound
+from lit_vgrpo.training.checkpoint_file import PortableCheckpoints, averages, read_sound
 from lit_vgrpo.training.resume import Progress, last_good
 from lit_vgrpo.training.trainer_internals import declared
 
@@ -63,7 +66,10 @@ class SavedWeights:
         for average in averages(saved):
             tensors[AVERAGE] = _of_policy(average)
         state = saved["lit_vgrpo"]
-        return cls(path, Progress.of(saved), tensors, state["lora_alpha"], state["iteration"] is None)
+        progress, iteration = Progress.of(saved), state["iteration"]
+        if iteration is not None and has_no_updates(iteration):
+            progress, iteration = replace(progress, iterations=progress.iterations + 1), None
+        return cls(path, progress, tensors, state["lora_alpha"], iteration is None)
 
     def origin(self, variant: str) -> str:
         """Return a description of a variant."""
@@ -106,7 +112,26 @@ def averaged_weights(trainer: Trainer, module: LightningModule) -> Iterator[None
 
 
 def _of_policy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(POLICY_PREFIX): tensor for name, tensor in tensors.items()}
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(POLICY_PREFIX)}
+    return {name.removeprefix(POLICY_PREFIX): tensor for name, tensor in own.items()}
+
+
+def other_weights(module: LightningModule, optimizer: Optimizer, strategy: Strategy) -> set[str]:
+    """Return the names of the module's weights outside the policy that the optimizer trains.
+
+    Raises:
+        ValueError: A checkpoint would not have a weight that the optimizer trains.
+    """
+    held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    names = {name for name, weight in module.named_parameters() if id(weight) in held}
+    if lost := len(held) - len(names):
+        what = f"The optimizer trains {counted(lost, 'tensor')} that no checkpoint would have"
+        raise ValueError(f"{what}. Make each an attribute of the module: a torch.nn.Parameter or a module.")
+    others = {name for name in names if not name.startswith(POLICY_PREFIX)}
+    if others and isinstance(strategy, PortableCheckpoints):
+        what = f"The optimizer trains {min(others)}, outside the policy. This is untested"
+        raise ValueError(f"{what} under {type(strategy).__name__}. Use trainer.strategy=ddp.")
+    return others
 
 
 # --- starting from them ----------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from lit_vgrpo.training.saved_weights import policy_errors
 from lit_vgrpo.training.sharded import FSDP2, ZeRO
 from lit_vgrpo.training.strategies import launcher_error, strategy_errors
 from lit_vgrpo.training.teachers import teacher_errors
-from lit_vgrpo.training.trainer_internals import callbacks_of, declared
+from lit_vgrpo.training.trainer_internals import callbacks_of, declared, saves_by_time
 
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
@@ -303,12 +303,17 @@ def fitting_callbacks(trainer: Trainer, *needed: type[Callback]) -> list[Callbac
 
 def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
     """Return an error for each of Lightning's callbacks that an iteration cannot be trained with."""
-    return [
+    callbacks = list(callbacks)
+    errors = [
         f"trainer.callbacks: {type(callback).__name__} does not work with iterations. {UNFIT_CALLBACKS[cls.__name__]}."
         for callback in callbacks
         for cls in type(callback).__mro__
         if cls.__module__.startswith("lightning.") and cls.__name__ in UNFIT_CALLBACKS
     ]
+    if any(map(saves_by_time, callbacks)):
+        which = "ModelCheckpoint.train_time_interval"
+        errors.append(f"trainer.callbacks: {which} would never save. Use every_n_epochs, which counts iterations.")
+    return errors
 
 
 def moved_option(trainer: Trainer) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -46,6 +47,11 @@ def callbacks_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
     return [callback for callback in declared(trainer).callbacks if isinstance(callback, kind)]
 
 
+def saves_by_time(callback: Callback) -> bool:
+    """Return True for Lightning's ModelCheckpoint with ``train_time_interval``, which manual optimization ignores."""
+    return getattr(callback, "_train_time_interval", None) is not None
+
+
 def log_row(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     """Log a row of metrics, and let callbacks monitor them; ``log_dict`` takes many times the CPU time."""
     values = torch.tensor([*metrics.values()], dtype=torch.float64).unbind()
@@ -77,6 +83,26 @@ def call_hooks(trainer: Trainer, name: str, *args: Any) -> None:
     _call_lightning_module_hook(trainer, name, *args)
 
 
+def read_optimizers(module: LightningModule, read: Callable[[list[Any], list[dict[str, Any]]], None]) -> None:
+    """Let ``read`` see the optimizers and schedules that ``configure_optimizers`` returns next, also a subclass's.
+
+    Strategies wrap the optimizers, and Lightning drops the metric of a schedule under manual optimization.
+    """
+    configure, own = module.configure_optimizers, vars(module).get("configure_optimizers")
+
+    def once() -> Any:
+        del module.configure_optimizers
+        if own is not None:
+            module.configure_optimizers = own  # type: ignore[method-assign]
+        optimizers, found, monitor = _configure_optimizers(cast(Any, configure()))
+        schedules = [{"monitor": monitor} | (one if isinstance(one, dict) else {"scheduler": one}) for one in found]
+        read(optimizers, schedules)
+        ignored = ("monitor", "strict", "reduce_on_plateau")  # Lightning would warn of them
+        return optimizers, [{name: x for name, x in one.items() if name not in ignored} for one in schedules]
+
+    module.configure_optimizers = once  # type: ignore[method-assign]
+
+
 def accumulating(trainer: Trainer, is_last: bool) -> AbstractContextManager[None]:
     """Return a context for a micro-batch's passes: gradients are reduced over ranks with an update's last one."""
     strategy = trainer.strategy
@@ -96,21 +122,19 @@ def set_logged_step(trainer: Trainer, remaining: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + remaining - 1
 
 
-def round_progress(checkpoint: Mapping[str, Any]) -> None:
-    """Let a checkpoint saved within a training step repeat it, and one saved at its end start the next epoch.
+def round_progress(checkpoint: Mapping[str, Any]) -> bool:
+    """Let a checkpoint saved within a batch repeat the batch; return True if only the batch's last hooks are missing.
 
     Lightning's own restart miscounts both, and a checkpoint of the resumed run then skips or repeats an epoch.
     """
-    loop = checkpoint["loops"]["fit_loop"]
-    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
+    batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     total = batches["total"]
     if total["completed"] == total["ready"]:
-        return
-    is_done = total["processed"] == total["ready"]  # in on_train_batch_end
-    total.update(dict.fromkeys(total, total["ready" if is_done else "completed"]))
+        return False
+    is_trained: bool = total["processed"] == total["ready"]  # in on_train_batch_end
+    total.update(dict.fromkeys(total, total["completed"]))
     batches.update(current=dict.fromkeys(batches["current"], 0), is_last_batch=False)
-    for counts in (epochs["total"], epochs["current"]) if is_done else ():
-        counts.update(dict.fromkeys(counts, counts["ready"]))
+    return is_trained
 
 
 def read_limits(trainer: Trainer) -> None:

@@ -260,7 +260,7 @@ def test_a_second_run_and_another_method_say_where_they_go(recipe, capsys):
     words = [recipe, "trainer.max_epochs=1"]
     for more, folder, said in (
         ([], "runs/tiny", "Run folder: runs/tiny\n"),
-        ([], "runs/tiny-2", "Run folder: runs/tiny-2 (runs/tiny belongs to an earlier run)\n"),
+        ([], "runs/tiny-2", "Run folder: runs/tiny-2 (runs/tiny belongs to another run)\n"),
         (["model.objective=DiffusionNFT"], "runs/tiny_DiffusionNFT", "DiffusionNFT uses its default options"),
         (["model.objective=VGRPO", "name=mine"], "runs/mine", "Run folder: runs/mine\n"),
     ):

@@ -129,7 +129,7 @@ def test_loggers_and_checkpoints_can_be_chosen(tiny_recipe):
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert [names.count(name) for name in ("RewardLogger", "ModelCheckpoint", "RichProgressBar")] == [1, 1, 1]
     assert "ProgressBar" not in names, "another bar replaces ours"
-    assert cli.checkpoints.every_n_iterations == 0
+    assert cli.checkpoints.every_n_iterations == 10, "a ModelCheckpoint replaced ours"
 
 
 def test_a_value_that_is_refused_in_training_is_one_line(tiny_recipe, capfd):

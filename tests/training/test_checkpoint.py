@@ -121,6 +121,13 @@ def test_last_is_saved_every_so_often_and_at_the_end(tiny_recipe):
     assert steps == [2, 3]
 
 
+def test_the_end_is_saved_also_with_a_checkpoint_callback_that_leaves_it_out(tiny_recipe):
+    rare = "{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 50}}"
+    cli = build([str(tiny_recipe), "data.heldout=null", "trainer.max_epochs=2", f"trainer.callbacks=[{rare}]"])
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert read_sound(cli.folder / "checkpoints" / "last.ckpt")["global_step"] == 2
+
+
 # --- SIGTERM ---------------------------------------------------------------------------------------------------------
 
 

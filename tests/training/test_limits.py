@@ -1,5 +1,7 @@
 """An iteration is run whole, whatever limits the trainer has."""
 
+from datetime import timedelta
+
 import lightning as L
 import pytest
 from all_methods import REUSED
@@ -80,6 +82,10 @@ def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, er
     ("callback", "error"),
     [
         (callbacks.GradientAccumulationScheduler({0: 2}), "does not work with iterations. .* data.micro_batch_size."),
+        (
+            callbacks.ModelCheckpoint(train_time_interval=timedelta(1)),
+            "time_interval would never save. Use every_n_epo",
+        ),
         (callbacks.BackboneFinetuning(), "does not work with iterations. .* train_only."),
         (callbacks.BatchSizeFinder(), "An iteration has no batch size. Use data.micro_batch_size=auto."),
         (callbacks.EMAWeightAveraging(), "EMAWeightAveraging .* Use lit_vgrpo.callbacks.EMA."),
@@ -88,7 +94,7 @@ def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, er
 def test_a_callback_of_lightnings_that_does_not_fit_is_refused(tiny_sd3, tmp_path, callback, error):
     module = make_module(tiny_sd3)
     with pytest.raises(ValueError, match=f"trainer.callbacks: .*{error}"):
-        make_trainer(tmp_path, 1, callbacks=[callback]).fit(module, datamodule=make_data())
+        make_trainer(tmp_path, 1, [callback], enable_checkpointing=None).fit(module, datamodule=make_data())
     assert not module.policy.loaded
 
 

@@ -212,7 +212,7 @@ def test_a_relative_threshold_of_a_negative_reward_is_reported(reward, mode, war
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            Optimization.end_epoch([LRSchedulerConfig(plateau)], {"reward": torch.tensor(reward)})
+            Optimization.end_epoch([LRSchedulerConfig(plateau)], 1, {"reward": torch.tensor(reward)}, True)
     assert (optimizer.param_groups[0]["lr"] == 1.0) == warns  # torch takes an equal reward for better
     assert any("slightly worse reward" in str(warning.message) for warning in caught) == warns
 
@@ -223,23 +223,29 @@ def test_a_subclass_may_have_several_schedules_of_updates_and_of_iterations():
         LRSchedulerConfig(StepLR(optimizer, 1, gamma), interval=interval)
         for gamma, interval in ((0.5, "step"), (0.1, "epoch"))
     ]
-    for _ in range(2):
-        Optimization.step(made)
+    for update in (1, 2):
+        Optimization.step(made, update)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.25)
-    Optimization.end_epoch(made, {})
+    Optimization.end_epoch(made, 1, {}, False)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+    for one in made:
+        one.frequency = 3
+    for number in (3, 4):  # only the third counts
+        Optimization.step(made, number)
+        Optimization.end_epoch(made, number, {}, False)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025 * 0.5 * 0.1)
     with pytest.raises(ValueError, match="ReduceLROnPlateau watches no metric"):
-        Optimization.refuse_unwatched([torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)])
+        Optimization.refuse_unwatched([LRSchedulerConfig(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))])
 
 
 def test_a_held_out_plateau_waits_for_evaluations_and_a_wrong_name_does_not():
     optimizer, known = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), {"heldout/reward": 1.0}
     plateau = ReduceLROnPlateau(optimizer, "heldout/reward", mode="max", patience=0, threshold_mode="abs")
     for metrics, is_evaluated in (({}, False), (known, False), (known, True), (known, False)):
-        Optimization.end_epoch([LRSchedulerConfig(plateau)], metrics, is_evaluated)
+        Optimization.end_epoch([LRSchedulerConfig(plateau)], 1, metrics, is_evaluated)
         assert optimizer.param_groups[0]["lr"] == 1.0
-    Optimization.end_epoch([LRSchedulerConfig(plateau)], known, True)
+    Optimization.end_epoch([LRSchedulerConfig(plateau)], 1, known, True)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
     plateau.monitor = "heldout/rewrd"
     with pytest.raises(RuntimeError, match="rewrd: this metric has not been logged. .*heldout/reward"):
-        Optimization.end_epoch([LRSchedulerConfig(plateau)], known, False)
+        Optimization.end_epoch([LRSchedulerConfig(plateau)], 1, known, False)
