@@ -23,7 +23,7 @@ from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.paths import typed_path
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.system.sockets import listening_socket, require_packages, web_address
-from lit_vgrpo.training.resume import SUMMARY_NAME, UNDONE, read_summary
+from lit_vgrpo.training.resume import SUMMARY_NAME, UNDONE, read_summary, trained_by
 
 LAST_LOOK_S = 1.5
 """Time for pages, which poll once per second, to learn that training has ended."""
@@ -87,7 +87,7 @@ def _page(options: Vote, listener: socket.socket, folder: Path) -> Iterator[None
     from lit_vgrpo.system.server import served_in_thread
 
     is_over = threading.Event()
-    with served_in_thread(_listen(options, listener, _open(folder), is_over.is_set), listener):
+    with served_in_thread(_listen(options, listener, _open(folder), is_over.is_set), listener), trained_by("vote"):
         yield
         is_over.set()
         time.sleep(LAST_LOOK_S)
