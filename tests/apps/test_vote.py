@@ -287,6 +287,7 @@ def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, monk
     assert not RUN.exists()
     assert run(["tiny.yaml", "trainer.max_epochs=1"]) == 0
     capsys.readouterr()
+    assert_one_line(vote, ["runs/tinny"], capsys, "runs/tinny is not a run. Did you mean runs/tiny?")
     assert_one_line(vote, [str(RUN), "--port=0"], capsys, "runs/tiny has no votes.sqlite3. It has not started")
     assert_one_line(vote, [str(RUN), "trainer.max_epochs=3"], capsys, "runs/tiny is a run folder and takes no settings")
     tokens = []

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.config.recipe import STAGES, Command, find_run, loaded
+from lit_vgrpo.config.recipe import STAGES, SUFFIXES, Command, find_run, loaded
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import train_recipe
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
@@ -36,7 +36,8 @@ def vote(options: Vote) -> int:
     if not is_loopback(options.host):
         options.token = options.token or secrets.token_urlsafe(16)
     name, *settings = options.words
-    if typed_path(name).is_dir():
+    path = typed_path(name)
+    if path.is_dir() or (path.parent.name == "runs" and path.suffix not in SUFFIXES):
         run = find_run(name)[0]
         if settings or options.resume:
             raise UserError(f"{run} is a run folder and takes no settings. To train it, give its config.yaml.")
