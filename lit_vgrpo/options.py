@@ -55,7 +55,7 @@ Token = Annotated[
 ]
 OUT = Option(parser=_read_path, metavar="PATH", help="File or folder to write.")
 Out = Annotated[Path | None, OUT]
-COMPARED = "vgrpo,flowgrpo,mixgrpo,nft,dgpo"
+COMPARED = "vgrpo, flowgrpo, mixgrpo, nft, dgpo"
 """The methods that ``lightning compare`` compares by default."""
 LATER: Any = None
 """Default that is known only where the command runs."""

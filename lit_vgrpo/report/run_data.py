@@ -256,17 +256,21 @@ def tell_apart(runs: Sequence[RunData]) -> None:
 def by_task(runs: Sequence[RunData]) -> tuple[list[list[RunData]], str]:
     """Return runs in groups that compare, of the same held-out prompts and rewards, and a line on what does not."""
     tasks: dict[tuple[str, ...], list[RunData]] = {}
-    are_known = all(HELDOUT_PROMPTS in run.summary for run in runs)  # else compared as written in the recipes
+    evaluated = [run for run in runs if run.evaluations] or runs
+    others = [run for run in runs if run not in evaluated]
+    are_known = all(HELDOUT_PROMPTS in run.summary for run in evaluated)  # else compared as written in the recipes
     keys = ["the content of data.heldout"] if are_known else [f"data.{key}" for key in TASK_KEYS]
-    for run in runs:
+    for run in evaluated:
         data = run.recipe.get("data") or {}
         asked = [run.summary[HELDOUT_PROMPTS]] if are_known else [str(data.get(key)) for key in TASK_KEYS]
         tasks.setdefault((*asked, str(run.reward_names)), []).append(run)
     keys.append("model.reward")
     differing = [key for key, values in zip(keys, zip(*tasks, strict=True), strict=True) if len({*values}) > 1]
-    groups = " / ".join(", ".join(run.name for run in group) for group in tasks.values())
-    differ = f"differ{'s' * (len(differing) == 1)}"
-    return [*tasks.values()], f"Not compared with each other, since {' and '.join(differing)} {differ}: {groups}"
+    groups = [*tasks.values(), *([run] for run in others)]
+    reasons = [f"{' and '.join(differing)} differ{'s' * (len(differing) == 1)}"] if differing else []
+    reasons += [f"{run.name} has no held-out evaluation yet" for run in others]
+    names = " / ".join(", ".join(run.name for run in group) for group in groups)
+    return groups, f"Not compared with each other, since {', and '.join(reasons)}: {names}"
 
 
 def read_scores(run: Path, say: Say = lambda line: None) -> dict[int, PromptSums]:

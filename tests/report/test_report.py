@@ -508,6 +508,19 @@ def test_runs_with_the_same_answer_share_a_line():
     assert ['class="suspect"' in page for page in alone] == [False, True]
 
 
+def test_a_run_without_an_evaluation_is_the_reason_that_it_is_not_compared():
+    points, summary = [Point({"iterations": 0}, {"reward": 0.1, **HONEST})], {"heldout_prompts": "1"}
+    done, stopped = (
+        RunData(Path("done"), {}, summary | {"reward_parts_end": {"red": 1.0}}, [], points),
+        RunData(Path("stopped"), {}, {}, [], []),
+    )
+    groups, apart = by_task([stopped, done])
+    line = "Not compared with each other, since stopped has no held-out evaluation yet: done / stopped"
+    assert (groups, apart) == ([[done], [stopped]], line)
+    assert line in render([stopped, done])
+    assert by_task([stopped])[0] == [[stopped]]
+
+
 def test_runs_of_several_tasks_are_grouped_in_one_page(tmp_path):
     """Of three runs, two have the same held-out prompts; the third has others and another reward."""
     rows = [Point({"iterations": n}, {"reward/mean": n / 9, "time/iteration_s": 1.0}) for n in range(1, 5)]
