@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from lit_vgrpo.config.recipe import SECTIONS, loaded
+from lit_vgrpo.config.recipe import FOUND_IN, SECTIONS, loaded
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.core.ranges import Range
 from lit_vgrpo.core.records import FINGERPRINT
@@ -48,6 +48,7 @@ SECRET = re.compile(
 SECRET_IN_ADDRESS = re.compile(
     r"([?&][\w-]*(?:token|secret|passw(?:or)?d|key|auth|sig(?:nature)?)=)[^&\s\"']+", re.IGNORECASE
 )
+FOUND_LINE = re.compile(rf"^{FOUND_IN}:.*\n?", re.MULTILINE)
 NOT_COMPARED = ("name", "run_dir", "ckpt_path", "allow_changes", "trainer.default_root_dir")
 """Settings of this machine or of the command."""
 TASK_KEYS = ("heldout", "heldout_limit", "heldout_fraction")
@@ -115,9 +116,10 @@ class RunData:
 
     @property
     def config(self) -> str:
-        """``config.yaml`` without values that look secret; empty if there is none."""
+        """``config.yaml`` without values that look secret and ``found_in``; empty if there is none."""
         file = self.folder / CONFIG_NAME
-        return without_secrets(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else ""
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        return without_secrets(FOUND_LINE.sub("", text))
 
     @property
     def outcome(self) -> str:
@@ -176,6 +178,7 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
     """
     config, left_out = folder / CONFIG_NAME, list[str]()
     recipe = loaded(config) if config.exists() else {}
+    recipe.pop(FOUND_IN, None)
     for section in SECTIONS:
         if not isinstance(recipe.get(section) or {}, dict):
             raise UserError(f"Cannot read {config}: {section} is not a mapping.")
