@@ -55,6 +55,8 @@ Token = Annotated[
 ]
 OUT = Option(parser=_read_path, metavar="PATH", help="File or folder to write.")
 Out = Annotated[Path | None, OUT]
+COMPARED = "vgrpo, flowgrpo, mixgrpo, nft, dgpo"
+"""The methods that ``lightning compare`` compares by default."""
 LATER: Any = None
 """Default that is known only where the command runs."""
 
@@ -83,7 +85,9 @@ class Compare:
 
     words: list[str]
     line: str
-    named: Annotated[str | None, Option("--methods", help="Shipped overlays or files, separated by commas.")] = None
+    named: Annotated[
+        str | None, Option("--methods", help=f"Shipped overlays or files, separated by commas; by default {COMPARED}.")
+    ] = None
     num_seeds: Annotated[int, Option("--seeds", min=1, help="Seeds per method; 3 by default, 1 in a sweep.")] = LATER
     target: Annotated[str | None, Option(help="Target held-out rewards, such as 0.6,0.7.")] = None
     base_method: Annotated[str, Option("--base", help="Baseline method for relative costs.")] = LATER

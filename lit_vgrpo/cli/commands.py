@@ -172,7 +172,7 @@ def run(recipe: RecipeArg, words: Words = None, resume: options.Resume = False) 
     return train_recipe(command)
 
 
-Voted = Annotated[list[str], Argument(metavar="RUN|RECIPE")]
+Voted = Annotated[list[str], Argument(metavar="RUN|RECIPE", help="Run folder, or recipe to train, with its overrides.")]
 Shown = Annotated[list[str], Argument(help="Run folders, such as runs/tiny_shapes, or a folder of runs.")]
 Evaluated = Annotated[str, Argument(help="Run folder; with --benchmark also a pipeline folder or hub name.")]
 More = Annotated[list[str] | None, Argument(metavar="[RUN|MODEL|key=value]", help="More runs or models; overrides.")]

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from lit_vgrpo.config.recipe import SECTIONS, loaded
+from lit_vgrpo.config.recipe import FOUND_IN, SECTIONS, loaded
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.core.ranges import Range
 from lit_vgrpo.core.records import FINGERPRINT
@@ -48,6 +48,7 @@ SECRET = re.compile(
 SECRET_IN_ADDRESS = re.compile(
     r"([?&][\w-]*(?:token|secret|passw(?:or)?d|key|auth|sig(?:nature)?)=)[^&\s\"']+", re.IGNORECASE
 )
+FOUND_LINE = re.compile(rf"^{FOUND_IN}:.*\n?", re.MULTILINE)
 NOT_COMPARED = ("name", "run_dir", "ckpt_path", "allow_changes", "trainer.default_root_dir")
 """Settings of this machine or of the command."""
 TASK_KEYS = ("heldout", "heldout_limit", "heldout_fraction")
@@ -115,9 +116,10 @@ class RunData:
 
     @property
     def config(self) -> str:
-        """``config.yaml`` without values that look secret; empty if there is none."""
+        """``config.yaml`` without values that look secret and ``found_in``; empty if there is none."""
         file = self.folder / CONFIG_NAME
-        return without_secrets(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else ""
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        return without_secrets(FOUND_LINE.sub("", text))
 
     @property
     def outcome(self) -> str:
@@ -176,6 +178,7 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
     """
     config, left_out = folder / CONFIG_NAME, list[str]()
     recipe = loaded(config) if config.exists() else {}
+    recipe.pop(FOUND_IN, None)
     for section in SECTIONS:
         if not isinstance(recipe.get(section) or {}, dict):
             raise UserError(f"Cannot read {config}: {section} is not a mapping.")
@@ -256,17 +259,21 @@ def tell_apart(runs: Sequence[RunData]) -> None:
 def by_task(runs: Sequence[RunData]) -> tuple[list[list[RunData]], str]:
     """Return runs in groups that compare, of the same held-out prompts and rewards, and a line on what does not."""
     tasks: dict[tuple[str, ...], list[RunData]] = {}
-    are_known = all(HELDOUT_PROMPTS in run.summary for run in runs)  # else compared as written in the recipes
+    evaluated = [run for run in runs if run.evaluations] or runs
+    others = [run for run in runs if run not in evaluated]
+    are_known = all(HELDOUT_PROMPTS in run.summary for run in evaluated)  # else compared as written in the recipes
     keys = ["the content of data.heldout"] if are_known else [f"data.{key}" for key in TASK_KEYS]
-    for run in runs:
+    for run in evaluated:
         data = run.recipe.get("data") or {}
         asked = [run.summary[HELDOUT_PROMPTS]] if are_known else [str(data.get(key)) for key in TASK_KEYS]
         tasks.setdefault((*asked, str(run.reward_names)), []).append(run)
     keys.append("model.reward")
     differing = [key for key, values in zip(keys, zip(*tasks, strict=True), strict=True) if len({*values}) > 1]
-    groups = " / ".join(", ".join(run.name for run in group) for group in tasks.values())
-    differ = f"differ{'s' * (len(differing) == 1)}"
-    return [*tasks.values()], f"Not compared with each other, since {' and '.join(differing)} {differ}: {groups}"
+    groups = [*tasks.values(), *([run] for run in others)]
+    reasons = [f"{' and '.join(differing)} differ{'s' * (len(differing) == 1)}"] if differing else []
+    reasons += [f"{run.name} has no held-out evaluation yet" for run in others]
+    names = " / ".join(", ".join(run.name for run in group) for group in groups)
+    return groups, f"Not compared with each other, since {', and '.join(reasons)}: {names}"
 
 
 def read_scores(run: Path, say: Say = lambda line: None) -> dict[int, PromptSums]:

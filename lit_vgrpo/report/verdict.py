@@ -51,6 +51,19 @@ def signs(start: Mapping[str, float], end: Mapping[str, float]) -> list[str]:
     return result
 
 
+def limits() -> str:
+    """Return the limits of :func:`signs` in a sentence.
+
+    >>> limits()[:80]
+    'Signs of cheating, as ratios to the start: difference between prompts below 0.6;'
+    """
+    texts = [
+        f"{MEANING[name].lower()} below {least:g}" + (f" or above {most:g}" if math.isfinite(most) else "")
+        for name, (least, most, *_) in SIGNS.items()
+    ]
+    return f"Signs of cheating, as ratios to the start: {'; '.join(texts)}."
+
+
 @dataclass(frozen=True)
 class Cheating:
     """Answer to "Did it cheat?": is the rise of the reward due to reward hacking?

@@ -17,7 +17,7 @@ from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.errors import counted, say, shell_line
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
 from lit_vgrpo.rewards.vote_store import FILE_NAME, Progress, VoteStore, VoteStoreError
-from lit_vgrpo.system.signals import is_stop_requested
+from lit_vgrpo.system.signals import is_stop_requested, waiting_for
 
 POLL_S = 0.25
 
@@ -79,7 +79,8 @@ class VoteReward(Reward):
         rank, num_ranks = rank_and_world_size()
         try:
             numbers = self._store.publish(asked, self.images_per_vote, self.voters, rank, num_ranks)
-            progress = self._wait(self._store, numbers, announces=rank == 0)
+            with waiting_for("the votes"):
+                progress = self._wait(self._store, numbers, announces=rank == 0)
             scores = self._store.scores(numbers)
         except VoteStoreError as error:
             raise RewardOutage(str(error)) from error

@@ -212,6 +212,7 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
     if cached_file(checkpoint, filename, revision) is not None:
         return None
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import GatedRepoError
 
     reason = "HF_HUB_OFFLINE is set"
     if not constants.HF_HUB_OFFLINE:
@@ -219,6 +220,8 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
             get_hf_file_metadata(hf_hub_url(checkpoint, filename, revision=revision), timeout=HUB_TIMEOUT_S)
         except Exception as error:  # any error of the network too
             reason = f"asking the hub for {filename} ended with {type(error).__name__}"
+            if isinstance(error, GatedRepoError):
+                reason = f"you must accept its licence on the hub, {constants.ENDPOINT}/{checkpoint}, and log in"
         else:
             return None
     which = f" --revision {revision}" if revision else ""

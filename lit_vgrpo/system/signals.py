@@ -54,11 +54,13 @@ class StopRequests(ABC):
     Attributes:
         signals: The requests received. Signals within :data:`REPEAT_S` count as one, except the first two of Ctrl-C.
         is_urgent: True if the main thread must stop immediately.
+        ended_wait: What the command waited for when first asked, see :func:`waiting_for`; ``None`` if nothing.
     """
 
     def __init__(self) -> None:
         self.signals: list[int] = []
         self.is_urgent = False
+        self.ended_wait: str | None = None
         self._obeyed = 0
         self._unanswered: list[int] = []
         self._last = -REPEAT_S
@@ -151,6 +153,7 @@ class StopRequests(ABC):
                 if since < REPEAT_S and (number != signal.SIGINT or len(self.signals) > 1):
                     continue
                 self.is_urgent = self.is_urgent or bool(self.signals) or not self.can_wait()
+                self.ended_wait = self.ended_wait or next(iter(_waits), None)  # before the wait sees the request
                 self.signals.append(number)
                 if not self.is_urgent:
                     self._unanswered.append(number)
@@ -166,6 +169,19 @@ class StopRequests(ABC):
 
 
 _listening: StopRequests | None = None
+
+
+_waits: list[str] = []
+
+
+@contextmanager
+def waiting_for(what: str) -> Iterator[None]:
+    """Name what the context waits for, perhaps for hours; it must end when :func:`is_stop_requested`."""
+    _waits.append(what)
+    try:
+        yield
+    finally:
+        _waits.remove(what)
 
 
 def is_stop_requested() -> bool:

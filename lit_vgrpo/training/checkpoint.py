@@ -36,6 +36,7 @@ AUTO = "auto"
 UNTRAINED, TRAINED = "heldout/untrained_reward", "heldout/reward"
 DISTANCES = ("heldout/fid", "heldout/kid")
 FIRST_CTRL_C = "Finishing this {}, then saving. Ctrl-C again stops at once."
+CTRL_C_IN_A_WAIT = "Saving without waiting for {}. Ctrl-C again stops at once."
 
 
 MOST_FAILED = 0.1
@@ -373,7 +374,9 @@ class _Requests(StopRequests):
     @override
     def answer(self, signum: int) -> None:
         if signum == signal.SIGINT:
-            say(FIRST_CTRL_C.format("micro-batch" if self._has_30_s else "iteration"), error=True)
+            step = "micro-batch" if self._has_30_s else "iteration"
+            line = FIRST_CTRL_C.format(step) if self.ended_wait is None else CTRL_C_IN_A_WAIT.format(self.ended_wait)
+            say(line, error=True)
 
     @override
     def obey(self, signum: int) -> None:

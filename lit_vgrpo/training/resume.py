@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -212,7 +213,20 @@ def how_to_resume(folder: Path, edited: Sequence[str] = ()) -> str:
     'Continue, also after an edit of reward.py: lightning run demo/config.yaml --resume allow_changes=true'
     """
     when, allows = (f", also after an edit of {' or '.join(edited)}", ["allow_changes=true"]) if edited else ("", [])
-    return f"Continue{when}: {shell_line('lightning', 'run', folder / CONFIG_NAME, '--resume', *allows)}"
+    return f"Continue{when}: {shell_line('lightning', _trained_by[-1], folder / CONFIG_NAME, '--resume', *allows)}"
+
+
+_trained_by = ["run"]
+
+
+@contextmanager
+def trained_by(command: str) -> Iterator[None]:
+    """Within the context, name this subcommand in :func:`how_to_resume`."""
+    _trained_by.append(command)
+    try:
+        yield
+    finally:
+        _trained_by.pop()
 
 
 def next_commands(folder: Path, prompt: str | None, has_heldout: bool) -> dict[str, str]:

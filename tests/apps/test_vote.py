@@ -18,8 +18,11 @@ from processes import run_command, started
 from saved_runs import assert_one_line
 
 from lit_vgrpo.apps.vote.app import make_app
-from lit_vgrpo.apps.vote.command import has_ended
+from lit_vgrpo.apps.vote.command import _page, has_ended
+from lit_vgrpo.options import Vote
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
+from lit_vgrpo.system.sockets import listening_socket
+from lit_vgrpo.training.resume import how_to_resume
 
 RUN = Path("runs/tiny")
 PAUSE_S = 25
@@ -211,6 +214,13 @@ def test_a_run_has_ended_by_its_summary_unless_it_asks_again(store):
     assert not has_ended(folder, store)
 
 
+def test_a_run_that_serves_the_page_continues_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_vgrpo.apps.vote.command.LAST_LOOK_S", 0)
+    with listening_socket("127.0.0.1", 0) as listener, _page(Vote(words=[]), listener, tmp_path):
+        assert how_to_resume(tmp_path) == f"Continue: lightning vote {tmp_path}/config.yaml --resume"
+    assert "lightning run" in how_to_resume(tmp_path)
+
+
 @pytest.mark.slow
 def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
     port, done = free_port(), threading.Event()
@@ -253,6 +263,8 @@ def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
         job.send_signal(signal.SIGINT)
         out, err = job.communicate(timeout=60)
     assert job.returncode == 130
+    assert "Saving without waiting for the votes." in err
+    assert "Finishing" not in err
     assert "interrupted.ckpt is saved. Continue: lightning run" in err
     assert "Traceback" not in err
 
@@ -275,6 +287,7 @@ def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, monk
     assert not RUN.exists()
     assert run(["tiny.yaml", "trainer.max_epochs=1"]) == 0
     capsys.readouterr()
+    assert_one_line(vote, ["runs/tinny"], capsys, "runs/tinny is not a run. Did you mean runs/tiny?")
     assert_one_line(vote, [str(RUN), "--port=0"], capsys, "runs/tiny has no votes.sqlite3. It has not started")
     assert_one_line(vote, [str(RUN), "trainer.max_epochs=3"], capsys, "runs/tiny is a run folder and takes no settings")
     tokens = []

@@ -47,7 +47,7 @@ def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
     assert export(["runs/tiny", "--to=out"]) == 0
     code = capsys.readouterr().out
     assert re.search(r" after 2 iterations: \S+ \[.+\] \(EMA weights\)\.", code)
-    assert "Measured on the EMA weights" in Path("runs/tiny/report.html").read_text()
+    assert "Measured on the averaged weights (EMA)" in Path("runs/tiny/report.html").read_text()
     end = json.loads(Path("runs/tiny/summary.json").read_text())
     for folder in (Path("runs/tiny/export"), Path("out")):
         head, text = head_and_text(folder / "README.md")

@@ -506,6 +506,27 @@ def test_runs_with_the_same_answer_share_a_line():
     ] == [False, True]
     alone = [render([RunData(Path("run"), {}, {}, [], use)]) for use in (points, other)]
     assert ['class="suspect"' in page for page in alone] == [False, True]
+    assert all("sharpness below 0.5 or above 2; saturation below" in page for page in alone)
+
+
+def test_the_page_leaves_out_where_files_were_found(tmp_path):
+    (tmp_path / "config.yaml").write_text("name: mine\nfound_in: ['../..']\n")
+    shown = read_run(tmp_path)
+    assert (shown.config, shown.recipe) == ("name: mine\n", {"name": "mine"})
+    assert "found_in" not in render([shown])
+
+
+def test_a_run_without_an_evaluation_is_the_reason_that_it_is_not_compared():
+    points, summary = [Point({"iterations": 0}, {"reward": 0.1, **HONEST})], {"heldout_prompts": "1"}
+    done, stopped = (
+        RunData(Path("done"), {}, summary | {"reward_parts_end": {"red": 1.0}}, [], points),
+        RunData(Path("stopped"), {}, {}, [], []),
+    )
+    groups, apart = by_task([stopped, done])
+    line = "Not compared with each other, since stopped has no held-out evaluation yet: done / stopped"
+    assert (groups, apart) == ([[done], [stopped]], line)
+    assert line in render([stopped, done])
+    assert by_task([stopped])[0] == [[stopped]]
 
 
 def test_runs_of_several_tasks_are_grouped_in_one_page(tmp_path):

@@ -1,9 +1,11 @@
 import shutil
 
+import httpx
 import pytest
 import torch
 from fake_hub import FakeHub, Pages
 from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel
 
@@ -59,6 +61,16 @@ def test_offline_is_honoured_and_says_what_to_run(offline):
         f"Cannot load {NAME}: not in the local cache and HF_HUB_OFFLINE is set. "
         f"Run: hf download {NAME}, or set model.policy.checkpoint=/a/local/folder."
     )
+
+
+def test_a_gated_model_names_its_licence(offline, monkeypatch):
+    def refuse(url, **options):
+        raise GatedRepoError("403", response=httpx.Response(403, request=httpx.Request("HEAD", url)))
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
+    line = f"you must accept its licence on the hub, {constants.ENDPOINT}/{NAME}, and log in. Run: hf download {NAME},"
+    assert line in explain_unloadable(NAME, "config.json", "key")
 
 
 def test_what_is_cached_can_be_loaded(offline):

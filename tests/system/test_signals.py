@@ -111,3 +111,15 @@ def test_a_forked_process_has_its_own_signals():
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     assert requests.signals == []
+
+
+def test_the_wait_that_a_request_ends_is_known():
+    requests = Requests()
+    with requests.listening():
+        with signals.waiting_for("the votes"):
+            send("SIGINT")
+        assert requests.ended_wait == "the votes"
+    later = Requests()
+    with later.listening():
+        send("SIGINT")
+    assert later.ended_wait is None

@@ -40,7 +40,9 @@ def compare(typed: Compare) -> int:
     with locked(typed_path(options.out)):
         runs = runs_of(options, chosen)
         size = f"{counted(len(runs), 'run')} of {counted(options.iterations, 'iteration')}"
-        say(f"{size}, {options.jobs} at a time, in {options.out}", error=True)
+        verb = "Searching for settings of" if options.sweep else "Comparing"
+        what = f"{verb} {', '.join(dict.fromkeys(one.method for one in chosen))} on {options.command.recipe.stem}"
+        say(f"{what}: {size}, {options.jobs} at a time, in {options.out}", error=True)
         try:
             errors = run_all(runs, options.jobs)
         except Stopped as stopped:

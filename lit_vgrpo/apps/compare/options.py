@@ -13,11 +13,10 @@ from typing import Any
 from lit_vgrpo.config.recipe import Command, read_recipe, refuse_overrides
 from lit_vgrpo.config.tree import Place, set_value
 from lit_vgrpo.errors import UserError, suggestion
-from lit_vgrpo.options import Compare
+from lit_vgrpo.options import COMPARED, Compare
 from lit_vgrpo.system.paths import read_regular
 
 SETTINGS = ("published", "tuned")
-DEFAULT_METHODS = ("vgrpo", "flowgrpo", "mixgrpo", "nft", "dgpo")
 FIRST_SWEEP_SEED = 100
 """A sweep chooses settings on seeds that comparisons do not use."""
 SWEEP_HELDOUT_FRACTION = 0.2
@@ -71,7 +70,7 @@ class CompareOptions(Compare):
     prompts: str = field(init=False, default="held-out prompts")
 
     def __post_init__(self) -> None:
-        self.methods = read_names(self.named or "") or list(DEFAULT_METHODS)
+        self.methods = read_names(self.named or "") or read_names(COMPARED)
         self.settings = None if self.kinds is None else read_names(self.kinds)
         if not set(self.settings or ()) <= set(SETTINGS):
             raise UserError(f"--settings {self.kinds} is not published, tuned or published,tuned.")

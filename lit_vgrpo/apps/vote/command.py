@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.config.recipe import STAGES, Command, find_run, loaded
+from lit_vgrpo.config.recipe import STAGES, SUFFIXES, Command, find_run, loaded
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import train_recipe
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
@@ -23,7 +23,7 @@ from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.paths import typed_path
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.system.sockets import listening_socket, require_packages, web_address
-from lit_vgrpo.training.resume import SUMMARY_NAME, UNDONE, read_summary
+from lit_vgrpo.training.resume import SUMMARY_NAME, UNDONE, read_summary, trained_by
 
 LAST_LOOK_S = 1.5
 """Time for pages, which poll once per second, to learn that training has ended."""
@@ -36,7 +36,8 @@ def vote(options: Vote) -> int:
     if not is_loopback(options.host):
         options.token = options.token or secrets.token_urlsafe(16)
     name, *settings = options.words
-    if typed_path(name).is_dir():
+    path = typed_path(name)
+    if path.is_dir() or (path.parent.name == "runs" and path.suffix not in SUFFIXES):
         run = find_run(name)[0]
         if settings or options.resume:
             raise UserError(f"{run} is a run folder and takes no settings. To train it, give its config.yaml.")
@@ -87,7 +88,7 @@ def _page(options: Vote, listener: socket.socket, folder: Path) -> Iterator[None
     from lit_vgrpo.system.server import served_in_thread
 
     is_over = threading.Event()
-    with served_in_thread(_listen(options, listener, _open(folder), is_over.is_set), listener):
+    with served_in_thread(_listen(options, listener, _open(folder), is_over.is_set), listener), trained_by("vote"):
         yield
         is_over.set()
         time.sleep(LAST_LOOK_S)

@@ -96,7 +96,7 @@ def test_a_sweep_goes_on_from_finished_runs(tiny_recipe, tmp_path, capsys):
         make_finished(run, evaluations=[an_evaluation(0, 0.2), an_evaluation(5, reward)])
     assert compare(words) == 0
     out, err = capsys.readouterr()
-    assert "2 runs of 1 iteration" in err
+    assert "Searching for settings of mine on tiny: 2 runs of 1 iteration" in err
     assert "2 of 2 runs are already finished." in err
     assert "mine: soft_clip=null, final reward 0.700" in out
     assert "    tuned:\n" in out
