@@ -217,7 +217,7 @@ def as_reward(reward: RewardLike) -> Reward:
         return reward
     if isinstance(reward, type) or not callable(reward):
         given = f"the class {reward.__name__}" if isinstance(reward, type) else repr(reward)
-        raise TypeError(f"{given} is not a reward. Pass an instance such as PickScore(), or a function.")
+        raise TypeError(f"{given} is not a reward. {Reward.TO_PASS}")
     made = PythonReward(reward)
     for error in made.check():
         raise TypeError(error)
