@@ -196,7 +196,7 @@ def _class_named(name: str, kinds: Sequence[type]) -> type | str | None:
             return matches[0]
         by_name = {kind.__name__: kind.__name__ for kind in known}
         by_pipeline = {str(vars(kind).get("pipeline_class", "")): kind.__name__ for kind in known}
-        meant = (by_name | by_pipeline).get(nearest(name, [*by_name, *by_pipeline]) or "", name)
+        meant = (by_pipeline | by_name).get(nearest(name, [*by_name, *by_pipeline]) or name, name)
         hint = "Write it as package.module.Class." if matches else suggestion(meant, by_name)
         return f"={name} is not a known class. {hint}"
     try:
