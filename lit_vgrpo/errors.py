@@ -180,7 +180,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         return starts[0]
     if ends := [name for name in known if name.endswith(f".{word}")]:
         return ends[0]
-    ending = Path(word).suffix
+    ending = next((name.suffix for name in map(Path, known) if name.suffix == Path(word).suffix), "")
     stem, stems = word.removesuffix(ending), {name.removesuffix(ending): name for name in reversed(known)}
     cutoff = 0.7 if len(stem) > 3 else 0.66  # one letter of three may differ
     for text, names in ((stem, stems), (stem.lower(), {one.lower(): name for one, name in stems.items()})):

@@ -233,7 +233,8 @@ def _fits(value: Any, kinds: Sequence[type]) -> bool:
 def _is_offered(kind: type) -> bool:
     """Return whether a class is public, and no base that only others are made from."""
     package = sys.modules.get(kind.__module__.rpartition(".")[0])
-    return not inspect.isabstract(kind) and kind.__name__[0] != "_" and kind.__name__ in getattr(package, "__all__", [kind.__name__])
+    is_public = kind.__name__ in getattr(package, "__all__", [kind.__name__]) and kind.__name__[0] != "_"
+    return is_public and not inspect.isabstract(kind)
 
 
 def _with_subclasses(kinds: Iterable[type]) -> Iterator[type]:
