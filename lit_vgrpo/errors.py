@@ -174,17 +174,18 @@ def printable(body: bytes, most: int) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that was probably meant, or ``None``; case is ignored."""
+    """Return the known word that was probably meant, or ``None``; case and a common file ending are ignored."""
     known = list(known)
     if starts := [name for name in known if name.startswith(f"{word}_")]:
         return starts[0]
     if ends := [name for name in known if name.endswith(f".{word}")]:
         return ends[0]
-    if close := get_close_matches(word, known, n=1):
-        return close[0]
-    folded = {name.lower(): name for name in known}
-    if close := get_close_matches(word.lower(), folded, n=1):
-        return folded[close[0]]
+    ending = next((name.suffix for name in map(Path, known) if name.suffix == Path(word).suffix), "")
+    stem, stems = word.removesuffix(ending), {name.removesuffix(ending): name for name in reversed(known)}
+    cutoff = 0.7 if len(stem) > 3 else 0.66  # one letter of three may differ
+    for text, names in ((stem, stems), (stem.lower(), {one.lower(): name for one, name in stems.items()})):
+        if close := get_close_matches(text, names, n=1, cutoff=cutoff):
+            return names[close[0]]
     return next((name for name in known if len(word) > 2 and word.lower() in name.lower()), None)  # NFT: DiffusionNFT
 
 

@@ -21,10 +21,14 @@ PRINT_THEMSELVES = ("errors.py", "cli/commands.py", "policies/verify.py")
         ("sd3policy", "SD3Policy"),
         ("unet", "UNetPolicy"),
         ("zzz", None),
+        ("lst.ckpt", "last.ckpt"),
+        ("nope.ckpt", None),
+        ("notfn", None),
     ],
 )
 def test_nearest(word, expected):
-    assert nearest(word, ["max_epochs", "SD3Policy", "UNetPolicy"]) == expected
+    known = ["max_epochs", "SD3Policy", "UNetPolicy", "best.ckpt", "last.ckpt", "nothing"]
+    assert nearest(word, known) == expected
 
 
 def test_suggestion_lists_only_so_many():

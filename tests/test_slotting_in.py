@@ -89,6 +89,10 @@ def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):
     for policy in ("hub/name", SD3Policy):
         with pytest.raises(TypeError, match=r"policy=.*: Input should be an instance of Policy\. Wrap .*AutoPolicy\("):
             VGRPOModule(policy, VGRPO(), Brightness())
+    for swapped in (VGRPO(), Brightness()):
+        shown = f"policy={type(swapped).__name__}: .* an instance of Policy. The order is policy, objective, reward."
+        with pytest.raises(TypeError, match=shown):
+            VGRPOModule(swapped, VGRPO(), Brightness())
     with pytest.raises(TypeError, match=r"objective='VGRPO': .* an instance of Objective\. Pass .*objective=VGRPO\(\)"):
         VGRPOModule(SD3Policy(str(tiny_sd3)), "VGRPO", Brightness())
     with pytest.raises(TypeError, match=r"SGD\(...\) is already built. Pass a function that builds it"):

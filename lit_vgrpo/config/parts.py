@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from lit_vgrpo.config.tree import CLASS_KEYS, Place, apply_override, class_name, expanded, leaves, typed_key
 from lit_vgrpo.core.ranges import SHOULD, should_be
 from lit_vgrpo.errors import UserError, causes, error_in_user_code, nearest, one_line, suggestion, unknown_option
-from lit_vgrpo.system.paths import missing_module
+from lit_vgrpo.system.paths import missing_module, without_ending
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
 IS_FUNCTION = re.compile(r"^[\w./]+(:\w+|\.py)$")
@@ -116,12 +116,13 @@ def _misnamed(node: Any, hint: Any, place: Place) -> str | None:
     if not classes or node is None:
         return None
     owner: Any = None
+    if isinstance(node, Mapping) and len(node) == 1 and str(first := next(iter(node))).startswith("python:"):
+        name = first.removeprefix("python:")  # {python:module:function}, without a space
     if isinstance(name, str) and "Reward" in {kind.__name__ for kind in classes} and IS_FUNCTION.search(name):
-        called = name if ":" in name else _function_in(Path(name))
-        form = f"{key}.python={called}" if "." in key else f"python:{called}"
-        return f"{key}={name} names no class. For a function, write {form}."
+        called = without_ending(name) if ":" in name else _function_in(Path(name))
+        return f"{key}={name} names no class. {_function_form(key, called)}"
     if isinstance(name, str) and not (name is node and {str, dict, float, int} & others):
-        if not isinstance(owner := _class_named(name, classes), type):
+        if not isinstance(owner := _class_named(name, classes, key), type):
             return owner and f"{key}{owner}"
     elif name is None and dict not in others:
         owner = next((kind for kind in classes if len(place) == 1 or is_dataclass(kind)), None)
@@ -186,7 +187,11 @@ def _kinds(hint: Any) -> list[type]:
     return [kind for inner in (arguments[-1:] if origin is Callable else arguments) for kind in _kinds(inner)]
 
 
-def _class_named(name: str, kinds: Sequence[type]) -> type | str | None:
+def _function_form(key: str, called: str) -> str:
+    return f"For a function, write {f'{key}.python={called}' if '.' in key else f'python:{called}'}."
+
+
+def _class_named(name: str, kinds: Sequence[type], key: str) -> type | str | None:
     """Return a class by its path, or its name among the subclasses of some classes; an error, or ``None`` if unsure."""
     if "." not in name:
         bases = [kind for kind in kinds if kind.__subclasses__()]
@@ -196,7 +201,7 @@ def _class_named(name: str, kinds: Sequence[type]) -> type | str | None:
             return matches[0]
         by_name = {kind.__name__: kind.__name__ for kind in known}
         by_pipeline = {str(vars(kind).get("pipeline_class", "")): kind.__name__ for kind in known}
-        meant = (by_name | by_pipeline).get(nearest(name, [*by_name, *by_pipeline]) or "", name)
+        meant = (by_pipeline | by_name).get(nearest(name, [*by_name, *by_pipeline]) or name, name)
         hint = "Write it as package.module.Class." if matches else suggestion(meant, by_name)
         return f"={name} is not a known class. {hint}"
     try:
@@ -215,7 +220,7 @@ def _class_named(name: str, kinds: Sequence[type]) -> type | str | None:
             return None
     wanted = next((kind.__name__ for kind in kinds if not is_dataclass(kind)), kinds[0].__name__)
     if wanted == "Reward" and inspect.isfunction(found):
-        return f"={name} names no class. For a function, write python:{':'.join(name.rsplit('.', 1))}."
+        return f"={name} names no class. {_function_form(key, ':'.join(name.rsplit('.', 1)))}"
     return f"={name} is not {'an' if wanted[0] in 'AEIOU' else 'a'} {wanted}. Name one of its classes."
 
 
@@ -228,7 +233,8 @@ def _fits(value: Any, kinds: Sequence[type]) -> bool:
 def _is_offered(kind: type) -> bool:
     """Return whether a class is public, and no base that only others are made from."""
     package = sys.modules.get(kind.__module__.rpartition(".")[0])
-    return not inspect.isabstract(kind) and kind.__name__ in getattr(package, "__all__", [kind.__name__])
+    is_public = kind.__name__ in getattr(package, "__all__", [kind.__name__]) and kind.__name__[0] != "_"
+    return is_public and not inspect.isabstract(kind)
 
 
 def _with_subclasses(kinds: Iterable[type]) -> Iterator[type]:

@@ -215,7 +215,7 @@ def _find(text: str, names: dict[str, Path], what: str, hint: str) -> Path:
     name = text.removesuffix(".yaml").removeprefix("recipes/")
     if name in names:
         return names[name]
-    why = "it is a folder" if path.is_dir() else "no such file, and not a shipped name"
+    why = f"it is a folder without {RECIPE_NAME}" if path.is_dir() else "no such file, and not a shipped name"
     files = {str(file.with_suffix("")): str(file) for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")}
     known = {**{short.rpartition("/")[2]: short for short in names}, **{short: short for short in names}, **files}
     guess = nearest(str(path.with_suffix("")) if path.suffix in SUFFIXES else name, known)

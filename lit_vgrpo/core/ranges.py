@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 from annotated_types import Interval
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
-from lit_vgrpo.errors import nearest, one_line, unknown_option
+from lit_vgrpo.errors import nearest, shortened, unknown_option
 
 T = TypeVar("T", bound=type)
 SHOULD = "Input should be "
@@ -58,6 +58,8 @@ BatchSize = Annotated[int, Range(1, 1_000_000)]
 Count = Annotated[int, Range(1, 1_000_000)]
 GroupSize = Annotated[int, Range(2, 10_000)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
+DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+"""Other names of number types, for suggestions."""
 
 
 def checked(cls: T) -> T:
@@ -109,8 +111,10 @@ def _validate(name: str, value: Any, adapter: TypeAdapter[Any], hint: Any) -> No
         problems = error.errors(include_url=False)
         kind = TypeError if all(one["type"].endswith(("_type", "is_instance_of")) for one in problems) else ValueError
         advice = "".join(f" {member.TO_PASS}" for member in _members(hint) if hasattr(member, "TO_PASS"))
-        message = should_be(value, [one["msg"] for one in problems])
-        raise kind(f"{name}={one_line(repr(value)):.100}: {message}{advice}") from None
+        shown, message = shortened(repr(value), 100), should_be(value, [one["msg"] for one in problems])
+        if advice and hasattr(type(value), "TO_PASS"):
+            shown, advice = type(value).__name__, " The order is policy, objective, reward."
+        raise kind(f"{name}={shown}: {message}{advice}") from None
 
 
 def should_be(value: Any, messages: Iterable[str]) -> str:
@@ -121,7 +125,7 @@ def should_be(value: Any, messages: Iterable[str]) -> str:
     """
     first, *others = dict.fromkeys(map(limit_in_words, messages))
     text = ", or ".join([first, *(message.removeprefix(SHOULD) for message in others)])
-    guess = nearest(value, re.findall(r"'([^']+)'", text)) if isinstance(value, str) else None
+    guess = nearest(DTYPES.get(value, value), re.findall(r"'([^']+)'", text)) if isinstance(value, str) else None
     return f"{text}." if guess is None else f"{text}. Did you mean {guess}?"
 
 

@@ -207,8 +207,9 @@ class Sizes:
         share = self.images_per_share(world_size)
         if self.micro_batch_size != "auto" and share % min(self.micro_batch_size, share):
             whose = "one update on a rank" if self.split_updates else "a rank"
-            fitting = max(d for d in divisors(share) if d < self.micro_batch_size)
-            given = f"{self.micro_batch_size}{' (the default)' * (self.micro_batch_size == MICRO_BATCH_SIZE)}"
+            wanted = self.micro_batch_size
+            fitting = min(divisors(share), key=lambda divisor: abs(divisor - wanted))
+            given = f"{wanted}{' (the default)' * (wanted == MICRO_BATCH_SIZE)}"
             return [
                 f"micro_batch_size={given} cannot split the {share} images of {whose}. "
                 f"Use a divisor of {share}, such as {fitting}."

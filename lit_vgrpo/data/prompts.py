@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lit_vgrpo.core.pictures import PICTURE, picture_files, picture_size
 from lit_vgrpo.data.source import FILE_KINDS, Kind, PromptError, PromptSource, as_source, kind_of
-from lit_vgrpo.errors import one_line, shortened, suggestion
+from lit_vgrpo.errors import nearest, one_line, shortened, suggestion
 from lit_vgrpo.system.paths import file_sha256, resolve_path
 
 Row = dict[str, Any]
@@ -132,7 +132,8 @@ def _checked_prompt(value: object, source: PromptSource, where: str) -> str:
 def _check_column(columns: Collection[str], source: PromptSource, where: str) -> None:
     column = source.column or PROMPT
     if column not in columns:
-        remedy = f" {suggestion(column, columns)} Set column= to the prompt column." if columns else ""
+        form = f"'data.train={{path: {source.path}, column: {nearest(column, columns) or next(iter(columns), '')}}}'"
+        remedy = f" {suggestion(column, columns)} Set column= to the prompt column, such as {form}." if columns else ""
         raise PromptError(f'{where}: no column "{column}".{remedy}')
 
 

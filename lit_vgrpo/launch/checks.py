@@ -37,7 +37,8 @@ FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a 
 
 def setting_errors(recipe: Mapping[str, Any]) -> list[str]:
     """Return the errors of settings that the parser accepts, in a recipe as plain values."""
-    known = [*KEYS, *(typed_key(place) for place, _ in leaves(recipe) if place[0] in KEYS)]
+    places = [place for place, _ in leaves(recipe) if place[0] in KEYS]
+    known = [*KEYS, *(typed_key(place[:size]) for place in places for size in range(2, len(place) + 1))]
     errors = [unknown_option(key, "a recipe", known) for key in recipe if key not in KEYS]
     errors += logger_errors((recipe.get("trainer") or {}).get("logger"))
     for target, source in LINKED.items():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class Reward(ABC):
     concurrent: bool = False
     calls_at_once: int = 1
     differentiable: bool = False
+    TO_PASS: ClassVar[str] = "Pass an instance such as PickScore(), or a function."
     compares: bool = False
     takes_videos: bool = False
     failure: str | None = None

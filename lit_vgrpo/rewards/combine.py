@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.ranges import Finite, checked
-from lit_vgrpo.errors import one_line, place_of, shortened, suggestion
+from lit_vgrpo.errors import counted, one_line, place_of, shortened, suggestion
 from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardOutage, Scores, called, reason_of
 from lit_vgrpo.rewards.function import RewardLike, RewardsLike, as_reward, is_custom
 from lit_vgrpo.rewards.model import ModelReward
@@ -238,7 +238,8 @@ class Weighted(Reward):
     def errors_on(self, images: Tensor, rows: Sequence[dict[str, Any]]) -> list[str]:
         """Call every reward that loads nothing on images ``(B, 3, H, W)``; return a line for each that raises.
 
-        Each gets as many images as there are rows that it can score.
+        Each gets as many images as there are rows that it can score. One that scores none, which may be due to the
+        images, gives a warning.
         """
         errors, asked = [], [(row, self.errors_of_prompt(row["prompt"], row)) for row in rows]
         for part in (part for part in self.parts if part.reward.loads_nothing):
@@ -246,7 +247,10 @@ class Weighted(Reward):
             chosen = fit[: len(images)]
             try:
                 if chosen:
-                    called(part.reward, images[: len(chosen)], [row["prompt"] for row in chosen], chosen)
+                    inputs = images[: len(chosen)], [row["prompt"] for row in chosen], chosen
+                    if not called(part.reward, *inputs).isfinite().any():
+                        of = f"any of {counted(len(chosen), 'random image')}"
+                        warnings.warn(f'Reward "{part.name}" returned no score for {of}.', stacklevel=2)
             except BaseException as error:
                 if is_stop(error):
                     raise

@@ -18,7 +18,7 @@ from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import error_in_user_code, place_of, shortened, suggestion
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, described, guest
-from lit_vgrpo.system.paths import import_from_here, missing_module
+from lit_vgrpo.system.paths import import_from_here, missing_module, without_ending
 
 FORM = "Name a function of (images, prompts) or (images, prompts, rows) that returns one number per image."
 ROWS = ("rows", "metadata")
@@ -188,6 +188,8 @@ class PythonReward(Reward):
     def _advice(self) -> str:
         """Return a suggestion from the functions that the module defines, or an empty text."""
         module, _, name = str(self).partition(":")
+        if module.endswith(".py"):
+            return f"Leave out .py: {without_ending(str(self))}"
         named = inspect.getmembers(sys.modules.get(module), inspect.isfunction)
         known = [key for key, value in named if value.__module__ == module and key[0] != "_"]
         return suggestion(name, known) if known else ""
@@ -217,7 +219,7 @@ def as_reward(reward: RewardLike) -> Reward:
         return reward
     if isinstance(reward, type) or not callable(reward):
         given = f"the class {reward.__name__}" if isinstance(reward, type) else repr(reward)
-        raise TypeError(f"{given} is not a reward. Pass an instance such as PickScore(), or a function.")
+        raise TypeError(f"{given} is not a reward. {Reward.TO_PASS}")
     made = PythonReward(reward)
     for error in made.check():
         raise TypeError(error)

@@ -108,6 +108,15 @@ def missing_module(error: BaseException, name: str) -> str | None:
     return f"No module named '{module}' in {start_folder()}, next to the recipe or among the packages. {advice}"
 
 
+def without_ending(named: str) -> str:
+    """Return ``module:function`` of a function that may be named by its file.
+
+    >>> without_ending("mine/rewards.py:redness")
+    'mine.rewards:redness'
+    """
+    return named.replace(".py:", ":").replace("/", ".")
+
+
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:

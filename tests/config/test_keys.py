@@ -9,6 +9,7 @@ SEVERAL = "model.reward={class_path: Weighted, init_args: {rewards: [JPEGCompres
 STEPS = "model.lr_scheduler=torch.optim.lr_scheduler.StepLR"
 ADAM = "{class_path: torch.optim.AdamW}"
 CYCLE = "model.lr_scheduler={class_path: torch.optim.lr_scheduler.OneCycleLR, init_args: {max_lr: 0.1}}"
+FLOATS = "Input should be 'float32', 'bfloat16' or 'float16'."
 LINES = [
     ("model.objective.num_mc_sample=3", "model.objective.num_mc_sample is not an option of VGRPO. Did you mean num"),
     ("model.objective.rollout.stepz=3", "model.objective.rollout.stepz is not an option of RolloutSpec. Did you"),
@@ -26,7 +27,7 @@ LINES = [
     ("model.objective.times=grid", "model.objective.times=grid: Input should be 'sampler' or 'uniform', or a mapping."),
     (
         "model.policy.dtype=float6",
-        "model.policy.dtype=float6: Input should be 'float32', 'bfloat16' or 'float16'. Did you mean float16?",
+        f"model.policy.dtype=float6: {FLOATS} Did you mean float16?",
     ),
     ("model.reward=nomod.X", "model.reward: No module named 'nomod' in /"),
     ([SEVERAL, "model.reward.weights=[0,0]"], "model.reward.weights=[0.0, 0.0] are all 0."),
@@ -40,6 +41,13 @@ LINES = [
     ("model.policy.checkpoint=/none", "/none is not a folder. Set model.policy.checkpoint to"),
     ("model.reward=python:math:squirt", "model.reward.python=math:squirt cannot be imported"),
     ("model.reward+=JPEGCompressibility", "model.reward+= appends to a list, which model.reward is not."),
+    *[
+        (f"model.policy.dtype={short}", f"model.policy.dtype={short}: {FLOATS} Did you mean {meant}?")
+        for short, meant in (("fp16", "float16"), ("bf16", "bfloat16"), ("half", "float16"))
+    ],
+    ("model.objective=PPO", "model.objective=PPO is not a known class. Use one of: "),
+    ("model.reward=Redness", "model.reward=Redness is not a known class. Use one of: "),
+    ("rollout=3", "rollout is not an option of a recipe. Did you mean model.objective.rollout?"),
     ("model.reward=PickScore,HPSv2", "model.reward=PickScore,HPSv2 is not a known class. Did you mean PickScore?"),
     ("model.reward={JPEGCompressibility: {quality: 9}}", "model.reward names no class. Write {class_path: NAME, "),
     ("trainer.callbacks=[EMA: {decay: 0.9}]", "trainer.callbacks[0] names no class."),

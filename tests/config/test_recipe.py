@@ -31,7 +31,7 @@ def test_a_wrong_command_line(args, line):
 
 def test_a_folder_of_a_recipe_is_its_recipe(here):
     Path("mine").mkdir()
-    with pytest.raises(UserError, match="mine is not a recipe: it is a folder."):
+    with pytest.raises(UserError, match="mine is not a recipe: it is a folder without recipe.yaml."):
         find_recipe("mine")
     for name in ("recipe.yaml", "config.yaml"):  # a run's is what was trained
         Path("mine", name).touch()

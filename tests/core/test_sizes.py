@@ -22,6 +22,11 @@ small = st.integers(1, 40)
             "micro_batch_size=24 cannot split the 64 images of a rank. Use a divisor of 64, such as 16.",
         ),
         (
+            Sizes(8, 8, 1, 7),
+            1,
+            "micro_batch_size=7 cannot split the 64 images of a rank. Use a divisor of 64, such as 8.",
+        ),
+        (
             Sizes(3, 4),
             1,
             "micro_batch_size=8 (the default) cannot split the 12 images of a rank. Use a divisor of 12, such as 6.",

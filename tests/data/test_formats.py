@@ -104,7 +104,7 @@ def test_several_wrong_lines_are_counted(write):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("id,caption\n1,a\n", 'line 1: no column "prompt". Use one of: id, caption. Set column= to the prompt column.'),
+        ("id,caption\n1,a\n", 'line 1: no column "prompt". Use one of: id, caption. Set column= to the '),
         ("prompt,tag\na,b\nc\n", "line 3: more or fewer cells than the header. Quote cells with commas."),
         ("prompt,tag\na,b\na, b, c\n", "line 3: more or fewer cells"),
         ('prompt,tag\n"a\nb",c\n,d\n', 'line 4: "prompt" is '),
@@ -129,7 +129,9 @@ def test_another_column_can_hold_the_prompt(write):
     assert read_prompts(PromptSource(str(path), column="caption")) == [{"prompt": "a cat", "id": "1"}]
     path = write("p.jsonl", '{"id": 1, "caption": "a cat"}\n')
     assert read_prompts(PromptSource(str(path), column="caption")) == [{"prompt": "a cat", "id": 1}]
-    assert "Did you mean caption?" in refused(PromptSource(str(write("q.csv", "caption\na\n")), column="captions"))
+    said = refused(PromptSource(str(file := write("q.csv", "caption\na\n")), column="captions"))
+    assert "Did you mean caption?" in said
+    assert said.endswith(f"such as 'data.train={{path: {file}, column: caption}}'.")
 
 
 def test_a_source_gives_its_rows_the_rewards_that_apply(write):

@@ -233,3 +233,12 @@ def test_rewards_that_load_nothing_are_tried():
     assert second.count("one_number") == 1
     assert second.endswith("returned a float32 tensor of shape (). Return a float32 tensor of shape (2,).")
     assert reward.errors_on(IMAGES[:2], [{"prompt": "a", "rewards": "redness"}]) == []
+
+
+@pytest.mark.parametrize("score", [None, float("nan")])
+def test_a_reward_that_scores_no_random_image_gives_a_warning(score):
+    def silent(images, prompts):
+        return [score for _ in prompts]
+
+    with pytest.warns(UserWarning, match='Reward "silent" returned no score for any of 2 random images'):
+        assert Weighted([silent]).errors_on(IMAGES[:2], [{"prompt": "a"}, {"prompt": "b"}]) == []
