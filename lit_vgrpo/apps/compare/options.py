@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.config.recipe import Command, read_recipe, refuse_overrides
+from lit_vgrpo.config.recipe import Command, read_recipe, refuse_overrides, shipped
 from lit_vgrpo.config.tree import Place, set_value
 from lit_vgrpo.errors import UserError, suggestion
 from lit_vgrpo.options import COMPARED, Compare
@@ -79,6 +79,8 @@ class CompareOptions(Compare):
         except ValueError as error:
             advice = "is not a held-out reward such as 0.7, or several: 0.6,0.7."
             raise UserError(f"--target {self.target} {advice}") from error
+        if self.named and (others := [word for word in self.words[1:] if word in shipped("compare")]):
+            raise UserError(f"Separate methods by commas: --methods {','.join([self.named, *others])}")
         refuse_overrides(self.words, dict.fromkeys(REFUSED, "is set by the comparison. Use its options."))
         self.command = Command.parse(self.words)
         recipe = read_recipe(self.command)

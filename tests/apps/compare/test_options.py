@@ -66,6 +66,7 @@ def test_a_sweep_does_not_see_the_races_prompts():
         (["--target", "high"], "--target high is not a held-out reward"),
         (["--settings", "tunned"], "--settings tunned is not published, tuned or published,tuned."),
         (["--methods", "vgrpo,nft", "--base", "nt"], "--base nt is not one of the methods. Did you mean nft?"),
+        (["--methods", "vgrpo", "nft", "awm"], "Separate methods by commas: --methods vgrpo,nft,awm"),
         (["trainer.max_epochs=3"], "trainer.max_epochs is set by the comparison. Use its options."),
     ],
 )
