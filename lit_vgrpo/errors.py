@@ -136,6 +136,17 @@ def decimals_of(values: Iterable[float | None]) -> int | None:
     return 4 - exponent if exponent > 0 else 2 - exponent
 
 
+def score_with(value: float, sign: str, decimals: int | None) -> str:
+    """Return a reward as text with the decimals of :func:`decimals_of`.
+
+    >>> score_with(-0.0001, "+", 3), score_with(1e28, "", None)
+    ('+0.000', '1e+28')
+    """
+    if decimals is None:
+        return score_text(value, sign)
+    return f"{round(value, decimals) + 0.0:{sign}.{decimals}f}"
+
+
 def with_interval(estimate: Mapping[str, Any], sign: str = "") -> str:
     """Return a mean and its interval as text.
 
@@ -146,7 +157,7 @@ def with_interval(estimate: Mapping[str, Any], sign: str = "") -> str:
         return "-"
     numbers = [estimate[key] for key in ("mean", "low", "high") if estimate[key] is not None]
     of = decimals_of(numbers)
-    mean, *ends = (score_text(number, sign) if of is None else f"{number:{sign}.{of}f}" for number in numbers)
+    mean, *ends = (score_with(number, sign, of) for number in numbers)
     return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 

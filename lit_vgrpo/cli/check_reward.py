@@ -36,7 +36,7 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import measured_memory
 from lit_vgrpo.system.paths import typed_path
 from lit_vgrpo.training.saved_weights import load_policy
-from lit_vgrpo.training.settings import find_unscorable
+from lit_vgrpo.training.settings import find_unscorable, reward_errors
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
 NOISE, ROUNDING = 0.1, 1e-3  # shares of the scores' std and size by which a score may change from call to call
@@ -54,9 +54,9 @@ def check_reward(options: CheckReward) -> int:
     reward = cli.model.evaluator.observed
     if errors := [*reward.check(), *cli.datamodule.check(), *([] if files else cli.model.policy.check())]:
         raise UserError(*errors)
-    unscorable, strict = find_unscorable(cli.model, cli.datamodule), cli.model.failed_images == "stop"
-    if refused := [error for found in unscorable for error in found.refused(any_failure=strict)]:
+    if refused := reward_errors(cli.model, cli.datamodule):
         raise UserError(*refused)
+    unscorable = find_unscorable(cli.model, cli.datamodule)
     rows = [row for row in training_rows(cli, num_prompts) for _ in range(each)]
     if files:
         rows, images = rows[: len(files)], [read_image(file) for file in files]

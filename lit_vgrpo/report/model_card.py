@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import nn
 
-from lit_vgrpo.config.recipe import FOUND_IN, RECIPE_NAME
+from lit_vgrpo.config.recipe import RECIPE_NAME
 from lit_vgrpo.config.tree import class_name, expanded
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import one_line, report
@@ -30,7 +30,7 @@ from lit_vgrpo.training.evaluation import evaluation_of, sides_of
 
 CARD_NAME, PICTURE_NAME = "README.md", "before_after.png"
 LICENCE_KEYS = ("license", "license_name", "license_link")
-MACHINE_LINES = ("name:", "run_dir:", "ckpt_path:", "allow_changes:", f"{FOUND_IN}:", "#")
+MACHINE_LINES = ("name:", "run_dir:", "ckpt_path:", "allow_changes:", "#")
 """Prefixes of lines of ``config.yaml`` that are meaningless to others."""
 IN_DIFFUSERS = ("nf4",)
 """Kinds of quantisation whose numbers diffusers computes too."""
@@ -143,10 +143,8 @@ def card(run: RunData, base_card: Path | None, is_adapter: bool, base: str, task
         "tags": [task, "reinforcement-learning", "lit-vgrpo", *(["lora"] if is_adapter else [])],
     }
     model = run.recipe.get("model") or {}
-    names, classes = (
-        run.summary.get("reward_parts_end") or run.reward_names,
-        dict.fromkeys(rewards_in(model.get("reward"))),
-    )
+    names = run.summary.get("reward_parts_end") or run.reward_names
+    classes = dict.fromkeys(rewards_in(model.get("reward")))
     template = environment().get_template("card.md.j2")
     return template.render(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.core.records import FINGERPRINT
-from lit_vgrpo.errors import counted, decimals_of, score_text
+from lit_vgrpo.errors import counted, decimals_of, score_with
 from lit_vgrpo.metrics.looks import ACROSS, DISTANCE, SATURATION, SHARPNESS, WITHIN
 from lit_vgrpo.report.run_data import RUNNING, UNFINISHED, Interval, Point, RunData, difference, interval
 
@@ -342,8 +342,7 @@ def score(value: float | None, sign: str = "", decimals: int | None = None) -> s
     """
     if value is None:
         return NONE
-    text = score_text(value, sign) if decimals is None else f"{round(value, decimals) + 0.0:{sign}.{decimals}f}"
-    return text.replace("-", MINUS)
+    return score_with(value, sign, decimals).replace("-", MINUS)
 
 
 def brackets(ends: Interval | None, sign: str = "", decimals: int | None = None) -> str:

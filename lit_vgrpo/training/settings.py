@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -126,12 +127,16 @@ def find_unscorable(module: TrainingModule, data: PromptDataModule) -> list[Unsc
     return module.unscorable[1]
 
 
+def reward_errors(module: TrainingModule, data: PromptDataModule) -> list[str]:
+    """Return one line for each reward that cannot be used with the prompts."""
+    stops = module.failed_images == "stop"
+    return [error for found in find_unscorable(module, data) for error in found.refused(stops)]
+
+
 def prompt_errors(module: TrainingModule, data: PromptDataModule) -> list[str]:
     """Return one line for each reward or method that cannot be used with the prompts."""
-    stops = module.failed_images == "stop"
     of_rows = map(module.objective.row_error, map(deepcopy, data.training_rows()))
-    of_rewards = [error for found in find_unscorable(module, data) for error in found.refused(stops)]
-    return [*of_rewards, *[*filter(None, of_rows)][:1]]
+    return [*reward_errors(module, data), *islice(filter(None, of_rows), 1)]
 
 
 def crowding_warning(trainer: Trainer) -> str | None:
