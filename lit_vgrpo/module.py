@@ -118,7 +118,7 @@ class VGRPOModule(L.LightningModule):
         self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std
         self.advantage_aggregate: AdvantageAggregate = advantage_aggregate or objective.advantage_aggregate
         self.evaluation, self.evaluate_at_start = evaluation, evaluate_at_start
-        self.unscorable: tuple[Any, list[Any]] | None = None  # prompts that were checked, and what was found
+        self.unscorable: tuple[Any, list[Any], list[str]] | None = None  # prompts that were checked; errors of them
         self.rollout_batch_size, self.failed_images = rollout_batch_size, failed_images
         self.rollout_device = None if rollout_device is None else torch.device(rollout_device)
 

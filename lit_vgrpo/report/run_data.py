@@ -356,7 +356,7 @@ def without_secrets(text: str) -> str:
     lines: list[str] = []
     hidden: int | None = None  # indentation of a hidden value's key
     for line in text.split("\n"):
-        if hidden is not None and line.strip() and len(line) - len(line.lstrip(" ")) > hidden:  # the value goes on
+        if hidden is not None and line.strip() and len(line) - len(line.lstrip(" ")) > hidden:  # the value continues
             continue
         secret = SECRET.fullmatch(line)
         hidden = None if secret is None else len(line) - len(line.lstrip(" -"))

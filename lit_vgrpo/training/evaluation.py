@@ -78,7 +78,7 @@ class TrainingModule(Protocol):
     gradient_clip_val: float | None
     gradient_clip_algorithm: Literal["norm", "value"]
     failed_images: Literal["leave_out", "stop"]
-    unscorable: tuple[Any, list[Any]] | None
+    unscorable: tuple[Any, list[Any], list[str]] | None
     ledger: PassLedger
     record: IterationRecord | None
 

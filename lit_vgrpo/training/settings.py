@@ -115,7 +115,10 @@ class UnscorablePrompts:
 
 
 def find_unscorable(module: TrainingModule, data: PromptDataModule) -> list[UnscorablePrompts]:
-    """Return the training and held-out prompts that the rewards cannot score; the module keeps those of its data."""
+    """Return the training and held-out prompts that the rewards cannot score; the module keeps those of its data.
+
+    It also keeps the error of the first row that the method cannot use.
+    """
     if module.unscorable is None or module.unscorable[0] is not data.sets:
         found, observed = list[UnscorablePrompts](), module.evaluator.observed
         for name, rows in data.sets.rows_by_source() if module.objective.needs_reward else ():
@@ -123,7 +126,8 @@ def find_unscorable(module: TrainingModule, data: PromptDataModule) -> list[Unsc
             found.append(UnscorablePrompts.of(module.reward, rows, f"prompts{source}"))
         if data.has_heldout:
             found.append(UnscorablePrompts.of(observed, data.heldout_rows(), HELD_OUT))
-        module.unscorable = data.sets, found
+        of_rows = map(module.objective.row_error, map(deepcopy, data.training_rows()))
+        module.unscorable = data.sets, found, [*islice(filter(None, of_rows), 1)]
     return module.unscorable[1]
 
 
@@ -135,8 +139,9 @@ def reward_errors(module: TrainingModule, data: PromptDataModule) -> list[str]:
 
 def prompt_errors(module: TrainingModule, data: PromptDataModule) -> list[str]:
     """Return one line for each reward or method that cannot be used with the prompts."""
-    of_rows = map(module.objective.row_error, map(deepcopy, data.training_rows()))
-    return [*reward_errors(module, data), *islice(filter(None, of_rows), 1)]
+    of_rewards = reward_errors(module, data)
+    assert module.unscorable is not None
+    return [*of_rewards, *module.unscorable[2]]
 
 
 def crowding_warning(trainer: Trainer) -> str | None:
