@@ -41,11 +41,13 @@ def list_recipes(names: Sequence[str], task: str | None = None, gpu: int | None 
     recipes = sorted((*_group(path), name, path) for name, path in shipped().items())
     fitting = [one for one in recipes if least <= one[1] <= size and task in (None, [*TASKS][one[0]])]
     if task is None and gpu is None:
-        for number, _, card, name, path in fitting:
-            start = f"{name:<23} {[*TASKS][number]:<12} {card:<16} "
-            width = max(20, _width() - len(start)) if sys.stdout.isatty() else sys.maxsize
-            say(start + textwrap.shorten(Header.of_file(path).title, width, placeholder="..."))
         say("Begin with: lightning run tiny_shapes. Details: lightning recipes NAME, or with --task or --gpu")
+        for (title, _), group in groupby(fitting, key=lambda one: [*TASKS.values()][one[0]]):
+            say(f"\n{title}")
+            for _, _, card, name, path in group:
+                start = f"  {name:<23} {card:<16} "
+                width = max(20, _width() - len(start)) if sys.stdout.isatty() else sys.maxsize
+                say(start + textwrap.shorten(Header.of_file(path).title, width, placeholder="..."))
         return 0
     parts = []
     for (number, _, card), group in groupby(fitting, key=lambda one: one[:3]):
