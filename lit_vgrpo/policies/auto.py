@@ -61,7 +61,7 @@ from lit_vgrpo.policies.watching import (
     stacked,
     to_meta,
 )
-from lit_vgrpo.system.hub import LoadError, headers_only
+from lit_vgrpo.system.hub import LoadError, download_command, headers_only
 
 NETWORKS = ("transformer", "unet")
 PROOF, PROOF_SCALE, PROOF_STEPS = 'three blue cubes and a small yellow cat that holds "a sign"', 4.0, 8
@@ -186,7 +186,8 @@ class AutoPolicy(Policy):
         name = find_pipeline_class(self.checkpoint, self.revision)
         if name is None:
             raise LoadError(
-                f"{KEY}={self.checkpoint} has no {INDEX} on this machine. Run: hf download {self.checkpoint}"
+                f"{KEY}={self.checkpoint} has no {INDEX} on this machine. Run: "
+                + download_command(self.checkpoint, INDEX, self.revision)
             )
         import diffusers
 

@@ -27,6 +27,7 @@ from lit_vgrpo.policies.modular import (
 from lit_vgrpo.system.hub import (
     LoadError,
     cached_file,
+    download_command,
     download_small_files,
     explain_unloadable,
     file_at_hand,
@@ -282,7 +283,8 @@ def read_pipeline(policy: Loadable) -> Any:
     if folder is None:
         index = config_folder(policy.checkpoint, policy.revision)
         left_out = dict.fromkeys(policy.components) | ({} if index is None else policy.null_components(index))
-        remedy = f"Run: hf download {policy.checkpoint}, or set {KEY}=/a/local/folder."
+        command = download_command(policy.checkpoint, INDEX, policy.revision)
+        remedy = f"Run: {command}, or set {KEY}=/a/local/folder."
         with loading(policy.checkpoint, remedy), quiet_libraries(shows_bars=True):
             versions = {"revision": policy.revision, "variant": policy.variant}
             family = family_of(policy)

@@ -39,7 +39,7 @@ PROBES, LEAST_WORDS, LEAST_LETTERS = 1024, 8, 3  # tokens to try, words among th
 
 _headers_only = ContextVar("_headers_only", default=False)
 _CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
-_NOT_HERE = re.compile(r"Cannot load (\S+): not in the local cache and (.+?)\. Run: (hf download .+?), or set (\S+)=/a")
+_NOT_HERE = re.compile(r"Cannot load (\S+): not in the local cache and (.+?)\. Run: (.+?), or set (\S+)=/a")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
@@ -224,9 +224,24 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
                 reason = f"you must accept its licence on the hub, {constants.ENDPOINT}/{checkpoint}, and log in"
         else:
             return None
-    which = f" --revision {revision}" if revision else ""
-    remedy = f"Run: hf download {checkpoint}{which}, or set {what_to_set}=/a/local/folder."
+    remedy = f"Run: {download_command(checkpoint, filename, revision)}, or set {what_to_set}=/a/local/folder."
     return f"Cannot load {checkpoint}: not in the local cache and {reason}. {remedy}"
+
+
+def download_command(checkpoint: str, filename: str, revision: str | None = None) -> str:
+    """Return the command that downloads what a run reads of a hub repository that has a file of this name.
+
+    >>> download_command("owner/name", "config.json", "v3")
+    'hf download owner/name --revision v3'
+    >>> print(download_command("owner/name", "model_index.json"))
+    python -c "import diffusers; diffusers.DiffusionPipeline.download('owner/name')"
+    """
+    if (
+        filename == "model_index.json"
+    ):  # repositories of pipelines have the weights in several formats
+        which = f", revision='{revision}'" if revision else ""
+        return f"python -c \"import diffusers; diffusers.DiffusionPipeline.download('{checkpoint}'{which})\""
+    return f"hf download {checkpoint}" + (f" --revision {revision}" if revision else "")
 
 
 def with_one_download(errors: list[str]) -> list[str]:

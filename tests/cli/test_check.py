@@ -256,6 +256,6 @@ def test_repositories_that_are_not_here_are_one_line_with_one_command(here, monk
     too_large, line = capsys.readouterr().err.splitlines()
     assert too_large.startswith("The recipe needs about ")
     assert "dev, xswu/HPSv2, yuvalkirstain/PickScore_v1, laion/" in line
-    assert "dev && hf download xswu/HPSv2 && hf download yuvalkirstain/PickScore_v1 && " in line
+    assert "dev')\" && hf download xswu/HPSv2 && hf download yuvalkirstain/PickScore_v1 && " in line
     assert line.count("hf download openai/clip-vit-large-patch14") == 1
     assert "model.policy.checkpoint, model.reward.rewards[0].checkpoint, " in line

@@ -247,7 +247,7 @@ def test_sd3_pickscore_without_weights_is_one_clear_line(here, capsys):
     assert run(["sd3_pickscore"]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert errors[0].startswith("Cannot load stabilityai/stable-diffusion-3.5-medium, ")
-    assert "hf download stabilityai/stable-diffusion-3.5-medium && hf download " in errors[0]
+    assert ".download('stabilityai/stable-diffusion-3.5-medium')\" && hf download " in errors[0]
     assert "or set model.policy.checkpoint, " in errors[0]
     assert not (here / "runs").exists()
 

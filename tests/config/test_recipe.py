@@ -165,7 +165,7 @@ def test_another_method_keeps_the_rollout_and_nothing_else_of_the_recipes_own(ti
     assert recipe.swapped == "DiffusionNFT"
     assert recipe.notes == ["DiffusionNFT uses its default options; only rollout is kept from the recipe's objective."]
     (note,) = read_recipe(Command.parse([str(tiny_recipe), "model.policy=FluxPolicy"])).notes
-    assert note.startswith("model.policy=FluxPolicy drops the options of SD3Policy: checkpoint")
+    assert note.startswith("model.policy=FluxPolicy replaces SD3Policy, whose options are dropped: checkpoint")
     same = Command.parse([str(tiny_recipe), "model.objective=VGRPO"])
     assert read_recipe(same).values["model"]["objective"]["init_args"]["num_mc_samples"] == 2
 
