@@ -194,7 +194,8 @@ def _jsonl_records(text: str, source: PromptSource, file: Path) -> Iterator[tupl
         try:
             row = json.loads(line[PROMPT])
         except (ValueError, RecursionError) as error:
-            row = PromptError(f"{file} line {number}: not JSON ({error}).")
+            why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            row = PromptError(f"{file} line {number}: not JSON ({why}).")
         if not isinstance(row, dict | PromptError):
             row = PromptError(f'{file} line {number}: not an object. Write lines such as {{"prompt": "a cat"}}.')
         yield number, row

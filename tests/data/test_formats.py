@@ -74,7 +74,7 @@ def test_a_csv_has_a_header_and_its_empty_cells_are_absent(write):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"prompt": "a"', "not JSON (Expecting ',' delimiter"),
+        ('{"prompt": "a"', "not JSON (Expecting ',' delimiter at column 15)."),
         pytest.param("[" * 100_000, "not JSON (", id="nested"),
         ("3", "not an object."),
         ('{"promt": "a"}', 'no column "prompt". Did you mean promt? Set column='),
