@@ -23,7 +23,8 @@ from lit_vgrpo.system.paths import typed_path
 def find_images(words: Sequence[str], limit: int | None = None, ignored: str = "") -> list[Path]:
     """Return the first ``limit`` of the named files and folders' images; raise UserError with all unreadable ones.
 
-    A file of a folder whose name matches ``ignored``, a regular expression, is left out.
+    A folder's images are sorted by name, and numbers in it by value. A file of a folder whose name matches
+    ``ignored``, a regular expression, is left out.
     """
     if not words:
         raise UserError("No image given. Name files or folders, for example: lightning score PickScore cat.png")
@@ -32,7 +33,8 @@ def find_images(words: Sequence[str], limit: int | None = None, ignored: str = "
     for word in words:
         path = typed_path(word)
         found = (file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
-        images = [path] if path.is_file() else sorted(f for f in found if not re.fullmatch(ignored, f.name))
+        kept = (file for file in found if not re.fullmatch(ignored, file.name))
+        images = [path] if path.is_file() else sorted(kept, key=_natural_order)
         errors += [] if images else [f"{word} {'contains no images' if path.is_dir() else 'does not exist'}."]
         files += images
     files = files[:limit]
@@ -44,6 +46,12 @@ def find_images(words: Sequence[str], limit: int | None = None, ignored: str = "
     if errors:
         raise UserError(*errors)
     return files
+
+
+def _natural_order(file: Path) -> tuple[list[list[str | int]], Path]:
+    """Return a sorting key that puts ``2.png`` before ``10.png``, in the order of the prompts of numbered images."""
+    parts = [re.split(r"(\d+)", part) for part in file.parts]
+    return [[int(one) if index % 2 else one for index, one in enumerate(part)] for part in parts], file
 
 
 def read_image(file: Path) -> Tensor:

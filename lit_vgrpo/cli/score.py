@@ -14,7 +14,7 @@ import pandas as pd
 from lit_vgrpo.cli.image_files import batches_of, find_images, loaded, read_image
 from lit_vgrpo.config.recipe import shipped_overlays
 from lit_vgrpo.data import read_prompts
-from lit_vgrpo.errors import UserError, counted, say, score_text, shell_line
+from lit_vgrpo.errors import UserError, counted, say, score_text, shell_line, shortened
 from lit_vgrpo.launch.build import NO_REWARD, build_reward
 from lit_vgrpo.options import Score
 from lit_vgrpo.rewards import Scores
@@ -58,7 +58,7 @@ def score(options: Score) -> int:
             for index, prompt in enumerate(batch[1]):
                 scores.append(image_scores(batch_scores, index, files[len(scores)], prompt))
             scored.update(len(batch_scores))
-    say(score_table(scores, reward.part_names))
+    say(score_table(scores, reward.part_names, shows_prompts=options.prompts is not None))
     if has_no_prompt:
         say("No prompt was given: rewards that use it received an empty one.", error=True)
     if out is not None:
@@ -96,17 +96,17 @@ def image_scores(batch: Scores, index: int, file: Path, prompt: str) -> dict[str
     return {"image": f"{file}", "prompt": prompt, "total": total, "parts": parts, "failures": failures}
 
 
-def score_table(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+def score_table(scores: Sequence[Mapping[str, Any]], names: Sequence[str], shows_prompts: bool) -> str:
     """Return a table with a row per image and a column per reward, followed by the reasons of failures."""
 
     def cell(value: float | None) -> str:
         return "failed" if value is None else score_text(value, decimals=4)
 
     rows = [[cell(one["parts"][name]) if name in one["parts"] else "-" for name in names] for one in scores]
-    rows = [[*cells, cell(one["total"])] for cells, one in zip(rows, scores, strict=True)]
-    table = pd.DataFrame(rows, [one["image"] for one in scores], pd.Index([*names, "total"], name="image"))
+    rows = [[shortened(one["prompt"]), *cells, cell(one["total"])] for cells, one in zip(rows, scores, strict=True)]
+    table = pd.DataFrame(rows, [one["image"] for one in scores], pd.Index(["prompt", *names, "total"], name="image"))
     reasons = [f"{one['image']}: {name} failed: {why}" for one in scores for name, why in one["failures"].items()]
-    return "\n".join([table.to_string(), *reasons])
+    return "\n".join([table.iloc[:, 0 if shows_prompts else 1 :].to_string(), *reasons])
 
 
 def _csv_of(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:

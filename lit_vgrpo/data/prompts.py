@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from io import StringIO
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def read_prompts(source: str | Path | PromptSource, edits: bool = True) -> Rows:
 
 
 def open_prompts(source: PromptSource, edits: bool = True) -> Rows | TableRows:
-    """Open a source's rows: text files in memory; parquet files, folders and hub datasets on disk, read on access.
+    """Open a source's rows: text files in memory; parquet files and other datasets on disk, read on access.
 
     Errors as in :func:`read_prompts`.
     """
@@ -56,9 +56,11 @@ def open_prompts(source: PromptSource, edits: bool = True) -> Rows | TableRows:
         rows = [_listed_row(row, source, f"{source.path}[{n}]", edits) for n, row in enumerate(source.prompts)]
         rows = rows[: source.limit]
     elif (kind := kind_of(source)) in _PARSERS:
-        rows = _read_text(source, kind, edits)
+        rows = _read_text(source, resolve_path(source.path), edits)
+    elif isinstance(opened := _open_table(source, kind), list):
+        rows = [row for file in opened for row in _read_text(source, file, edits)][: source.limit]
     else:
-        rows = TableRows(source, _open_table(source, kind), edits)
+        rows = TableRows(source, opened, edits)
     if not len(rows):
         raise PromptError(f"{source.path} has no prompts.")
     return rows
@@ -161,9 +163,8 @@ def _decoded(file: Path) -> str:
         raise PromptError(f"{file} line {line}: not UTF-8. Save the file as UTF-8.") from error
 
 
-def _read_text(source: PromptSource, kind: Kind, edits: bool) -> Rows:
-    file = resolve_path(source.path)
-    text = _decoded(file)
+def _read_text(source: PromptSource, file: Path, edits: bool) -> Rows:
+    text, kind = _decoded(file), _text_kind(file)
     rows, wrong = dict[int, Row](), dict[int, PromptError]()
     for number, record in islice(_PARSERS[kind](text, source, file), source.limit):
         try:
@@ -225,6 +226,10 @@ def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[
 _PARSERS = {"txt": _txt_records, "jsonl": _jsonl_records, "csv": _csv_records}
 
 
+def _text_kind(file: Path) -> str:
+    return file.suffix.lower().removeprefix(".")
+
+
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +277,10 @@ class TableRows:
 
 
 def _open_table(source: PromptSource, kind: Kind) -> Any:
-    """Open a parquet file, a folder or a hub dataset as a ``datasets.Dataset``; errors as in :func:`read_prompts`."""
+    """Open a parquet file, a folder or a hub dataset as a ``datasets.Dataset``; errors as in :func:`read_prompts`.
+
+    For a folder of text files, return those of the split: the library would make numbers and dates of their texts.
+    """
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -291,14 +299,18 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
             if len(kinds) > 1:
                 what = f"{source.path} has files of several kinds ({', '.join(kinds)}), of which only one is read"
                 warnings.warn(f"{what}. Name the files instead of the folder.", stacklevel=2)
+            if kind == "folder":
+                splits = datasets.load_dataset_builder(place, source.config).config.data_files or {}
+                files = [Path(file) for file in chain(*splits.values())]
+                if files and all(_text_kind(file) in _PARSERS for file in files):
+                    if split not in splits:
+                        raise ValueError(f"Unknown split {split}. Use one of: {', '.join(map(str, splits))}.")
+                    return [*map(Path, splits[split])]
             return datasets.load_dataset(place, source.config, split=split)
         saved = datasets.load_from_disk(place)
         return saved[split] if isinstance(saved, dict) else saved
     except Exception as error:  # the library raises anything on damaged files
         cause = error.__cause__ or error
-        if isinstance(cause, UnicodeDecodeError):
-            for file in sorted(file for suffix in _PARSERS for file in Path(place).rglob(f"*.{suffix}")):
-                _decoded(file)
         raise PromptError(f"{source.path} cannot be read as a dataset ({one_line(repr(cause))[:200]}).") from error
 
 

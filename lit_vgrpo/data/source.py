@@ -95,6 +95,8 @@ def as_sources(value: Sources) -> list[PromptSource]:
     """
     if isinstance(value, str | Path | PromptSource | Mapping):
         return [as_source(value)]
+    if hasattr(value, "columns"):  # iterating over a data frame gives its columns' names
+        raise TypeError(f"A {type(value).__name__} is not a list of rows. Pass them, such as df.to_dict('records').")
     if not isinstance(value, Iterable):
         raise TypeError(f"{value!r} is neither prompts nor their file. {USE}")
     entries = sorted(value, key=str) if isinstance(value, Set) else list(value)  # a set has no lasting order

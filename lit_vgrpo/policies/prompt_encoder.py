@@ -65,7 +65,8 @@ class PromptEncoder:
         self.policy = policy
         self._negative: dict[str, Conditioning] = {}
         self._recent: OrderedDict[str, Row] = OrderedDict()  # used last, last
-        self._warned_of_long_prompts = self._tells_prompts_apart = False
+        self._warned_of: set[str] = set()
+        self._tells_prompts_apart = False
 
     @cached_property
     def cache(self) -> EmbeddingCache | None:
@@ -84,6 +85,8 @@ class PromptEncoder:
             has = "needs an image" if policy.edits else "takes no image"
             raise ValueError(f"{type(policy).__name__} {has} in each row of the prompts.")
         self._warn_of_long_prompts(prompts)
+        if policy.edits:
+            self._warn_of_long_prompts([policy.negative_prompt], "negative prompts")
         texts, work, start = [], dict[str, Encode](), policy.embedding_key
         pictures: Sequence[Tensor | None] = references or [None] * len(prompts)
         for prompt, picture in zip(prompts, pictures, strict=True):
@@ -114,6 +117,7 @@ class PromptEncoder:
         policy, key = self.policy, f"{self.policy.embedding_key}negative\n{self.policy.negative_prompt}"
         known = self._negative.get(key)
         if known is None or next(iter(known.tensors.values())).device != policy.device:
+            self._warn_of_long_prompts([policy.negative_prompt], "negative prompts")
             # separate from prompts, because a family may treat an empty negative prompt differently
             known = self._negative[key] = Conditioning(self._looked_up({key: policy.encode_negative}))
         return known
@@ -172,16 +176,16 @@ class PromptEncoder:
             damaged = f"{policy.prompt_limit()[2]} of {policy.checkpoint} is damaged. Download or save it again."
             raise LoadError(f"{pair[0]!r} and {pair[1]!r} have the same embedding: {damaged}")
 
-    def _warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
-        if self._warned_of_long_prompts:
+    def _warn_of_long_prompts(self, prompts: Sequence[str], kind: str = "prompts") -> None:
+        if kind in self._warned_of:
             return
         tokenizer, limit, encoder = self.policy.prompt_limit()
         ids = tokenizer(list(prompts), truncation=True, max_length=limit + 1)["input_ids"]
         long = [prompt for prompt, tokens in zip(prompts, ids, strict=True) if len(tokens) > limit]
         if long:
-            self._warned_of_long_prompts = True
+            self._warned_of.add(kind)
             warnings.warn(
-                f"{len(long)} of {len(prompts)} prompts are longer than the {limit} tokens of {encoder}, which "
+                f"{len(long)} of {len(prompts)} {kind} are longer than the {limit} tokens of {encoder}, which "
                 f"truncates them. First: {long[0][:80]!r}",
                 stacklevel=4,
             )

@@ -38,7 +38,11 @@ class SD3Policy(FlowPolicy):
         self.use_t5 = use_t5
         self.left_out = () if use_t5 else ("text_encoder_3", "tokenizer_3")
 
-    prompt_limit = Policy.prompt_limit  # CLIP's
+    def prompt_limit(self) -> tuple[Any, int, str]:
+        clip, t5 = Policy.prompt_limit(self), self.pipeline.text_encoder_3
+        if t5 is None or self.max_sequence_length >= clip[1]:
+            return clip
+        return self.pipeline.tokenizer_3, self.max_sequence_length, type(t5).__name__
 
     def find_latent_shape(self) -> tuple[int, ...]:
         shape = super().find_latent_shape()

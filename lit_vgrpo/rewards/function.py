@@ -119,7 +119,8 @@ class PythonReward(Reward):
     ) -> Tensor:
         function, takes_references, count = self._call
         more = {"references": self._converted(references)} if takes_references else {}
-        returned = function(*(self._converted(images), prompts, rows)[:count], **self.options, **more)
+        # the list of prompts is its own too, since the scores are counted by the other
+        returned = function(*(self._converted(images), [*prompts], rows)[:count], **self.options, **more)
         self.failure = None
         if isinstance(returned, Tensor):
             return returned if returned.is_complex() else returned.float()

@@ -40,7 +40,7 @@ CTRL_C_IN_A_WAIT = "Saving without waiting for {}. Ctrl-C again stops at once."
 
 
 MOST_FAILED = 0.1
-"""Share of held-out images that may have no score in the best evaluation: the mean of a few says little."""
+"""Share of held-out images that may have no value of the metric in the best evaluation: a mean of few says little."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,13 @@ class BestEvaluation:
         if self.metric.startswith(DISTANCES):
             raise ValueError(f"best={self.metric} is better when lower. Use a reward such as {TRAINED}, or auto.")
 
+    def name_in(self, heldout: Mapping[str, float]) -> str:
+        """Return the key of the metric in those of an evaluation."""
+        return (UNTRAINED if UNTRAINED in heldout else TRAINED) if self.metric == AUTO else self.metric
+
     def improved_by(self, heldout: Mapping[str, float], iteration: int) -> BestEvaluation | None:
         """Return an evaluation after ``iteration`` iterations if it is better than all before it, else ``None``."""
-        name = (UNTRAINED if UNTRAINED in heldout else TRAINED) if self.metric == AUTO else self.metric
+        name = self.name_in(heldout)
         known = self.value if name == self.name else -math.inf
         if not heldout.get(name, math.nan) > known:
             return None
@@ -95,7 +99,8 @@ class RunCheckpoint(Checkpoint):
             ``previous.ckpt``; 0 saves none, not even at the end, and leaves them to another callback.
         best: Held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` is the untrained reward if
             the recipe has one, else the trained one, or none with ``every_n_iterations=0``. null keeps none. An
-            evaluation in which rewards failed on more than a tenth of the images is left out.
+            evaluation in which more than a tenth of the images have no value of it, because a reward failed, is left
+            out.
 
     Attributes:
         interrupted: Ctrl-C was pressed.
@@ -292,14 +297,14 @@ class RunCheckpoint(Checkpoint):
         if self.best is None or newest is None or (self.best.metric == AUTO and self.every_n_iterations == 0):
             return
         self._seen = newest
-        if evaluator.failed_share > MOST_FAILED:
-            share = f"{evaluator.failed_share:.0%} of the held-out images"
-            rank_zero_warn(f"Rewards failed on {share}, so this evaluation does not count for {BEST}.")
-            return
         heldout = evaluator.latest
-        if self.best.metric not in (AUTO, *heldout):
-            advice = suggestion(self.best.metric, heldout)
-            rank_zero_warn(f"No evaluation measured best={self.best.metric}, so no {BEST} is kept. {advice}")
+        metric = self.best.name_in(heldout)
+        if (share := evaluator.failed_shares.get(metric, 0.0)) > MOST_FAILED:
+            what = f"{share:.0%} of the held-out images have no {metric}, because a reward failed"
+            rank_zero_warn(f"{what}, so this evaluation does not count for {BEST}.")
+            return
+        if metric not in heldout:
+            rank_zero_warn(f"No evaluation measured best={metric}, so no {BEST} is kept. {suggestion(metric, heldout)}")
         kept: Any = self.kept_best(Path(trainer.default_root_dir))
         is_comparable = kept.fingerprint == self._seen.fingerprint
         known = kept if is_comparable else BestEvaluation(self.best.metric)

@@ -156,7 +156,7 @@ class Evaluator:
         observers: Other metrics of the images.
         latest: Metrics of the last evaluation of ``fit``, ``heldout/...``.
         step: Optimizer steps at the last evaluation; -1 before the first.
-        failed_share: Share of images that a reward failed to score in the last evaluation.
+        failed_shares: By metric, the share of its images that have no score in the last evaluation.
         history: The evaluations of the run so far.
         contents: Hashes of what the last one evaluated, by name.
         numbers: The images' numbers in the last one, in rank order.
@@ -186,7 +186,8 @@ class Evaluator:
         self.looks = Looks()
         self.observers: list[HeldOutObserver[Any]] = [self.looks]
         self.latest: dict[str, float] = {}
-        self.step, self.failed_share = -1, 0.0
+        self.step = -1
+        self.failed_shares: dict[str, float] = {}
         self.history: list[Evaluation] = []
         self.contents: dict[str, str] = {}
         self.numbers: list[int] = []
@@ -330,17 +331,21 @@ class Evaluator:
         if self.untrained is not None:
             values[UNTRAINED] = self.untrained.total(scores.parts, scores.applies)
         values |= {f"heldout/{name}": part for name, part in scores.parts.items()}
-        failed = [part.isnan() & scores.applies_to(name) for name, part in scores.parts.items()]
-        values["heldout/failed"] = torch.stack(failed).any(dim=0)
+        applies = {f"heldout/{name}": scores.applies_to(name) for name in scores.parts}
+        failed = [value.isnan() & applies.get(name, torch.ones_like(scores.ok)) for name, value in values.items()]
         # Each rank has a contiguous share of the images, in rank order.
-        table = all_gather_rows(torch.stack(list(values.values()), dim=1).double())
-        self._of_images = dict(zip(values, table.unbind(dim=1), strict=True))
+        table = all_gather_rows(torch.stack([*values.values(), *failed], dim=1).double())
+        of_images, is_failed = table.tensor_split(2, dim=1)
+        self._of_images = dict(zip(values, of_images.unbind(dim=1), strict=True))
+        lost = is_failed.sum(dim=0)
+        self.failed_shares = dict(zip(values, (lost / (lost + of_images.isfinite().sum(dim=0))).tolist(), strict=True))
         means = {name: float(per_image.nanmean()) for name, per_image in self._of_images.items()}
         sources = [source for own in all_gather_objects(self._sources) for source in own]
         for source in sorted(set(sources)):
             own = torch.tensor([one == source for one in sources])
             means[f"heldout/source/{source}"] = float(self._of_images["heldout/reward"][own].nanmean())
-        num_failed = int(self._of_images.pop("heldout/failed").sum())
+            self.failed_shares[f"heldout/source/{source}"] = float(is_failed[own, 0].mean())
+        num_failed = int(is_failed.any(dim=1).sum())
         if num_failed:
             reasons = {name: why for errors in all_gather_objects(scores.errors) for name, why in errors.items()}
             if is_first and any(math.isnan(means.get(name, 0.0)) for name in (TRAINED, UNTRAINED)):
@@ -350,7 +355,7 @@ class Evaluator:
                 part = "some" if len(reasons) > 1 else f"{num_failed}"
                 share = "all" if self._of_images[f"heldout/{name}"].isnan().all() else f"{part} of the"
                 rank_zero_warn(f'Reward "{name}" failed for {share} {len(table)} held-out images: {why}')
-        means["heldout/failed"], self.failed_share = float(num_failed), num_failed / max(len(table), 1)
+        means["heldout/failed"] = float(num_failed)
         for observer in self.observers:
             means |= observer.compute(module)
         self.start_over()

@@ -11,7 +11,7 @@ from commands import score
 from helpers import read_csv
 from PIL import Image
 
-from lit_vgrpo.cli.image_files import read_image
+from lit_vgrpo.cli.image_files import find_images, read_image
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.rewards import JPEGCompressibility, as_weighted
 from lit_vgrpo.tiny.shapes import attributes_of, render
@@ -68,6 +68,15 @@ def test_a_folder_in_batches_of_one_size(folder, size):
     assert [own["total"] for own in found["images"]] == [16, 16, 32, 48, 128]
 
 
+def test_numbered_images_of_a_folder_are_in_the_order_of_their_prompts(here):
+    names = [f"images/{name}.png" for name in ("2/0", "9_seed2", "9_seed10", "0010_seed1", "100_seed0")]
+    for name in reversed(names):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(name)
+    assert [f"{file}" for file in find_images(["images"])] == names
+    assert [f"{file}" for file in find_images([names[-1], "images"], limit=2)] == [names[-1], names[0]]
+
+
 def test_each_image_has_its_own_prompt(folder, capsys):
     prompts = [{"prompt": "a red circle on the left"}, {"prompt": "a blue square on the right"}]
     Path("prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
@@ -76,8 +85,9 @@ def test_each_image_has_its_own_prompt(folder, capsys):
         Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(f"{number}.png")
     words = ["score", "tiny_shapes", "0.png", "1.png", "--prompts", "prompts.jsonl", "--out", "scores.csv"]
     assert main(words) == 0
-    header = capsys.readouterr().out.splitlines()[0].split()
-    assert header == ["image", "colour", "shape", "place", "total"]
+    header, first, *_ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["image", "prompt", "colour", "shape", "place", "total"]
+    assert prompts[0]["prompt"] in first
     rows = read_csv("scores.csv")
     assert [float(row["total"]) for row in rows] == pytest.approx([1.0, 1.0])
     assert [row["prompt"] for row in rows] == [row["prompt"] for row in prompts]

@@ -214,6 +214,23 @@ def test_a_folder_of_data_files_is_a_dataset(write, datasets_cache, suffix):
     assert refused(PromptSource(str(latin.parent))) == f"{latin} line 2: not UTF-8. Save the file as UTF-8."
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p.csv", "prompt,text\n1984,007\nnull,2024-05-01\n"),
+        ("p.jsonl", '{"prompt": "a", "text": "2024-05-01", "n": 1}\n{"prompt": "b", "n": 1.5, "of": null}\n'),
+        ("p.txt", "a cat\u2028on a mat\n1984\n"),
+    ],
+)
+def test_a_text_file_has_the_same_rows_in_a_folder(write, datasets_cache, name, content):
+    rows = read_prompts(write(name, content))
+    folder = write(f"set/{name}", content).parent
+    assert repr(read_prompts(folder)) == repr(rows)  # 1 is not 1.0
+    write(f"set/more/{name}", content)
+    assert read_prompts(folder) == rows * 2
+    assert read_prompts(PromptSource(str(folder), limit=3)) == (rows * 2)[:3]
+
+
 def test_a_folder_that_datasets_saved_is_read_where_it_lies(tmp_path, datasets_cache):
     from PIL import Image
 
@@ -232,9 +249,9 @@ def test_a_folder_without_prompts_or_with_broken_files_is_refused(write, tmp_pat
     (tmp_path / "empty").mkdir()
     assert "doesn't contain any data files" in refused(tmp_path / "empty")
     write("broken/train.jsonl", '{"prompt": "a"}\n{"prompt": \n')
-    assert "cannot be read as a dataset (" in refused(tmp_path / "broken")
+    assert "train.jsonl line 2: not JSON (" in refused(tmp_path / "broken")
     write("numbers/train.jsonl", '{"prompt": 3}\n')
-    assert 'numbers row 1: "prompt" is ' in refused(tmp_path / "numbers")
+    assert 'train.jsonl line 1: "prompt" is 3.' in refused(tmp_path / "numbers")
     assert refused("owner/prompts").startswith("owner/prompts cannot be read as a dataset (")
 
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from helpers import prompt_file
@@ -134,6 +135,14 @@ def test_a_list_of_rows_is_the_prompts_themselves():
     assert source.prompts[0]["style"] == "ink"
     words = {f"word {number}" for number in range(9)}
     assert as_sources(words)[0].prompts == sorted(words)  # on every rank and in every run
+
+
+def test_a_data_frame_is_refused_with_the_way_to_its_rows():
+    frame = pd.DataFrame({"prompt": ["a cat", "a dog"], "my column": [1, 2]})
+    with pytest.raises(TypeError, match=r"A DataFrame is not a list of rows. Pass them, such as df.to_dict"):
+        PromptDataModule(frame, 2, 2)
+    assert PromptDataModule(frame.to_dict("records"), 2, 2).check() == []
+    assert PromptDataModule(frame["prompt"], 2, 2).check() == []
 
 
 @pytest.mark.parametrize(("wrong", "named"), [(None, "None is"), (3, "3 is"), (["a b", None], "None in")])

@@ -190,6 +190,10 @@ def long_prompts_are_cut_with_one_warning(family: Family) -> None:
     assert len([w for w in caught if "longer than" in str(w.message)]) == 1
     for name, value in encoded(policy, [long + "with a blue square below it"], [long]).tensors.items():
         assert torch.equal(value, cut.tensors[name]), name
+    if not family.shared.embeds_guidance:
+        policy = family.load(negative_prompt=long)
+        with pytest.warns(UserWarning, match=said.replace("2 prompts", "1 negative prompts")):
+            policy(*inputs(policy), 3.0)
 
 
 def bfloat16_keeps_trained_weights_in_float32(family: Family) -> None:

@@ -51,7 +51,8 @@ def make_family(name, sd3_folder, unet_folder, sdxl_folder, flux_folder, large_f
         return make_large_family(name, large_folder(name.removesuffix("_edit") if name.startswith("flux2") else name))
     if name.startswith("sd3"):
         t5 = name == "sd3_t5"
-        return Family(SD3Policy, sd3_folder(t5), {"max_sequence_length": 8 if t5 else 4}, **CLIP, idle=IDLE)
+        limits = {**T5, "prompt_limit": 8} if t5 else CLIP  # the lower of T5's and CLIP's
+        return Family(SD3Policy, sd3_folder(t5), {"max_sequence_length": 8 if t5 else 4}, **limits, idle=IDLE)
     prediction = "v_prediction" if name.endswith("_v") else "epsilon"
     if name.startswith("unet"):
         return Family(UNetPolicy, unet_folder(prediction), **CLIP)

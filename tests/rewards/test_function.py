@@ -172,6 +172,14 @@ def test_a_function_is_a_reward():
     assert as_weighted([redness, JPEGCompressibility()]).weight_of == {"redness": 0.5, "jpeg": 0.5}
 
 
+def test_a_function_may_change_its_list_of_prompts():
+    def reads(images, prompts):
+        prompts.append("an image of something else")
+        return [float(prompt == "a") for prompt in prompts[:-1]]
+
+    assert as_weighted(reads).score(IMAGES, ["a", "b", "a"], ROWS).total.tolist() == [1, 0, 1]
+
+
 def test_a_third_argument_with_a_value_of_its_own_is_an_option():
     def inverts(images, prompts, invert=False):
         return -redness(images, prompts) if invert else redness(images, prompts)

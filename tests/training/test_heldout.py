@@ -41,6 +41,8 @@ def test_a_held_out_reward_that_fails_says_why(tiny_sd3, tmp_path):
         (found,) = make_trainer(tmp_path).validate(module, datamodule=make_data(), verbose=False)
     assert found["heldout/failed"] == 2
     assert math.isnan(found["heldout/fails"])
+    of_fails = {"heldout/untrained_reward": 1, "heldout/fails": 1}
+    assert module.evaluator.failed_shares == {"heldout/reward": 0, f"heldout/{Brightness.name}": 0, **of_fails}
 
 
 @pytest.mark.slow
