@@ -37,17 +37,22 @@ class EMA(L.Callback):
         self.num_updates = 0
         self._last_step = 0
         self._restored: dict[str, Tensor] | None = None
+        self._module: VGRPOModule | None = None  # the trainer's
+        self._source: object = None  # of the weights that the average is of
         self._swap = ExitStack()
         self._swapped = False
 
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        self._module, self._restored = pl_module, None  # nothing is left of a run that failed before its first batch
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        if self._restored is None and self.average is not None and trainer.global_step > 0:
-            self.average.follow()  # the trainer continues
+        average = self._average_of(pl_module)
+        if self._restored is None and average is not None and trainer.global_step > 0:
+            average.follow()  # the trainer continues
             return
         if self._restored is None:
             self.num_updates = 0  # of an earlier fit
-        self.average = Snapshot(pl_module)
-        self._restore()
+        self._start(pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._last_step = pl_module.objective.num_updates
@@ -67,8 +72,7 @@ class EMA(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if self._restored is not None:  # from a checkpoint that is only evaluated
-            self.average = Snapshot(pl_module)
-            self._restore()
+            self._start(pl_module)
         self._swap.enter_context(self.applied(pl_module))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
@@ -82,29 +86,38 @@ class EMA(L.Callback):
 
     @contextmanager
     def applied(self, pl_module: VGRPOModule) -> Iterator[None]:
-        """Use the averaged weights within the context; no effect before training or when nested."""
-        if self.average is None or self._swapped:
+        """Use the averaged weights within the context.
+
+        No effect when nested, before training, or if the average is of another module or of weights since replaced.
+        """
+        average = self._average_of(pl_module)
+        if average is None or self._swapped:
             yield
             return
         self._swapped = True
         try:
-            with self.average.swapped_into(pl_module):
+            with average.swapped_into(pl_module):
                 yield
         finally:
             self._swapped = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full average, on rank 0 if it is sharded; all ranks must call this."""
-        if self.average is None:
-            return {}
-        return {"num_updates": self.num_updates, "average": self.average.state_dict()}
+        average = None if self._module is None else self._average_of(self._module)
+        return {} if average is None else {"num_updates": self.num_updates, "average": average.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict:
             self.num_updates = state_dict["num_updates"]
             self._restored = dict(state_dict["average"])
 
-    def _restore(self) -> None:
-        if self._restored is not None and self.average is not None:
+    def _average_of(self, module: VGRPOModule) -> Snapshot | None:
+        """Return the average if it is of the module's weights, and not of those that a checkpoint has replaced."""
+        return self.average if self._source is module.weights_source else None
+
+    def _start(self, module: VGRPOModule) -> None:
+        """Start an average of the module's weights, or continue the one of the checkpoint."""
+        self.average, self._source = Snapshot(module), module.weights_source
+        if self._restored is not None:
             self.average.load_state_dict(self._restored)
             self._restored = None

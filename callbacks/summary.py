@@ -25,7 +25,7 @@ from lit_vgrpo.system.process import commit, versions
 from lit_vgrpo.system.signals import is_stop_requested
 from lit_vgrpo.training.checkpoint import TRAINED, RunCheckpoint
 from lit_vgrpo.training.resume import HELDOUT_PROMPTS, SUMMARY_NAME, how_to_resume
-from lit_vgrpo.training.saved_weights import averaged_weights, evaluated_weights
+from lit_vgrpo.training.saved_weights import evaluated_weights
 from lit_vgrpo.training.trainer_internals import callbacks_of, run_folder
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ class RunSummary(L.Callback):
             self._outcome = "unsaved"  # its weights are older than its last iteration
         if pl_module.evaluator.step != trainer.global_step:
             # The last evaluation may be several iterations old.
-            with averaged_weights(trainer, pl_module):
-                pl_module.evaluator.evaluate(pl_module, logs=True)
+            pl_module.evaluator.evaluate(pl_module, logs=True)
         start, spread = (_start(pl_module).get(name, math.nan) for name in ("reward", "reward_std"))
         end = pl_module.evaluator.latest.get(TRAINED, math.nan)
         if start - end > spread > 0 and not _stopped(trainer):

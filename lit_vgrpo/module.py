@@ -86,6 +86,7 @@ class VGRPOModule(L.LightningModule):
         is_savable: A checkpoint of the current state continues the iteration, so that one can be saved after an error.
         ledger: Forward passes, images and time of the run so far.
         record: Metrics of the current or last iteration, for callbacks.
+        weights_source: Another object after weights are loaded, so that what was made of the earlier ones is not used.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class VGRPOModule(L.LightningModule):
         self.iteration: Iteration | None = None  # None between iterations
         self.record: IterationRecord | None = None
         self.reference: Snapshot | Any = None
+        self.weights_source = object()
         self.other_weights: set[str] = set()  # names of those outside the policy that are trained
         self.strict_loading = False  # checkpoints hold only trained weights
 
@@ -220,7 +222,7 @@ class VGRPOModule(L.LightningModule):
     # --- held-out images -------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the current weights on the held-out prompts, on every rank; return {} if there are none."""
+        """Evaluate the weights, or their EMA, on the held-out prompts, on every rank; return {} if there are none."""
         return self.evaluator.evaluate(self)
 
     def on_validation_start(self) -> None:
@@ -335,6 +337,7 @@ class VGRPOModule(L.LightningModule):
         Raises:
             RuntimeError: Trained weights are missing, or are of another method, pipeline or ``lora_alpha``.
         """
+        self.weights_source = object()  # not every strategy calls load_state_dict
         state, saved = checkpoint["lit_vgrpo"], checkpoint["state_dict"].keys()
         self.other_weights = {name for name in saved if not name.startswith(POLICY_PREFIX)}
         self._refuse_missing(self._trained_names() - saved)
@@ -375,6 +378,7 @@ class VGRPOModule(L.LightningModule):
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.weights_source = object()
         self.configure_model()  # spawned processes return their weights to a process that has loaded none
         keys, trained = super().load_state_dict(state_dict, *args, **kwargs), self._trained_names()
         keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]  # Lightning warns of the others

@@ -45,7 +45,7 @@ def test_a_checkpoint_holds_no_frozen_tensor_and_loads_weights_only(tiny_sd3, tm
     assert size < 3 * trained + 200_000  # weights and Adam's two moments, plus names
     with pytest.raises(RuntimeError, match="lacks .* trained tensors"):  # from another recipe
         fit(tiny_sd3, tmp_path, ckpt=tmp_path / "lora.ckpt")
-    scaled, said = {"lora_rank": 2, "lora_alpha": 8}, "trained with lora_alpha=2, but this run has 8"
+    scaled, said = {"lora_rank": 2, "lora_alpha": 8}, "trained with lora_alpha=2, but the policy has 8"
     with pytest.raises(RuntimeError, match=said):
         fit(tiny_sd3, tmp_path, policy_options=scaled, ckpt=tmp_path / "lora.ckpt")
     with pytest.raises(LoadError, match=said):

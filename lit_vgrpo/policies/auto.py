@@ -281,7 +281,9 @@ class AutoPolicy(Policy):
             if wanted is not None and made[name] and made[name] != (wanted,):
                 where = "model.policy" if name == "num_frames" else self.size_in
                 given = f"{where}.{name}={wanted} is a size at which {self.pipeline_class} makes {made[name][0]}."
-                raise LoadError(f"{given} Set {name}={made[name][0]}.")
+                # Both sides, since some pipelines change one that is given alone.
+                others = ("num_frames",) if name == "num_frames" else ("height", "width")
+                raise LoadError(f"{given} Set {' and '.join(f'{one}={made[one][0]}' for one in others)}.")
 
     def unused_weights(self) -> tuple[str, ...]:
         learned = self.learned
@@ -411,7 +413,11 @@ class AutoPolicy(Policy):
                     reason += f" It has no {' and no '.join(absent)}. To take another checkpoint's, set {COMPONENTS}."
                 if "image" in self.watcher.parameters and not self.edits:
                     reason += " If it edits pictures, set model.policy.references=1."
-                reason += f" {without}, if that is the cause." if options else ""
+                sides = [name for name in ("height", "width") if getattr(self, name) and name in str(error)]
+                if sides:
+                    reason += f" Set another {self.size_in}.{' or '.join(sides)}."
+                elif options:
+                    reason += f" {without}, if that is the cause."
                 raise LoadError(f"{where} a call of {self.pipeline_class} fails. {reason}") from error
         return self._learned[key]
 

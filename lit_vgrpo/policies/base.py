@@ -374,7 +374,7 @@ class Policy(nn.Module):
         if len(networks) == 1:
             return networks[0]
         boundary = self.pipeline.config.boundary_ratio * self.pipeline.scheduler.config.num_train_timesteps
-        return TwoNetworks(networks[0], networks[1], boundary)
+        return TwoNetworks(networks[0], networks[1], boundary * (1 - 1e-6))  # a float32 time at it may be rounded down
 
     def encoders(self) -> list[nn.Module]:
         """Return the frozen parts that encode prompts."""

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -36,7 +36,7 @@ from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED
 from lit_vgrpo.training.optimizer import Optimization
 from lit_vgrpo.training.resume_guard import hashed, row_hash
-from lit_vgrpo.training.saved_weights import evaluated_weights
+from lit_vgrpo.training.saved_weights import averaged_weights, evaluated_weights
 from lit_vgrpo.training.trainer_internals import declared
 
 
@@ -364,14 +364,17 @@ class Evaluator:
     def evaluate(self, module: TrainingModule, logs: bool = False) -> dict[str, float]:
         """Evaluate on the trainer's held-out batches, and return the metrics; {} if there are none.
 
+        As in validation, the weights are the average of the trainer's EMA callback, if it has one.
+
         Args:
             logs: Also log them, at the step at which the trainer logs the finished iteration.
         """
         self.start_over()
-        for batch in _batches(module.trainer):
-            self.add(batch)
-        if len(self._queue):
-            metrics = self.finish(module)
+        with averaged_weights(module.trainer, cast(Any, module)):
+            for batch in _batches(module.trainer):
+                self.add(batch)
+            metrics = self.finish(module) if len(self._queue) else {}
+        if metrics:
             trainer = module.trainer
             epoch = {"epoch": trainer.current_epoch - 1} if trainer.current_epoch else {}
             for logger in module.loggers if logs else ():  # at the iteration's last step, as Lightning counts it

@@ -39,7 +39,7 @@ from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.system.paths import file_content, file_sha256, import_from_here, typed_path
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
 from lit_vgrpo.training.loggers import log_settings
-from lit_vgrpo.training.saved_weights import averaged_weights, start_hashes
+from lit_vgrpo.training.saved_weights import start_hashes
 from lit_vgrpo.training.teachers import teacher_hashes
 from lit_vgrpo.training.trainer_internals import declared
 
@@ -121,8 +121,7 @@ class ResumeGuard(Callback):
         # Before the callbacks that look at the newest evaluation.
         module: Any = pl_module
         if module.is_resumed and module.evaluate_at_start and module.evaluator.is_new(trainer):
-            with averaged_weights(trainer, pl_module):
-                module.evaluator.evaluate(module, logs=True)
+            module.evaluator.evaluate(module, logs=True)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -76,12 +76,14 @@ class SavedWeights:
         return f"{variant} weights of {self.path} after {counted(self.progress.iterations, 'iteration')}"
 
     def refuse_misfit(self, variant: str, policy: Policy) -> None:
-        """Raise UserError if the tensors of a variant are not those that a policy trains."""
+        """Raise UserError if the tensors of a variant are not those that a policy trains, or would be scaled."""
         difference = self.difference(variant, policy)
         if difference is not None:
             raise UserError(
                 f"{self.path} is a checkpoint of a different policy: {difference} Use the recipe that wrote it."
             )
+        if error := other_alpha(self.lora_alpha, policy):
+            raise UserError(f"{self.path} was {error}")
 
     def difference(self, variant: str, policy: Policy) -> str | None:
         """Return how the tensors of a variant differ from those that a policy trains, or ``None``."""
@@ -257,7 +259,7 @@ def other_alpha(alpha: int | None, policy: Policy) -> str | None:
     if alpha is None or policy.lora_alpha in (None, alpha):
         return None
     return (
-        f"trained with lora_alpha={alpha}, but this run has {policy.lora_alpha}, which would scale the same adapter by "
+        f"trained with lora_alpha={alpha}, but the policy has {policy.lora_alpha}, which would scale the adapter by "
         f"{policy.lora_alpha / alpha:g}. Set model.policy.lora_alpha={alpha}."
     )
 

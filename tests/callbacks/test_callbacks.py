@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import SaveAt, fit, make_data, make_module, make_trainer, same, weights
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from PIL import Image
 
 from lit_vgrpo import SD3Policy
 from lit_vgrpo.callbacks import EMA, Export, RunSummary, SampleGrid
 from lit_vgrpo.system.paths import DRAFT_PREFIX
 from lit_vgrpo.training.checkpoint import TRAINED, RunCheckpoint
+from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
 from lit_vgrpo.training.loggers import MetricsTable, read_table
 
 
@@ -50,6 +52,63 @@ def test_the_average_goes_on_with_the_trainer_and_starts_over_with_another(tiny_
     assert ema.num_updates == 3
     make_trainer(tmp_path, 1, [ema]).fit(module, datamodule=data)
     assert ema.num_updates == 1
+
+
+class Portable(PortableCheckpoints, SingleDeviceStrategy):
+    """Loads weights as the strategies that shard them do, without the module's load_state_dict."""
+
+
+def score(module, data, trainer, **options):
+    (found,) = trainer.validate(module, datamodule=data, verbose=False, **options)
+    return found["heldout/reward"]
+
+
+def test_an_average_is_used_only_for_the_weights_that_it_is_of(tiny_sd3, tmp_path):
+    ema, module, data, plain = EMA(0.5), make_module(tiny_sd3), make_data(), make_trainer(tmp_path)
+    trainer = make_trainer(tmp_path, 2, [ema], strategy=Portable(device=plain.strategy.root_device))
+    trainer.fit(module, datamodule=data)
+    average, trained = score(module, data, trainer), score(module, data, plain)
+    other = make_module(tiny_sd3)
+    start = score(other, data, plain)
+    assert len({average, trained, start}) == 3
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    without = make_trainer(tmp_path)
+    without.fit(make_module(tiny_sd3), datamodule=data)
+    without.save_checkpoint(tmp_path / "without.ckpt")
+    # Another module, in the same trainer and with the same callback in another.
+    assert score(other, data, trainer) == score(other, data, make_trainer(tmp_path, callbacks=[ema])) == start
+    assert ema.state_dict() == {}
+    assert score(module, data, trainer) == average
+    assert ema.state_dict() != {}
+    # Other weights of the same module.
+    for name in ("weights", "without"):
+        file = {"ckpt_path": tmp_path / f"{name}.ckpt", "weights_only": True}
+        assert score(module, data, trainer, **file) == score(module, data, plain)
+        assert ema.state_dict() == {}
+        assert score(module, data, trainer, **file | {"ckpt_path": tmp_path / "whole.ckpt"}) == average
+    module.load_state_dict(torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"], strict=False)
+    assert score(module, data, trainer) == trained
+
+
+def test_a_checkpoint_that_could_not_be_evaluated_leaves_no_average(tiny_sd3, tmp_path):
+    trainer = make_trainer(tmp_path, 1, [EMA(0.5)])
+    trainer.fit(make_module(tiny_sd3), datamodule=make_data())
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    module, data, trainer = make_module(tiny_sd3), make_data(), make_trainer(tmp_path, callbacks=[EMA(0.5)])
+    with pytest.raises(ValueError, match="needs held-out prompts"):
+        score(module, make_data(heldout=None), trainer, ckpt_path=tmp_path / "end.ckpt", weights_only=True)
+    other = make_module(tiny_sd3)
+    assert score(other, data, trainer) == score(other, data, make_trainer(tmp_path))
+
+
+def test_a_fit_that_continues_evaluates_the_average_first(tiny_sd3, tmp_path):
+    module, trainer = fit(tiny_sd3, tmp_path, [EMA(0.9)], iterations=2)
+    last = module.evaluator.history[-1]
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, datamodule=make_data())
+    (again,) = (one for one in module.evaluator.history if one.iteration == 2 and one is not last)
+    assert again.reward == last.reward
 
 
 def test_the_last_words_count_images_that_could_not_be_scored(tiny_sd3, tmp_path, capsys):

@@ -290,6 +290,7 @@ def test_a_second_file_that_cannot_be_written_costs_the_first_nothing(inside, la
         (["runs/sd3_lora", "--to=train.txt/x"], "Cannot write train.txt/x: "),
         (["runs/sd3_lora", "--to=x", "data.seed=1"], "data.seed=1 has no effect on an export, which uses only "),
         (["runs/sd3_lora", "--to=x", "model.policy.lora_rank=3"], " would not fit, such as "),
+        (["runs/sd3_lora", "--to=x", "model.policy.lora_alpha=24"], " which would scale the adapter by 6. Set "),
         (["runs/sd3_full", "--to=x", "--merge"], "--merge applies to a LoRA: runs/sd3_full trained the "),
         (["runs/sd3_lora", "--to=x", "--format=kohya"], "and XL, not for SD3Policy. Use --format diffusers."),
         (["runs/unet_lora", "--to=x", "--format=comfyui"], "is for Lumina 2 and Wan, not for UNetPolicy. Use "),

@@ -166,6 +166,7 @@ def test_a_picture_is_edited(here, capsys):
         (["--prompt=x", "--steps=1", "--out=train.txt/y"], "Cannot write train.txt/y/001_seed0.png: "),
         (["--prompt=x", "trainer.devices=2"], "trainer.devices=2 has no effect on sampling, which uses only "),
         (["--prompt=x", "model.evaluation.solver=ddim"], "ddim"),
+        (["--prompt=x", "model.policy.lora_alpha=24"], "was trained with lora_alpha=2, but the policy has 24"),
     ],
 )
 def test_mistakes_are_one_line(inside, capsys, words, line):

@@ -1,6 +1,7 @@
 """A policy learned from watched calls, on small pipelines of many classes."""
 
 import inspect
+import re
 from functools import wraps
 
 import pytest
@@ -279,6 +280,21 @@ def test_an_argument_that_changes_the_sampling_is_named():
 def test_a_size_that_the_pipeline_rounds_is_refused():
     policy = AutoPolicy(zoo.build("FluxPipeline"), height=33, width=48, call={"max_sequence_length": 16})
     with pytest.raises(LoadError, match=r"policy.height=33 is a size at which FluxPipeline makes 32. Set height=32"):
+        policy.load()
+
+
+def test_a_side_that_the_pipeline_changes_when_it_is_given_alone_is_refused_with_both_sides():
+    options = {"references": 1, "call": {"max_sequence_length": 16}}
+    with pytest.raises(LoadError, match=r"width=48 is a size .* Set height=\d+ and width=\d+\.$") as caught:
+        AutoPolicy(zoo.build("FluxKontextPipeline"), width=48, **options).load()
+    height, width = map(int, re.findall(r"\d+", str(caught.value))[-2:])
+    policy = AutoPolicy(zoo.build("FluxKontextPipeline"), height=height, width=width, **options).load()
+    assert policy.image_size == (height, width)
+
+
+def test_a_size_that_the_pipeline_refuses_is_the_advice():
+    policy = AutoPolicy(zoo.build("LTXPipeline"), height=40, width=64, num_frames=9, call={"max_sequence_length": 16})
+    with pytest.raises(LoadError, match=r"divisible by 32 .*\. Set another model.policy.height or width\.$"):
         policy.load()
 
 

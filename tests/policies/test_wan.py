@@ -69,6 +69,16 @@ def test_each_row_goes_to_the_network_of_its_time(two):
         torch.testing.assert_close(found[row], one[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("boundary", [251, 502, 800])
+def test_a_step_at_the_boundary_goes_to_the_network_that_diffusers_takes(two, boundary):
+    """In float32, 0.251 * 1000 is less than 251."""
+    policy = WanPolicy(str(two), height=32, width=48, **OPTIONS).load()
+    policy.pipeline.register_to_config(boundary_ratio=boundary / 1000)
+    joined = policy.joined([policy.network.transformer, policy.network.transformer_2])
+    t = (torch.tensor([boundary - 1, boundary]).double() / 1000).float()
+    assert (t * 1000 >= joined.boundary).tolist() == [False, True]
+
+
 @pytest.mark.parametrize(
     ("entries", "options", "said"),
     [

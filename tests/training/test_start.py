@@ -128,7 +128,7 @@ def test_what_cannot_be_a_start_is_found_without_loading(inside, tiny_sd3, tmp_p
     [
         ({"lora_rank": 3, "lora_alpha": 4}, "lora_A.default.weight."),
         ({"lora_rank": None, "lora_alpha": None}, "trained tensors would not fit, such as "),
-        ({"lora_alpha": 8}, "trained with lora_alpha=4, but this run has 8, which would scale the same adapter by 2."),
+        ({"lora_alpha": 8}, "trained with lora_alpha=4, but the policy has 8, which would scale the adapter by 2."),
     ],
 )
 def test_other_trained_weights_are_refused(inside, tiny_sd3, options, words):
