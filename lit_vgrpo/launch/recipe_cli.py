@@ -185,9 +185,7 @@ class RecipeCLI(LightningCLI):
         self.make_folder = self.make_folder and is_first_process()
         self.folder = self._asked_folder if self.resumption is None else self.resumption.folder
         if self.make_folder:
-            self.made = [parent for parent in self.folder.parents if not parent.exists()]
-            self.folder = reserve(self.folder, self.resumption is not None)
-            self.lock.take(self.folder)
+            self.folder, self.made = reserve(self.folder, self.lock, self.resumption is not None)
             for name in ("", CHECKPOINTS, "samples", "report", "benchmarks"):
                 remove_drafts(self.folder / name)
         try:
