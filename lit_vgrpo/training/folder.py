@@ -60,8 +60,8 @@ def reserve(base: Path, lock: FolderLock, is_resumed: bool = False) -> tuple[Pat
             if is_resumed:
                 lock.take(folder)
                 return folder, made
-            if _is_free(folder) and lock.try_to_take(folder):
-                if lock.is_safe and _is_free(folder):  # a run may have ended in it between these lines
+            if (made or _is_free(folder)) and lock.try_to_take(folder):
+                if lock.is_safe and (made or _is_free(folder)):  # a run may have ended in it between these lines
                     return folder, made
                 lock.release()
     except OSError as error:

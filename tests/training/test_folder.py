@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from commands import run
 
+from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.launch.build import build_recipe
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.folder import LOCK, FolderLock, RunFolder, release, reserve
 
@@ -150,6 +153,18 @@ def test_a_run_that_is_refused_leaves_no_folder(tiny_recipe, capsys, word):
     assert run([str(tiny_recipe), word]) == 2
     assert run([str(tiny_recipe), word, "run_dir=a/b/c"]) == 2
     assert [path.name for path in tiny_recipe.parent.iterdir()] == [tiny_recipe.name]
+
+
+def test_a_recipe_behind_a_linked_folder_finds_its_files(tiny_recipe, tmp_path_factory, monkeypatch):
+    disk, elsewhere = tmp_path_factory.mktemp("disk"), tmp_path_factory.mktemp("elsewhere")
+    Path("runs").symlink_to(disk)
+    Path("mine.txt").write_text("a cat")
+    cli = build_recipe(read_recipe(Command.parse([str(tiny_recipe), "data.train=mine.txt"])))
+    cli.save_recipe()
+    cli.lock.release()
+    monkeypatch.chdir(elsewhere)
+    for folder in (cli.folder, disk / "tiny"):
+        assert read_recipe(Command.parse([str(folder)])).values["data"]["train"] == str(tiny_recipe.parent / "mine.txt")
 
 
 def test_is_first_process(monkeypatch):
