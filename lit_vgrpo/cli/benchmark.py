@@ -171,7 +171,7 @@ def _version(checkpoint: str, revision: str | None) -> str:
     folder = local_folder(checkpoint)
     if folder is None:
         return str(config_folder(checkpoint, revision)).rpartition("/")[2]
-    found = (path for place in PLACES for pattern in READ for path in folder.glob(place + pattern))
-    files = {f"{path.relative_to(folder)}": path.stat() for path in found if path.parent.name != BENCHMARKS}
-    dates = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(files.items())]
+    found = {path for place in PLACES for pattern in READ for path in folder.glob(place + pattern)}
+    files = [path for path in sorted(found) if path.is_file() and path.parent.name != BENCHMARKS]
+    dates = [(f"{path.relative_to(folder)}", path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return sha256(repr(dates).encode()).hexdigest()[:16]

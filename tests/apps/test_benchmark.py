@@ -333,6 +333,7 @@ def test_a_changed_model_folder_is_another_model(cache, tiny_sd3):
         os.utime(f"model/{name}", ns=(1, 1))
         versions.append(version())
         assert versions[-1] not in versions[:-1], name
+    Path("model/vae/lost.json").symlink_to("nowhere")
     for name in ("benchmarks/mine.json", "README.md"):
         Path("model", name).parent.mkdir(exist_ok=True)
         Path("model", name).touch()
