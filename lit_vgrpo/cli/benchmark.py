@@ -24,12 +24,16 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import config_folder, find_pipeline_class
 from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
 from lit_vgrpo.report.run_data import BENCHMARKS
-from lit_vgrpo.system.hub import LoadError, base_name, local_folder
+from lit_vgrpo.system.hub import SMALL_FILES, LoadError, base_name, local_folder
 from lit_vgrpo.system.paths import import_from_here, typed_path, write_atomically
 from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights, checkpoint_hash, start_hashes
 from lit_vgrpo.training.settings import UnscorablePrompts
 
 POLICY = "model.policy"
+READ = ("*.safetensors", "*.bin", *SMALL_FILES)
+"""Files of a model on which its images depend."""
+PLACES = ("", "*/", "*/*/")
+"""Folders of a model with such files; they may be links, which ``**`` does not follow."""
 
 
 def evaluate_benchmark(options: Evaluate) -> int:
@@ -87,7 +91,7 @@ def _subjects(word: str, label: str, benchmark: Benchmark, overrides: list[str],
         for override in words:
             key, _, text = override.partition("=")
             apply_override(tree, key, text)
-        weights: dict[str, Any] = {REFERENCE: {"model": word, "version": _version(word)}}
+        weights: dict[str, Any] = {REFERENCE: {"model": word}}
         folder, saved = Path(BENCHMARKS), None
     else:
         run = ChosenRun.of(replace(options, words=[word]))
@@ -115,12 +119,16 @@ def _subjects(word: str, label: str, benchmark: Benchmark, overrides: list[str],
         errors.append(str(error))
     if errors:
         raise UserError(*(f"{word}: {error}" for error in errors))
-    is_local = local_folder(policy.checkpoint) is not None  # a hub model of a run may not be downloaded yet
-    base = {"base": _version(policy.checkpoint)} if saved is not None and is_local else {}
+    sources = {"version" if saved is None else "base": policy.checkpoint, **policy.components}
+    versions = {
+        name: _version(source, policy.revision)
+        for name, source in sources.items()
+        if name == "version" or local_folder(source) is not None  # another hub model may not be downloaded yet
+    }
     return [
         Subject(
             label if saved is None else f"{label} {name}",
-            {"weights": name, **about, **base, "policy": tree["model"]["policy"]},
+            {"weights": name, **about, **versions, "policy": tree["model"]["policy"]},
             solver,
             partial(_load, tree, saved, name),
             folder,
@@ -158,9 +166,12 @@ def _class_of_model(checkpoint: str, edits: bool) -> dict[str, Any]:
     return {"class_path": kind.__name__, "init_args": {"checkpoint": checkpoint}}
 
 
-def _version(checkpoint: str) -> Any:
-    """Return a hub model's commit, or the files of a local one with sizes and dates, to detect changes."""
+def _version(checkpoint: str, revision: str | None) -> str:
+    """Return a hub model's commit, or a hash of the names, sizes and dates of a local one's files."""
     folder = local_folder(checkpoint)
     if folder is None:
-        return str(config_folder(checkpoint)).rpartition("/")[2]
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.rglob("*.safetensors"))]
+        return str(config_folder(checkpoint, revision)).rpartition("/")[2]
+    found = {path for place in PLACES for pattern in READ for path in folder.glob(place + pattern)}
+    files = [path for path in sorted(found) if path.is_file() and path.parent.name != BENCHMARKS]
+    dates = [(f"{path.relative_to(folder)}", path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return sha256(repr(dates).encode()).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ SECTIONS = {"model": "model.objective=VGRPO", "data": "data.group_size=8", "trai
 RESULTS = ("metrics.csv", "summary.json")
 """Files of which a report can be made, also without a recipe."""
 SUFFIXES = (".yaml", ".yml")
-PATH_KEYS = ("train", "heldout", "exclude", "path", "checkpoint", "start_from")
+PATH_KEYS = ("train", "heldout", "exclude", "path", "checkpoint", "start_from", "embedding_cache")
 """Options whose value may be a file or folder name without a dot or slash."""
 CALLBACK_KEYS = ("reference", "features")
 """Options of callbacks whose paths are read; other paths under ``trainer`` are written."""
@@ -263,7 +264,11 @@ def read_recipe(command: Command) -> Recipe:
                 notes.append(f"{text} uses its default options; only rollout is kept from the recipe's objective.")
             elif isinstance(dropped, dict) and class_name(dropped) not in ("", class_name(text)) and text != "null":
                 options = ", ".join(dropped.get("init_args") or {})
-                notes += [f"{key}={text} replaces {class_name(dropped)}, whose options are dropped: {options}."] if options else []
+                notes += (
+                    [f"{key}={text} replaces {class_name(dropped)}, whose options are dropped: {options}."]
+                    if options
+                    else []
+                )
         learn_without_class(plain.get("model"))
         notes += replace_trained(plain.get("model"))
         if isinstance(trainer := plain.get("trainer"), dict) and "logger" in trainer:
@@ -275,11 +280,13 @@ def read_recipe(command: Command) -> Recipe:
         return Recipe(command, values, environment_texts(plain), swapped, places, notes)
 
 
-def with_found_paths(plain: Mapping[Any, Any], places: Sequence[Path]) -> dict[Any, Any]:
+def with_found_paths(plain: Mapping[Any, Any], places: Sequence[Path], start: Path | None = None) -> dict[Any, Any]:
     """Return a recipe's values with the names of files and folders replaced by the paths where they are found.
 
-    The path is relative if it is in the folder of the command. What is not found stays as written.
+    The path is relative if it is in ``start``, by default the folder of the command. What is not found stays as
+    written.
     """
+    here = start or start_folder()
     found: dict[Place, str] = {}
     for place, value in leaves({key: plain[key] for key in ("model", "data", "trainer", "ckpt_path") if key in plain}):
         option = next((step for step in reversed(place) if isinstance(step, str)), "")
@@ -288,9 +295,27 @@ def with_found_paths(plain: Mapping[Any, Any], places: Sequence[Path]) -> dict[A
         if is_path and not is_output and not os.path.isabs(value):
             near = [path for folder in places if os.path.exists(path := os.path.abspath(folder / value))]
             if near:
-                here = start_folder()
                 found[place] = str(Path(near[0]).relative_to(here)) if Path(near[0]).is_relative_to(here) else near[0]
     return dict(replaced(plain, found))
+
+
+def as_found_from(start: Path, word: str) -> str:
+    """Return the overlay or override for a command in the folder ``start`` that names the files found here."""
+    here = start_folder()
+    if start == here:
+        return word
+    if not is_override(word):
+        return str(typed_path(word))
+    key, _, text = word.partition("=")
+    steps, typed = re.findall(r"[^.+\[\]]+", key), dict[Any, Any]()
+    apply_override(typed, "value", text)
+    tree = typed["value"]
+    for step in reversed(steps):
+        tree = {step: tree}
+    found: Any = with_found_paths(tree, [here], start)
+    for step in steps:
+        found = found[step]
+    return word if found == typed["value"] else f"{key}={json.dumps(found, ensure_ascii=False)}"
 
 
 def resolved(plain: dict[Any, Any], path: Path) -> dict[str, Any]:

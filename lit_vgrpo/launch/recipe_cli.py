@@ -185,9 +185,7 @@ class RecipeCLI(LightningCLI):
         self.make_folder = self.make_folder and is_first_process()
         self.folder = self._asked_folder if self.resumption is None else self.resumption.folder
         if self.make_folder:
-            self.made = [parent for parent in self.folder.parents if not parent.exists()]
-            self.folder = reserve(self.folder, self.resumption is not None)
-            self.lock.take(self.folder)
+            self.folder, self.made = reserve(self.folder, self.lock, self.resumption is not None)
             for name in ("", CHECKPOINTS, "samples", "report", "benchmarks"):
                 remove_drafts(self.folder / name)
         try:
@@ -293,7 +291,8 @@ class RecipeCLI(LightningCLI):
         if texts := self.recipe.texts:
             text = yaml.safe_dump(replaced(yaml.safe_load(text), texts), sort_keys=False, allow_unicode=True)
         log_recipe(self.trainer.loggers, yaml.safe_load(text), self.folder)
-        places = [os.path.relpath(place, self.folder) for place in (*self.recipe.places, start_folder())]
+        real = self.folder.resolve()  # from a link's target, other folders are elsewhere
+        places = [os.path.relpath(place, real) for place in (*self.recipe.places, start_folder())]
         command = self.recipe.command
         is_changed = bool(command.overlays or {key for key, _ in command.overrides} - {"run_dir", "allow_changes"})
         is_changed |= self.resumption is None

@@ -41,44 +41,53 @@ def candidates(base: Path) -> Iterator[Path]:
     yield from (base.with_name(f"{base.name}-{number}") for number in count(2))
 
 
-def reserve(base: Path, is_resumed: bool = False) -> Path:
-    """Create the first free folder of :func:`candidates`; safe when several runs start at once.
+def reserve(base: Path, lock: FolderLock, is_resumed: bool = False) -> tuple[Path, list[Path]]:
+    """Create and lock the first free folder of :func:`candidates`; safe when several runs start at once.
 
-    A folder in which a run only started is free. A resumed run takes ``base`` itself. Raises UserError if the folder
-    cannot be created.
+    An empty folder is free, and one in which a run only started. A resumed run takes ``base`` itself.
+
+    Returns:
+        The folder, and the folders created for it, the inner ones first.
+
+    Raises:
+        UserError: The folder cannot be created or written to, or another process has the one to resume in.
     """
     try:
-        for folder in candidates(base):
-            with suppress(FileExistsError):
-                folder.mkdir(parents=True, exist_ok=is_resumed)
-                return folder
-            if _has_only_started(folder):
-                return folder
+        for folder in [base] if is_resumed else candidates(base):
+            made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+            if made or is_resumed:
+                folder.mkdir(parents=True, exist_ok=True)
+            if is_resumed:
+                lock.take(folder)
+                return folder, made
+            if (made or _is_free(folder)) and lock.try_to_take(folder):
+                if lock.is_safe and (made or _is_free(folder)):  # a run may have ended in it between these lines
+                    return folder, made
+                lock.release()
     except OSError as error:
-        what = f"Cannot create the run folder {base}: {error.strerror}."
-        raise UserError(f"{what} Set run_dir=/another/folder.") from error
+        broken = next((path for path in (base, *base.parents) if path.is_symlink() and not path.exists()), None)
+        why = error.strerror if broken is None else f"{broken} is a link to {broken.readlink()}, which does not exist"
+        raise UserError(f"Cannot create the run folder {base}: {why}. Set run_dir=/another/folder.") from error
     raise AssertionError("unreachable: the candidates never end")
 
 
-def _has_only_started(folder: Path) -> bool:
-    """Return True if a run that has ended wrote its recipe to a folder, and no result."""
-    config = folder / CONFIG_NAME
-    if not config.is_file() or {path.name for path in folder.iterdir()} - STARTED:
+def _is_free(folder: Path) -> bool:
+    """Return True for a folder without a result: it is empty, or a run wrote its recipe and no more."""
+    try:
+        names = {path.name for path in folder.iterdir()}
+        config = folder / CONFIG_NAME
+        is_recipe = config.is_file() and f"\n{FOUND_IN}:" in config.read_text(errors="replace")
+    except OSError:  # a file, a link that leads nowhere, or a folder of another user
         return False
-    lock = FolderLock()
-    with suppress(UserError):
-        lock.take(folder)
-    was_free = lock.is_held and lock.works
-    lock.release()
-    return was_free and f"\n{FOUND_IN}:" in config.read_text(errors="replace")
+    return names - {"lost+found"} <= (STARTED if is_recipe else {LOCK})  # which a new disk has
 
 
-def release(folder: Path, made: Iterable[Path] = ()) -> None:
-    """Remove a folder to which nothing was written, and the folders ``made`` for it, the inner ones first."""
+def release(folder: Path, made: Iterable[Path]) -> None:
+    """Remove the lock file from a folder to which nothing else was written, and the folders ``made`` for it."""
     with suppress(OSError):
         if os.listdir(folder) == [LOCK]:
             (folder / LOCK).unlink()
-        for one in (folder, *made):
+        for one in made:
             one.rmdir()
 
 
@@ -91,31 +100,41 @@ class FolderLock:
     def __init__(self) -> None:
         self._handle: int | None = None
         self._lock: int | None = None
-        self.works = True  # False on a disk without locks
+        self.is_safe = True  # False on a disk without locks, if another process may have the folder
 
     def take(self, folder: Path) -> None:
         """Lock a folder; raise UserError if another process has it, or if it cannot be written to."""
+        if not self.try_to_take(folder):
+            advice = f"Wait for it, or stop it. If its machine is gone, run: {shell_line('rm', folder / LOCK)}"
+            raise UserError(f"Another process is still writing to {folder}. {advice}")
+
+    def try_to_take(self, folder: Path) -> bool:
+        """Lock a folder; return ``False`` if another process has it, raise UserError if it cannot be written to."""
         file = folder / LOCK
         while self._lock is None:
             try:
-                lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+                is_new = not os.path.lexists(file)
+                lock = os.open(file, os.O_RDWR | os.O_CREAT | (os.O_EXCL if is_new else 0), 0o666)
+            except FileExistsError:  # another process created it just now
+                continue
             except OSError as error:
                 raise UserError(f"Cannot write to {folder}: {error.strerror}. Set run_dir=/another/folder.") from error
             with suppress(OSError):  # of another user, who may do what the folder allows
                 os.fchmod(lock, 0o666)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+                self.is_safe = True
+            except BlockingIOError:
                 os.close(lock)
-                advice = f"Wait for it, or stop it. If its machine is gone, run: {shell_line('rm', file)}"
-                raise UserError(f"Another process is still writing to {folder}. {advice}") from error
+                return False
             except OSError as error:
-                self.works = False
+                self.is_safe = is_new
                 report([f"WARNING: {folder} cannot be locked ({error.strerror}). Start no second run in it."])
             if file.exists() and os.path.samestat(os.fstat(lock), file.stat()):  # else its holder just removed it
                 self._lock, self._handle = lock, os.open(folder, os.O_RDONLY)
             else:
                 os.close(lock)
+        return True
 
     @property
     def is_held(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from hashlib import sha256
@@ -9,18 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from commands import evaluate, run
 from fault_server import FaultServer, close_midway
 from helpers import make_data, make_module, make_trainer
 from PIL import Image
+from safetensors.torch import load_file
 from saved_runs import assert_one_line
 
 from lit_vgrpo.apps.benchmark.result import by_task, results
 from lit_vgrpo.apps.benchmark.scores import Subject
 from lit_vgrpo.callbacks import Benchmark
+from lit_vgrpo.cli.benchmark import _subjects
 from lit_vgrpo.data.benchmark import Paper, differences, read_benchmark
 from lit_vgrpo.data.benchmark_prompts import TASK, read_rows
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.options import Evaluate
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.report.page import write_report
 from lit_vgrpo.system.paths import shipped
@@ -307,6 +312,32 @@ def test_models_of_the_same_name_have_a_column_each(cache, tiny_sd3):
         shutil.copytree(tiny_sd3, cache / place / "tiny")
     assert evaluate(["a/tiny", "b/tiny", "--benchmark=mine.yaml", "--prompts=mine.txt"]) == 0
     assert list(scores()[0]["scores"]) == ["a/tiny", "b/tiny"]
+
+
+def test_a_changed_model_folder_is_another_model(cache, tiny_sd3):
+    """Its weights, in both formats, its configurations and those behind links; the results may lie in it."""
+    preset()
+    shutil.copytree(tiny_sd3, "model")
+    shutil.move("model/vae", "vae")
+    Path("model/vae").symlink_to("../vae")
+    weights = Path("model/transformer/diffusion_pytorch_model.safetensors")
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+
+    def version():
+        (subject,) = _subjects("model", "model", read_benchmark("mine.yaml"), [], Evaluate(words=[]))
+        return subject.identity["version"]
+
+    versions = [version()]
+    for name in ("transformer/diffusion_pytorch_model.bin", "scheduler/scheduler_config.json", "vae/config.json"):
+        os.utime(f"model/{name}", ns=(1, 1))
+        versions.append(version())
+        assert versions[-1] not in versions[:-1], name
+    Path("model/vae/lost.json").symlink_to("nowhere")
+    for name in ("benchmarks/mine.json", "README.md"):
+        Path("model", name).parent.mkdir(exist_ok=True)
+        Path("model", name).touch()
+    assert version() == versions[-1]
 
 
 def test_a_callback_serves_the_run_it_is_in_and_only_one_of_a_name(cache, tiny_sd3):

@@ -21,7 +21,7 @@ from lit_vgrpo.apps.curriculum.curriculum import (
 from lit_vgrpo.config.recipe import Command
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import write_atomically
-from lit_vgrpo.training.folder import CONFIG_NAME, LOCK
+from lit_vgrpo.training.folder import CONFIG_NAME, LOCK, FolderLock
 
 
 @pytest.fixture
@@ -137,7 +137,9 @@ def test_a_run_folder_holds_the_curriculum_with_what_was_typed(here):
 
 
 def test_settings_typed_with_resume_are_kept_if_the_stage_accepts_them(here, monkeypatch, capfd):
-    run_dir = new_run(curriculum("both.yaml", "stage1.a=1"))
+    lock = FolderLock()
+    run_dir = new_run(curriculum("both.yaml", "stage1.a=1"), lock)
+    lock.release()
     statuses = {"refused": 2, "stopped": 143}
     for name, status in statuses.items():  # the stage's process, without its imports
         (here / name).write_text(f"#!/bin/sh\ncase $3 in check) exit 0;; *) exit {status};; esac\n")
@@ -148,6 +150,61 @@ def test_settings_typed_with_resume_are_kept_if_the_stage_accepts_them(here, mon
     assert refused.endswith("--resume stage2.b=refused")
     assert stopped.endswith("--resume")
     assert curriculum(str(run_dir)).saved == ["stage1.a=1", "stage2.b=stopped"]
+
+
+@pytest.fixture
+def processes(here, monkeypatch):
+    """The folder and the words of each process of a curriculum; a stage is terminated at once."""
+    program, log = here / "program", here / "log"
+    program.write_text(f'#!/bin/sh\necho "$PWD $@" >> {log}\ncase $3 in check) exit 0;; *) exit 143;; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    def run_now(*words):
+        log.unlink(missing_ok=True)
+        assert run_curriculum(Command.parse(words, resume=True)) == 143
+        lines = [line.split() for line in log.read_text().splitlines()]
+        return [(Path(folder), words) for folder, _, _, *words in lines]
+
+    return run_now
+
+
+def test_one_command_starts_a_curriculum_and_continues_it(here, processes):
+    words = ["both.yaml", "run_dir=out", "x+=1", "stage1.y=2"]
+    Path("out").mkdir()  # such as a mount point
+    (_, checked), (_, first) = processes(*words)
+    assert checked == ["check", f"{here}/both.yaml", "x+=1", "stage1.y=2", "run_dir=out"]
+    assert first[0] == "run"
+    assert first[2:] == ["x+=1", "y=2", f"run_dir={here}/out/1_first"]
+    assert processes(*words)[-1][1][2:] == first[2:], "the same entry is not appended twice"
+    finish(here / "out/1_first")
+    Path("out/2_second").mkdir()
+    assert processes(*words)[-1][1][2:4] == ["x+=1", f"run_dir={here}/out/2_second"], "stage1.y is no error"
+    assert curriculum("out").saved == ["x+=1", "stage1.y=2"]
+    assert processes("out", "x+=1", "z=3")[-1][1][2:5] == ["x+=1", "x+=1", "z=3"], "a new command"
+    words = ["both.yaml", "run_dir=other", "stage1.y=2"]
+    processes(*words)
+    finish(here / "other/1_first")
+    Path("other/2_second").mkdir()
+    assert f"run_dir={here}/other/2_second" in processes(*words)[-1][1], "stage 1 is not run again"
+    assert curriculum("other").saved == ["stage1.y=2"]
+
+
+def test_stages_run_in_the_folder_of_the_start(here, processes, monkeypatch, tmp_path_factory):
+    disk, other = tmp_path_factory.mktemp("disk"), tmp_path_factory.mktemp("other")
+    Path("out").symlink_to(disk)
+    for folder in (here, other):
+        for name in ("train.txt", "more.txt", "over.yaml"):
+            (folder / name).touch()
+    processes("both.yaml", "run_dir=out", "data.train=train.txt")
+    finish(disk / "1_first")
+    monkeypatch.chdir(other)
+    setting = "stage2.data.train+=[{path: more.txt}, none.txt]"
+    (checked_in, _), (run_in, second) = processes(f"{here}/out", "over.yaml", setting)
+    assert checked_in == run_in == here
+    assert second[2:4] == ["data.train=train.txt", f"{other}/over.yaml"]
+    assert " ".join(second[4:7]) == f'data.train+=[{{"path": "{other}/more.txt"}}, "none.txt"]'
+    assert curriculum(f"{here}/out").start == here
 
 
 def test_a_setting_that_no_stage_would_use_is_refused(here):
@@ -173,17 +230,20 @@ def test_resume_finds_the_run(here):
         write_atomically(here / "runs" / name / CONFIG_NAME, "stages: [first]\n")
     assert found("both.yaml") == "runs/both"
     assert found("both.yaml", "run_dir=runs/both-2") == found("runs/both-2") == "runs/both-2"
+    assert found("both.yaml", "run_dir=new") == "new"
 
 
 def test_processes_of_one_start_use_one_folder(here, monkeypatch):
     found = curriculum("both.yaml")
-    assert [str(new_run(found)) for _ in range(2)] == ["runs/both", "runs/both-2"]
+    assert [str(new_run(found, FolderLock())) for _ in range(2)] == ["runs/both", "runs/both-2"]
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="runs/both exists. Set run_dir=/another/folder, or add --resume to continue"):
-        new_run(found)
+        new_run(found, FolderLock())
     assert sorted(path.name for path in (here / "runs").iterdir()) == ["both", "both-2"]
+    Path("new").mkdir()
+    assert str(new_run(curriculum("both.yaml", "run_dir=new"), FolderLock(), resumes=True)) == "new"
     monkeypatch.setenv("RANK", "3")
-    assert str(new_run(found)) == "runs/both"
+    assert str(new_run(found, FolderLock())) == "runs/both"
 
 
 def test_each_stage_meets_at_a_store_of_its_own_under_torchrun(here, monkeypatch):

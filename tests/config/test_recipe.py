@@ -215,5 +215,6 @@ def test_paths_are_found_next_to_the_recipe_then_here(elsewhere, monkeypatch):
 def test_the_recipe_of_a_run_knows_where_it_found_them(elsewhere):
     run = elsewhere / "runs" / "first"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text("data: {train: train.txt}\nfound_in: ['../..']\n")
-    assert read_recipe(Command.parse([str(run)])).values == {"data": {"train": str(elsewhere / "train.txt")}}
+    (run / "config.yaml").write_text("data: {train: train.txt, embedding_cache: model}\nfound_in: ['../..']\n")
+    found = {"train": str(elsewhere / "train.txt"), "embedding_cache": str(elsewhere / "model")}
+    assert read_recipe(Command.parse([str(run)])).values == {"data": found}

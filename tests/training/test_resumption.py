@@ -203,7 +203,7 @@ def test_a_network_disk_that_locks_only_files_open_for_writing(tmp_path, monkeyp
     locks = False
     FolderLock().take(tmp_path)
     assert "cannot be locked (Bad file descriptor). Start no second run in it." in capsys.readouterr().err
-    release(tmp_path)
+    release(tmp_path, [tmp_path])
     assert not tmp_path.exists()
 
 

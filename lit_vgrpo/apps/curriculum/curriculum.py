@@ -11,22 +11,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lit_vgrpo.config.recipe import RESUME, STAGES, Command, find_recipe, is_override, loaded
+from lit_vgrpo.config.recipe import RESUME, STAGES, Command, as_found_from, find_recipe, is_override, loaded
 from lit_vgrpo.errors import UserError, shell_line, unknown_option
-from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.system.paths import start_folder, write_atomically
 from lit_vgrpo.system.process import is_first_process, report_on_first
 from lit_vgrpo.system.signals import handle_stop_signals
 from lit_vgrpo.training.folder import CONFIG_NAME, FolderLock, reserve
 from lit_vgrpo.training.resume import read_summary, resumed_folder
 
 LISTS = ("overlays", "overrides")
-KEYS = (STAGES, "run_dir", *LISTS)
+STARTED_IN = "started_in"
+"""Key of a run's ``config.yaml``: the folder, relative to it, in which its stages run."""
+KEYS = (STAGES, "run_dir", *LISTS, STARTED_IN)
 START = "model.policy.start_from"
 STAGE_PREFIX = re.compile(r"stage(\d+)\.([^=]+=.*)", re.DOTALL)
 FIXED = (STAGES, "name", "run_dir", "ckpt_path", START)
@@ -71,12 +73,14 @@ class Curriculum:
 
     Attributes:
         run_dir: Requested run folder.
+        start: Folder in which the stages run, and their relative paths and modules are found.
         saved: Settings in the file.
         typed: Settings on the command line, which apply after those in the file.
     """
 
     file: Path
     run_dir: Path
+    start: Path
     stages: list[Stage]
     saved: list[str]
     typed: list[str]
@@ -92,11 +96,13 @@ class Curriculum:
         stages = [Stage(number, find_recipe(_near(file, text))) for number, text in enumerate(content[STAGES], start=1)]
         overlays, overrides = (map(str, content.get(key) or []) for key in LISTS)
         saved = Command.parse([str(file), *(_near(file, word) for word in overlays), *overrides]).settings
-        typed = [word for word in command.settings if not word.startswith("run_dir=")]
+        start = (file.parent / content[STARTED_IN]).resolve() if STARTED_IN in content else start_folder()
+        start = start if start.is_dir() else start_folder()
+        typed = [_seen_from(start, word) for word in command.settings if not word.startswith("run_dir=")]
         if errors := [error for word in (*saved, *typed) for error in _misplaced(word, len(stages))]:
             raise UserError(*errors)
         run_dir = Path(given.get("run_dir") or content.get("run_dir") or Path("runs") / file.stem).expanduser()
-        return cls(file, run_dir, stages, saved, typed)
+        return cls(file, run_dir, start, stages, saved, typed)
 
     def check_words(self, stage: Stage) -> list[str]:
         """Return the arguments that check a stage before any has run: everything except its initial weights."""
@@ -113,12 +119,23 @@ class Curriculum:
         resume = [RESUME] if folder.is_dir() else []
         return [str(stage.recipe), *stage.words(self.saved), *typed, f"run_dir={folder}", *start, *resume]
 
+    def is_repeated(self) -> bool:
+        """Return True if the typed settings are the last in the file: the command that wrote it is typed again."""
+        words = [word for word in self.typed if word != ALLOWS]
+        return all(
+            typed == saved[len(saved) - len(typed) :]
+            for typed, saved in zip(_by_kind(words), _by_kind(self.saved), strict=True)
+        )
+
+    def last_started(self, run: Path) -> int:
+        """Return the number of the last stage of a run that has a folder, 0 if none has."""
+        return max((stage.number for stage in self.stages if (run / stage.folder).is_dir()), default=0)
+
     def lost_words(self, run: Path) -> list[str]:
         """Return an error for each typed setting that no stage of a run would use."""
         done = [stage.number for stage in self.stages if stage.outcome(run) == "finished"]
-        last = max((stage.number for stage in self.stages if (run / stage.folder).is_dir()), default=0)
-        errors = []
-        for word in self.typed:
+        last, errors = self.last_started(run), []
+        for word in [] if self.is_repeated() else self.typed:
             number, setting = _for_stage(word)
             if number in done and number != last:
                 errors.append(
@@ -131,9 +148,10 @@ class Curriculum:
     def write(self, run: Path, typed: Sequence[str]) -> None:
         """Write ``config.yaml``: a curriculum that includes typed settings."""
         settings = [*self.saved, *(word for word in typed if _for_stage(word)[1] != ALLOWS)]
-        overlays = [str(Path(word).absolute()) for word in settings if not is_override(word)]
-        content = {STAGES: [str(stage.recipe.absolute()) for stage in self.stages], "overlays": overlays}
-        content["overrides"] = [word for word in settings if is_override(word)]
+        overlays, overrides = _by_kind(settings)
+        content: dict[str, Any] = {STAGES: [str(stage.recipe.absolute()) for stage in self.stages]}
+        content |= {"overlays": [str(Path(word).absolute()) for word in overlays], "overrides": overrides}
+        content[STARTED_IN] = os.path.relpath(self.start, run.resolve())
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_atomically(run / CONFIG_NAME, f"# {shell_line('lightning', 'run', run / CONFIG_NAME, RESUME)}\n{text}")
 
@@ -142,6 +160,17 @@ def _near(file: Path, text: Any) -> str:
     """Return the path of the recipe or overlay of that name in the curriculum's folder, or else the name itself."""
     near = [path for path in (file.parent / str(text), file.parent / f"{text}.yaml") if path.is_file()]
     return str(near[0] if near else text)
+
+
+def _seen_from(start: Path, word: str) -> str:
+    """Return the setting that names from another folder the files that it names from this one."""
+    setting = _for_stage(word)[1]
+    return word.removesuffix(setting) + as_found_from(start, setting)
+
+
+def _by_kind(settings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overlays and the overrides of some settings."""
+    return [word for word in settings if not is_override(word)], [word for word in settings if is_override(word)]
 
 
 def _for_stage(word: str) -> tuple[int | None, str]:
@@ -164,13 +193,17 @@ def _misplaced(word: str, count: int) -> list[str]:
 # --- running it -------------------------------------------------------------------------------------------------------
 
 
-def run_process(words: Sequence[str], env: dict[str, str] | None = None) -> int:
-    """Run ``lightning WORDS`` in a process, forwarding stop signals, and return its status; 128 + N after signal N."""
+def run_process(words: Sequence[str], env: dict[str, str] | None = None, folder: Path | None = None) -> int:
+    """Run ``lightning WORDS`` in a process, forwarding stop signals, and return its status; 128 + N after signal N.
+
+    Args:
+        folder: Folder to run it in; ``None`` is the current one.
+    """
     caught: list[int] = []
     command, sent = [sys.executable, "-m", "lit_vgrpo", *words], 0
     with handle_stop_signals(lambda signum, frame: caught.append(signum)):
         # A separate group: Ctrl-C in the terminal reaches only this process, so that the stage gets each one once.
-        process = subprocess.Popen(command, env=env, start_new_session=True)
+        process = subprocess.Popen(command, env=env, cwd=folder, start_new_session=True)
         while (status := process.poll()) is None:
             for signum in caught[sent:]:
                 process.send_signal(signum)
@@ -183,31 +216,37 @@ def run_process(words: Sequence[str], env: dict[str, str] | None = None) -> int:
 
 def run_curriculum(command: Command) -> int:
     """Run the stages that are not finished yet; return 0, or the status of the stage that did not finish."""
+    continues = False
     if command.resume:
         run = resumed_run(command)
-        command = command.in_folder(run)
+        if continues := (run / CONFIG_NAME).is_file():
+            command = command.in_folder(run.absolute())
     curriculum, lock = Curriculum.of(command), FolderLock()
-    if command.resume and (errors := curriculum.lost_words(run)):
+    typed, is_repeated = curriculum.typed, curriculum.is_repeated()
+    if continues and (errors := curriculum.lost_words(run)):
         raise UserError(*errors)
-    if curriculum.typed or not command.resume:  # else it was checked when it was started
+    if continues and is_repeated and any(word.partition("=")[0].endswith("+") for word in typed):
+        # The file includes them, and would append them once more.
+        curriculum = replace(curriculum, typed=[word for word in typed if word == ALLOWS])
+    if curriculum.typed or not continues:  # else it was checked when it was started
         # In a separate process: the modules it imports would otherwise stay in memory during all stages.
-        words = [str(curriculum.file), *curriculum.typed, f"run_dir={curriculum.run_dir}"]
-        if status := run_process(["check", *words]):
+        words = [str(curriculum.file.absolute()), *curriculum.typed, f"run_dir={curriculum.run_dir}"]
+        if status := run_process(["check", *words], folder=curriculum.start):
             return status
-    if not command.resume:
-        run = new_run(curriculum)
     try:
+        if not continues:
+            run = new_run(curriculum, lock, command.resume)
         if is_first_process():
             lock.take(run)
-            if command.resume and curriculum.typed:
+            if continues and not is_repeated:
                 curriculum.write(run, curriculum.typed)
-        return _run_stages(curriculum, run.absolute(), command.resume)
+        return _run_stages(curriculum, run.absolute(), continues)
     finally:
         lock.release()
 
 
 def _run_stages(curriculum: Curriculum, run: Path, is_resumed: bool) -> int:
-    extended = {number for number, _ in map(_for_stage, curriculum.typed)}
+    extended = {number for number, _ in map(_for_stage, curriculum.typed)} & {curriculum.last_started(run)}
     has_run = False
     for stage in curriculum.stages:
         what = f"Stage {stage.number} of {len(curriculum.stages)} ({stage.name})"
@@ -215,7 +254,7 @@ def _run_stages(curriculum: Curriculum, run: Path, is_resumed: bool) -> int:
             report_on_first(f"{what} is finished.")
             continue
         report_on_first(f"{what}: {run / stage.folder}")
-        status = run_process(["run", *curriculum.run_words(stage, run)], stage_environment(stage))
+        status = run_process(["run", *curriculum.run_words(stage, run)], stage_environment(stage), curriculum.start)
         if status or stage.outcome(run) != "finished":
             # A run that stopped early, or collapsed, ends with status 0.
             ended = f"status {status}" if status else stage.outcome(run) or "no summary.json"
@@ -230,24 +269,32 @@ def _run_stages(curriculum: Curriculum, run: Path, is_resumed: bool) -> int:
     return 0
 
 
-def new_run(curriculum: Curriculum) -> Path:
-    """Return the folder of a new run, created by the first process; raise UserError if several find it taken."""
+def new_run(curriculum: Curriculum, lock: FolderLock, resumes: bool = False) -> Path:
+    """Return the folder of a new run, created by the first process; raise UserError if several find it taken.
+
+    Args:
+        lock: Locks the folder.
+        resumes: Take the folder that was asked for, in which the next start continues.
+    """
     if not is_first_process():
         return curriculum.run_dir
     processes = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
-    if processes > 1 and curriculum.run_dir.exists():
+    if processes > 1 and not resumes and curriculum.run_dir.exists():
         raise UserError(f"{curriculum.run_dir} exists. Set run_dir=/another/folder, or add {RESUME} to continue it.")
-    run = reserve(curriculum.run_dir)
+    run, _ = reserve(curriculum.run_dir, lock, resumes)
     curriculum.write(run, curriculum.typed)
     return run
 
 
 def resumed_run(command: Command) -> Path:
-    """Return the run folder to resume, typed or of the curriculum's name; UserError if there is none."""
+    """Return the run folder to resume, typed, in the file or of the curriculum's name.
+
+    As for other runs, a named folder may be new; UserError is raised for another that is not a run's.
+    """
     typed = dict(command.overrides).get("run_dir")
     is_run = typed is not None or command.recipe.name == CONFIG_NAME
     run = resumed_folder(command.recipe, typed) if is_run else Curriculum.of(command).run_dir
-    if not (run / CONFIG_NAME).is_file():
+    if not (is_run or "run_dir" in loaded(command.recipe) or (run / CONFIG_NAME).is_file()):
         raise UserError(f"{run} is not a curriculum run. Leave out {RESUME} to start it, or set run_dir=RUN_DIR.")
     return run
 
