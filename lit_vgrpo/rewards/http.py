@@ -62,7 +62,7 @@ class ScoreRequest(BaseModel):
     and a server that read them would open any of its files that a stranger names.
     """
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, ser_json_inf_nan="constants")
 
     version: Literal[1] = 1
     images: list[Annotated[Base64Bytes, Field(strict=False)]]
@@ -109,7 +109,8 @@ def score_request(
 ) -> bytes:
     """Return a request as JSON, of images ``(B, 3, H, W)`` and the B pictures that the prompts edit, or none, in uint8.
 
-    A row with a value that JSON cannot represent is a ValueError.
+    In rows, NaN and infinity arrive as they are, dates as text, and tuples and sets as lists. A value of another type
+    that JSON does not have is a ValueError.
     """
     files, sources = ([base64.b64encode(encode_png(image)) for image in of] for of in (images, pictures))
     request = ScoreRequest(images=files, prompts=list(prompts), rows=[*map(dict, rows)], pictures=sources)

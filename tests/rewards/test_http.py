@@ -1,5 +1,6 @@
 import asyncio
 import gzip
+import math
 import os
 import random
 import re
@@ -18,7 +19,7 @@ from helpers import free_port, repeating
 
 from lit_vgrpo.rewards import Connection, HTTPReward, QuestionScore, RewardOutage, ScoreQueue, VLMJudge, Weighted
 from lit_vgrpo.rewards.connection import proxy_of
-from lit_vgrpo.rewards.http import LARGEST_ANSWER, LONGEST_PAUSE_S, SENDS_SPACES
+from lit_vgrpo.rewards.http import LARGEST_ANSWER, LONGEST_PAUSE_S, SENDS_SPACES, ScoreRequest, score_request
 from lit_vgrpo.rewards.servers import RequestError
 
 
@@ -159,6 +160,14 @@ def test_a_row_that_json_cannot_hold_fails_its_image_alone():
         weighted = Weighted([HTTPReward(server.url, connection=patient())])
         batch = weighted.score(pixels, prompts, [rows[0], {"prompt": "a", "x": object()}, rows[2]])
     assert batch.ok.tolist() == [True, False, True]
+
+
+def test_numbers_that_are_not_finite_arrive_in_the_rows_as_they_are():
+    row = {"prompt": "a", "least": math.nan, "range": [-math.inf, math.inf]}
+    body = score_request(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), ["a"], [row])
+    (received,) = ScoreRequest.model_validate_json(body).rows
+    assert math.isnan(received.pop("least"))
+    assert received == {"prompt": "a", "range": [-math.inf, math.inf]}
 
 
 def without_end(handler):
