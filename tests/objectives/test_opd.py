@@ -161,6 +161,8 @@ def test_rows_and_settings_that_cannot_work_are_one_line(policy, tmp_path, monke
         objective.prepare(context)
     with pytest.raises(ValueError, match="names the unknown teacher tow in its field teacher. Did you mean two"):
         objective.prepare(replace(context, data_rows=[{"prompt": "a cat", "teacher": "tow"}] * 6))
+    for named in (["two"], {"two": 1}):  # a field of a row may hold anything
+        assert "names the unknown teacher" in objective.row_error({"prompt": "a cat", "teacher": named})
     assert OPD({}).check(SIZES)[0].startswith("model.objective.teachers is empty.")
     (line,) = OPD({"one": "a"}, RolloutSpec(steps=S), num_steps=5).check(SIZES)
     assert line == "model.objective.num_steps=5 exceeds the rollout's 4. Use at most 4."
