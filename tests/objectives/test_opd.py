@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from commands import run as run_recipe
-from helpers import SaveAt, make_trainer, prompt_file, repeating, weights
+from helpers import Brightness, SaveAt, make_trainer, prompt_file, repeating, weights
 from pair_methods import PROMPTS, assert_same_gradient, loss_and_gradient, nudge, roll
 from policy_copies import load_copy
 from teachers import LORA, make_student, make_task, save_teachers
@@ -110,6 +110,33 @@ def test_only_the_student_is_trained_saved_and_exported(tiny_sd3, tmp_path):
     assert planned == {"rollout": 3, "update": 3, "teacher": 3}
     assert planned == {phase: sum(count.values()) / module.ledger.images for phase, count in counts.items()}
     assert trainer.callback_metrics["reward/mean"] > 0
+
+
+class Broken(Brightness):
+    """Raises an error or, if it cannot continue, breaks its contract."""
+
+    def __init__(self, is_outage):
+        self.is_outage = is_outage
+
+    def __call__(self, images, prompts, rows):
+        return torch.zeros(99) if self.is_outage else 1 / 0
+
+
+@pytest.mark.parametrize("is_outage", [False, True])
+def test_a_reward_that_fails_does_not_end_a_run_that_only_logs_it(tiny_sd3, tmp_path, is_outage):
+    module = make_student(tiny_sd3, tmp_path, Broken(is_outage))
+    module.evaluate_at_start = False
+    with pytest.warns(UserWarning, match='"brightness"') as warned:
+        make_trainer(tmp_path, 2).fit(module, datamodule=make_task())
+    said = [text for one in warned if (text := str(one.message)).startswith('Reward "brightness" failed for ')]
+    assert [text.split(": ")[0].split(" for ")[1] for text in said] == [
+        "16 of 16 images of iteration 1",
+        "all 2 held-out images",
+        "16 of 16 images of iteration 2",
+        "all 2 held-out images",
+    ]
+    assert module.objective.num_updates == 2
+    assert not [one for one in warned if "degrees of freedom" in str(one.message)]
 
 
 def test_a_teacher_of_fewer_ranks_and_layers_is_exact_and_the_student_stays(tiny_sd3, tmp_path):
