@@ -160,15 +160,16 @@ class RewardLogger(L.Callback):
                 f"All {len(record.group_ids.unique())} groups have no reward spread at iteration {record.iteration + 1}"
                 f", so no step is taken. The reward is constant ({float(scored.mean()):.4g}) within each group."
             )
-        small = small_spread_warning("The rewards of the first iteration", scored)
-        if uses_advantages and record.has_advantage and record.iteration == 0 and small is not None:
-            rank_zero_warn(small)
+        if uses_advantages and record.has_advantage and record.iteration == 0:
+            small = small_spread_warning("The rewards of the first iteration", scored)
+            if small is not None:
+                rank_zero_warn(small)
         for name, message in record.errors.items():
             failed = f"{record.parts[name]['failed']:.0f} of {record.images} images of iteration {record.iteration + 1}"
             rank_zero_warn(f'Reward "{name}" failed for {failed}: {message}')
         metrics = {
             "reward/mean": mean_score(scored),
-            "reward/std": float(scored.std(correction=0)),
+            "reward/std": float((scored - scored.mean()).square().mean().sqrt()),  # torch.std warns if there are none
             "reward/no_spread": no_spread_share(record.rewards, record.group_ids),
             "reward/failed": float(record.rewards.isnan().sum()),
         }

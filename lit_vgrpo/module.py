@@ -114,6 +114,7 @@ class VGRPOModule(L.LightningModule):
         self.automatic_optimization = False
         self.policy, self.objective, self.seed = policy, objective, seed
         self.reward = as_weighted(reward, "model.reward")
+        self.reward.is_only_logged = not objective.trains_on_reward
         self.optimization = Optimization(optimizer, lr_scheduler)
         self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
         self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std

@@ -290,6 +290,11 @@ class Objective(ABC):
         as_sampled = self.trains_on_sampling_steps or (policy is not None and policy.embeds_guidance)
         return self.rollout_spec(0).guidance if as_sampled else 1.0
 
+    @property
+    def trains_on_reward(self) -> bool:
+        """True if the loss depends on the reward, which is otherwise only logged."""
+        return self.needs_reward and (self.uses_advantages or self.takes_reward_gradient)
+
     # --- the rollout -----------------------------------------------------------------------------------------------
 
     def connect(self, rollout_device: torch.device | None, seed: int = 0) -> None:

@@ -95,7 +95,7 @@ class OPD(Objective):
 
     def row_error(self, row: Mapping[str, Any]) -> str | None:
         name = row.get(TEACHER)
-        if name in self.teachers:
+        if name in [*self.teachers]:  # a list in a row cannot be looked up in the mapping
             return None
         named = "names no teacher" if name is None else f"names the unknown teacher {name}"
         advice = suggestion(str(name or ""), self.teachers)

@@ -60,6 +60,7 @@ class Weighted(Reward):
     """
 
     name = "weighted"
+    is_only_logged: bool = False  # no method trains on it: if it cannot continue, its images fail and the run goes on
 
     def __init__(
         self,
@@ -271,7 +272,12 @@ class Weighted(Reward):
         if chosen:
             images = batch.images if len(chosen) == len(batch.rows) else batch.images[chosen]
             prompts, rows = [batch.prompts[i] for i in chosen], [batch.rows[i] for i in chosen]
-            scores[chosen], error = _score(part.reward, images, prompts, rows)
+            try:
+                scores[chosen], error = _score(part.reward, images, prompts, rows)
+            except RewardOutage as outage:
+                if not self.is_only_logged:
+                    raise
+                error = str(outage)
             if error is not None:
                 errors[part.name] = error
         counts = dict(part.reward.take_counts())

@@ -29,7 +29,9 @@ class Connection:
     """Timeouts, retries and limits of requests to a server.
 
     Args:
-        timeout_s: Seconds for one attempt, from the first byte sent to the last byte read.
+        timeout_s: Seconds for one attempt, from the first byte sent to the last byte read. It starts again whenever
+            ``lightning serve-reward`` has scored other requests first. For other servers, set it above ranks x
+            ``max_connections`` x seconds per batch.
         retries: Attempts after the first; a permanent error such as status 404 is not retried.
         backoff_s: The pause before retry k = 0, 1, ... is drawn from 0 to ``backoff_s * 2**k`` seconds, 30 at most. The
             server's ``Retry-After`` is its minimum, within the same 30.

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import math
 import random
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -46,6 +47,10 @@ SHOWN = 300
 """Letters of an error response in messages."""
 LARGEST_ANSWER = 10_000_000
 """Bytes of an answer; the rest is not read."""
+SENDS_SPACES = "X-Sends-Spaces"
+"""Header of an answer that starts with spaces, one each time the server has scored others while the request waits."""
+LATE_STATUS = re.compile(rb' *\{"status": (\d{3}),')
+"""Start of the body, if an error came after the spaces."""
 CALLS_AT_ONCE = 64
 """Batches of images that are scored at once, within the connections that are allowed."""
 
@@ -57,7 +62,7 @@ class ScoreRequest(BaseModel):
     and a server that read them would open any of its files that a stranger names.
     """
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, ser_json_inf_nan="constants")
 
     version: Literal[1] = 1
     images: list[Annotated[Base64Bytes, Field(strict=False)]]
@@ -104,7 +109,8 @@ def score_request(
 ) -> bytes:
     """Return a request as JSON, of images ``(B, 3, H, W)`` and the B pictures that the prompts edit, or none, in uint8.
 
-    A row with a value that JSON cannot represent is a ValueError.
+    In rows, NaN and infinity arrive as they are, dates as text, and tuples and sets as lists. A value of another type
+    that JSON does not have is a ValueError.
     """
     files, sources = ([base64.b64encode(encode_png(image)) for image in of] for of in (images, pictures))
     request = ScoreRequest(images=files, prompts=list(prompts), rows=[*map(dict, rows)], pictures=sources)
@@ -274,11 +280,17 @@ class RemoteReward(Reward):
             try:
                 # a limit on the whole exchange: a server that trickles bytes never exceeds the one on a read
                 async with attempt.limit, post() as answer:
+                    sends_spaces = SENDS_SPACES in answer.headers
                     async for block in answer.aiter_bytes():
                         body += block
+                        if sends_spaces and attempt.limit_s == timeout_s and body.isspace():  # others are scored first
+                            body.clear()
+                            attempt.limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
                         if len(body) > LARGEST_ANSWER:
                             raise ValueError(f"it is larger than {LARGEST_ANSWER // 10**6} MB")
-                if answer.status_code == 200:
+                late = LATE_STATUS.match(body) if sends_spaces else None
+                status = answer.status_code if late is None else int(late[1])
+                if status == 200:
                     return read(bytes(body))
             except (TimeoutError, httpx.TimeoutException) as error:
                 is_late = isinstance(error, TimeoutError) and attempt.limit_s < timeout_s
@@ -292,8 +304,7 @@ class RemoteReward(Reward):
             except ValueError as error:
                 reason = validation_message(error) if isinstance(error, ValidationError) else one_line(error)
                 raise self._counted(server, "invalid", f"returned an invalid response: {reason}") from error
-            status, pause = answer.status_code, answer.headers.get("retry-after", "")
-            text = printable(bytes(body), SHOWN)
+            pause, text = answer.headers.get("retry-after", ""), printable(bytes(body), SHOWN)
             failure = self._counted(server, f"status_{status}", f"returned status {status}: {text}")
             failure.is_permanent = status < 500 and status not in RETRIED_STATUS
             failure.retry_after_s = float(pause) if pause.isdecimal() else 0.0  # it may be a date

@@ -136,7 +136,7 @@ class Servers:
                 caught.server, error = server, caught
             self._under_way.remove(attempt)
             seconds = asyncio.get_running_loop().time() - start
-            self._note(server, seconds, error, seconds >= min(timeout_s, self._late_s(server)))
+            self._note(server, seconds, error, seconds >= self._late_s(server))
             if self.several:
                 counts = {"requests": 1, "seconds": seconds, "failures": int(error is not None)}
                 for event, number in counts.items():

@@ -106,7 +106,8 @@ class ScoreCollector:
     def result(self) -> tuple[Rollout, Scores]:
         """Return this rank's images and, after waiting for them, the scores of all ranks' images, in rank order.
 
-        On every rank, RewardError is raised if every image failed, or any with ``any_failure``.
+        On every rank, RewardError is raised if every image failed and is trained on its score, or any failed with
+        ``any_failure``.
         """
         rollout, self._parts = Rollout.joined(self._parts), []
         if self.queue is None:
@@ -117,7 +118,7 @@ class ScoreCollector:
         self.seconds["reward_overlapped"] = max(0.0, sum(local.seconds.values()) - self.seconds["reward"])
         scores = gathered(local)
         failed, number = int(scores.total.isnan().sum()), len(scores)
-        if failed and (self.any_failure or failed == number):
+        if failed and (self.any_failure or (failed == number and not self.reward.is_only_logged)):
             name, message = next(iter(scores.errors.items()), ("", "no message"))
             stop = ", and model.failed_images=stop" if failed < number else ", so there is nothing to learn"
             images = f"images of iteration {rollout.iteration + 1}"

@@ -222,6 +222,45 @@ def test_a_client_that_goes_away_is_no_server_error(logged, capfd):
     assert capfd.readouterr().err == "", "uvicorn writes past the loggers that the test watches"
 
 
+class Slow(Recorded):
+    """Takes 0.3 s per call."""
+
+    def __call__(self, *batch):
+        threading.Event().wait(0.3)
+        return super().__call__(*batch)
+
+
+def test_requests_that_wait_longer_than_the_timeout_are_scored_once_and_an_error_keeps_its_status():
+    images, prompts, rows = make_images(12)
+    prompts[6] = "wrong"
+    connection = Connection(timeout_s=2.0, retries=1, backoff_s=0.0, max_connections=12)
+    reward = Slow()
+    with Serving(reward) as serving:
+        remote = HTTPReward(serving.url, batch_size=1, connection=connection)
+        scores = remote(images, prompts, rows)
+    assert scores.isnan().nonzero().flatten().tolist() == [6]
+    assert sorted(prompt for (prompt,) in reward.calls) == sorted([*prompts, "wrong"])
+    assert remote.take_counts() == {"gave_up": 1, "retried": 1, "status_500": 2}
+    assert "Return a float32 tensor of shape (1,)" in remote.failure
+
+
+def test_a_request_whose_client_left_is_not_scored():
+    reward = Recorded()
+    reward.gate.clear()
+    body = body_of(make_images(1)[0], ["left"])
+    head = f"POST /score HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with Serving(reward) as serving:
+        answers, tasks = post_in_threads(serving.url, 1), serving.server.server_state.tasks
+        assert reward.started.wait(20)
+        with socket.create_connection(serving.listener.getsockname()) as client:
+            client.sendall(head.encode() + body)
+            wait_until(lambda: serving.worker._thread._work_queue.qsize() == 1)
+        wait_until(lambda: len(tasks) == 1)
+        reward.gate.set()
+        wait_until(lambda: answers and serving.worker._thread._work_queue.empty())
+    assert reward.calls == [["a"]]
+
+
 @pytest.mark.parametrize("drips", [False, True])
 def test_clients_that_stall_in_a_request_keep_others_out_for_a_moment_only(monkeypatch, drips):
     monkeypatch.setattr("lit_vgrpo.apps.serve.app.PATIENCE_S", 1.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from commands import run as run_recipe
-from helpers import SaveAt, make_trainer, prompt_file, repeating, weights
+from helpers import Brightness, SaveAt, make_trainer, prompt_file, repeating, weights
 from pair_methods import PROMPTS, assert_same_gradient, loss_and_gradient, nudge, roll
 from policy_copies import load_copy
 from teachers import LORA, make_student, make_task, save_teachers
@@ -112,6 +112,33 @@ def test_only_the_student_is_trained_saved_and_exported(tiny_sd3, tmp_path):
     assert trainer.callback_metrics["reward/mean"] > 0
 
 
+class Broken(Brightness):
+    """Raises an error or, if it cannot continue, breaks its contract."""
+
+    def __init__(self, is_outage):
+        self.is_outage = is_outage
+
+    def __call__(self, images, prompts, rows):
+        return torch.zeros(99) if self.is_outage else 1 / 0
+
+
+@pytest.mark.parametrize("is_outage", [False, True])
+def test_a_reward_that_fails_does_not_end_a_run_that_only_logs_it(tiny_sd3, tmp_path, is_outage):
+    module = make_student(tiny_sd3, tmp_path, Broken(is_outage))
+    module.evaluate_at_start = False
+    with pytest.warns(UserWarning, match='"brightness"') as warned:
+        make_trainer(tmp_path, 2).fit(module, datamodule=make_task())
+    said = [text for one in warned if (text := str(one.message)).startswith('Reward "brightness" failed for ')]
+    assert [text.split(": ")[0].split(" for ")[1] for text in said] == [
+        "16 of 16 images of iteration 1",
+        "all 2 held-out images",
+        "16 of 16 images of iteration 2",
+        "all 2 held-out images",
+    ]
+    assert module.objective.num_updates == 2
+    assert not [one for one in warned if "degrees of freedom" in str(one.message)]
+
+
 def test_a_teacher_of_fewer_ranks_and_layers_is_exact_and_the_student_stays(tiny_sd3, tmp_path):
     options = {**LORA, "lora_targets": ["attn.to_q"], "lora_alpha": 3}
     narrow = save_teachers(tiny_sd3, tmp_path, ("one",), options=options)
@@ -161,6 +188,8 @@ def test_rows_and_settings_that_cannot_work_are_one_line(policy, tmp_path, monke
         objective.prepare(context)
     with pytest.raises(ValueError, match="names the unknown teacher tow in its field teacher. Did you mean two"):
         objective.prepare(replace(context, data_rows=[{"prompt": "a cat", "teacher": "tow"}] * 6))
+    for named in (["two"], {"two": 1}):  # a field of a row may hold anything
+        assert "names the unknown teacher" in objective.row_error({"prompt": "a cat", "teacher": named})
     assert OPD({}).check(SIZES)[0].startswith("model.objective.teachers is empty.")
     (line,) = OPD({"one": "a"}, RolloutSpec(steps=S), num_steps=5).check(SIZES)
     assert line == "model.objective.num_steps=5 exceeds the rollout's 4. Use at most 4."

@@ -1,5 +1,6 @@
 import asyncio
 import gzip
+import math
 import os
 import random
 import re
@@ -18,7 +19,7 @@ from helpers import free_port, repeating
 
 from lit_vgrpo.rewards import Connection, HTTPReward, QuestionScore, RewardOutage, ScoreQueue, VLMJudge, Weighted
 from lit_vgrpo.rewards.connection import proxy_of
-from lit_vgrpo.rewards.http import LARGEST_ANSWER, LONGEST_PAUSE_S
+from lit_vgrpo.rewards.http import LARGEST_ANSWER, LONGEST_PAUSE_S, SENDS_SPACES, ScoreRequest, score_request
 from lit_vgrpo.rewards.servers import RequestError
 
 
@@ -159,6 +160,14 @@ def test_a_row_that_json_cannot_hold_fails_its_image_alone():
         weighted = Weighted([HTTPReward(server.url, connection=patient())])
         batch = weighted.score(pixels, prompts, [rows[0], {"prompt": "a", "x": object()}, rows[2]])
     assert batch.ok.tolist() == [True, False, True]
+
+
+def test_numbers_that_are_not_finite_arrive_in_the_rows_as_they_are():
+    row = {"prompt": "a", "least": math.nan, "range": [-math.inf, math.inf]}
+    body = score_request(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), ["a"], [row])
+    (received,) = ScoreRequest.model_validate_json(body).rows
+    assert math.isnan(received.pop("least"))
+    assert received == {"prompt": "a", "range": [-math.inf, math.inf]}
 
 
 def without_end(handler):
@@ -453,6 +462,22 @@ def test_a_server_that_hangs_is_left_out_long_before_the_timeout(answers):
     counts = reward.take_counts()
     assert 1 <= counts["late"] == counts["retried"] <= 4
     assert len(fine.requests) + len(hung.requests) == 40 + counts["late"], "a batch was sent elsewhere twice"
+
+
+def test_spaces_of_a_server_that_scores_others_first_start_the_timeout_again():
+    def wait_in_line(handler):
+        handler.wfile.write(f"HTTP/1.1 200 OK\r\n{SENDS_SPACES}: 1\r\nConnection: close\r\n\r\n".encode())
+        for _ in range(5):
+            handler.server.owner.closing.wait(0.3)
+            handler.wfile.write(b" ")
+        handler.wfile.write(b'{"scores": [0.5]}')
+        handler.close_connection = True
+
+    with FaultServer(then=wait_in_line) as server:
+        reward = HTTPReward([server.url], batch_size=1, connection=patient(timeout_s=1.0))
+        assert reward(*make_images(2)).tolist() == [0.5, 0.5]
+    assert of_server(reward.take_counts(), server) == 2
+    assert reward._servers.all[0].back_at == 0, "a server whose others come first is left out"
 
 
 def test_a_server_that_was_left_out_is_asked_again():

@@ -19,10 +19,10 @@ def save_teachers(folder, place, names, policy_class=SD3Policy, options=LORA):
     return {name: str(place / name) for name in names}
 
 
-def make_student(folder, place, **options):
+def make_student(folder, place, reward=None, **options):
     objective = OPD(save_teachers(folder, place, ("one", "two")), RolloutSpec(steps=3), **options)
     adam = OptimizerConfig(lr=1e-4, eps=1e-6)
-    return make_module(folder, objective, policy=SD3Policy(str(folder), **LORA), optimizer=adam)
+    return make_module(folder, objective, reward, policy=SD3Policy(str(folder), **LORA), optimizer=adam)
 
 
 def make_task(**options):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import io
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import StreamingResponse
 from PIL import Image, UnidentifiedImageError
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
@@ -21,15 +23,17 @@ from torch import Tensor
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards import Scores, Weighted
-from lit_vgrpo.rewards.http import ScoreAnswer, ScoreRequest, validation_message
+from lit_vgrpo.rewards.http import SENDS_SPACES, ScoreAnswer, ScoreRequest, validation_message
 from lit_vgrpo.system.server import bounded_app
 
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 """Pillow's modes of at most 8 bits per channel."""
 MOST_VALUES = 1000
 """JSON values allowed in a request, per image it may hold; parsed, the smallest take a hundred times their bytes."""
-REQUESTS = 16
-"""Requests held at the same time; the others wait in their connections, unread."""
+REQUESTS = 64
+"""Requests held at the same time; the others wait in their connections, unread, and silently."""
+SPACE_S = 0.2
+"""Seconds between looks at a waiting request: it gets a space if images were scored, and ends if its client left."""
 LARGEST_IMAGES = 16
 """Images of the largest size in a request, or more that are smaller."""
 CALL_PIXELS = 2**24
@@ -99,25 +103,52 @@ def make_app(
         return {"status": "ok", "name": name, "scored": worker.scored_images}
 
     @app.post("/score")
-    async def score(request: Request) -> ScoreAnswer:
+    async def score(request: Request) -> StreamingResponse:
         given = request.headers.get("authorization", "").encode("utf-8", errors="replace")
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise HTTPException(401, "the bearer token is missing or wrong")
+        parts = answer(request)
+        first = await anext(parts)  # an error before it sets the status
+        headers = {SENDS_SPACES: "1", "X-Accel-Buffering": "no"}  # nginx passes each on at once
+        return StreamingResponse(with_errors(first, parts), headers=headers, media_type="application/json")
+
+    async def answer(request: Request) -> AsyncIterator[bytes]:
+        """Yield a space whenever other requests were scored, then the answer; its client times out in silence only."""
         async with room:
             body = await whole_body(request)
             if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 raise HTTPException(422, "send JSON, with Content-Type: application/json")  # other sites' pages cannot
             sent = await asyncio.to_thread(read_request, body, max_images, max_pixels)
             del body
+            scored, work = worker.scored_images, asyncio.create_task(worker.score(*sent))
             try:
-                scores = await worker.score(*sent)
+                while not (await asyncio.wait([work], timeout=SPACE_S))[0]:
+                    if await request.is_disconnected():
+                        raise HTTPException(400, "the client left")
+                    if worker.scored_images > scored:
+                        scored = worker.scored_images
+                        yield b" "
+                scores = work.result()
             except (RuntimeError, MemoryError) as error:  # a reward that broke its contract, or ran out of memory
                 raise HTTPException(500, f"{type(error).__name__}: {one_line(error)}") from error
+            finally:
+                work.cancel()  # before it is scored for nobody
         why = "; ".join(f"{part}: {one_line(error)}" for part, error in scores.errors.items()) or "no score"
         values = [None if math.isnan(value) else value for value in scores.total.tolist()]
-        return ScoreAnswer(scores=values, errors=[why if value is None else None for value in values])
+        errors = [why if value is None else None for value in values]
+        yield ScoreAnswer(scores=values, errors=errors).model_dump_json().encode()
 
     return app
+
+
+async def with_errors(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the parts of an answer; an error becomes the last one, since the status is sent."""
+    yield first
+    try:
+        async for part in parts:
+            yield part
+    except HTTPException as error:
+        yield json.dumps({"status": error.status_code, "detail": error.detail}).encode()
 
 
 async def whole_body(request: Request) -> bytes:
