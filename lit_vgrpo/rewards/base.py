@@ -30,7 +30,7 @@ from lit_vgrpo.system.signals import STOP_SIGNALS, guests
 
 
 class RewardOutage(RewardError):
-    """A reward cannot score anything any more. This ends a run that trains on it; other errors only fail their images."""
+    """A reward cannot score any more. This ends a run that trains on it; other errors only fail their images."""
 
 
 class Reward(ABC):

@@ -60,7 +60,7 @@ class Weighted(Reward):
     """
 
     name = "weighted"
-    is_only_logged: bool = False  # no method trains on it: if it cannot continue, its images fail and the run goes on
+    is_only_logged: bool = False  # no method trains on it: an outage fails its images and does not end the run
 
     def __init__(
         self,

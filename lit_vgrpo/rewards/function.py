@@ -119,7 +119,7 @@ class PythonReward(Reward):
     ) -> Tensor:
         function, takes_references, count = self._call
         more = {"references": self._converted(references)} if takes_references else {}
-        # the list of prompts is its own too, since the scores are counted by the other
+        # a copy of the prompts too: their number is that of the scores
         returned = function(*(self._converted(images), [*prompts], rows)[:count], **self.options, **more)
         self.failure = None
         if isinstance(returned, Tensor):

@@ -236,9 +236,7 @@ def download_command(checkpoint: str, filename: str, revision: str | None = None
     >>> print(download_command("owner/name", "model_index.json"))
     python -c "import diffusers; diffusers.DiffusionPipeline.download('owner/name')"
     """
-    if (
-        filename == "model_index.json"
-    ):  # repositories of pipelines have the weights in several formats
+    if filename == "model_index.json":  # repositories of pipelines have the weights in several formats
         which = f", revision='{revision}'" if revision else ""
         return f"python -c \"import diffusers; diffusers.DiffusionPipeline.download('{checkpoint}'{which})\""
     return f"hf download {checkpoint}" + (f" --revision {revision}" if revision else "")
