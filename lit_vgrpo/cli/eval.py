@@ -221,7 +221,10 @@ def table(report: dict[str, Any]) -> str:
     variants = report["variants"].values()
     differences = report.get("difference_to_reference", {}).values()
     lines: dict[str, list[str]] = {}
+    trained = [name for name, part in report["rewards"].items() if not part["untrained"]]
     for name in next(iter(variants))["means"]:
+        if trained == [name] and all(result["means"][name] == result["means"]["reward"] for result in variants):
+            continue  # the line above has the same numbers
         shown = f"{name} (untrained)" if report["rewards"].get(name, {}).get("untrained") else name
         means = [result["means"][name] for result in variants]
         lines[shown] = [with_interval(mean) for mean in means]

@@ -158,10 +158,11 @@ def bootstrap_interval(
     sums, counts = np.bincount(cluster_of, scores[known]), np.bincount(cluster_of)
     if len(sums) < 2:  # a single prompt does not show how prompts differ
         return math.nan, math.nan
+    order = np.lexsort((counts, sums))  # the interval does not depend on the clusters' names or order
     from scipy.stats import bootstrap  # importing it takes 0.5 s
 
     interval = bootstrap(
-        (sums, counts),
+        (sums[order], counts[order]),
         lambda sums, counts, axis: sums.sum(axis) / counts.sum(axis),
         n_resamples=RESAMPLES,
         batch=RESAMPLES_AT_ONCE,

@@ -502,7 +502,10 @@ class Policy(nn.Module):
         multiple = factor * patch_size
         for name, pixels in (("height", self.height), ("width", self.width)):
             if pixels is not None and pixels % multiple:
-                raise LoadError(f"{self.size_in}.{name}={pixels} is not a multiple of {multiple} (VAE factor x patch).")
+                below = pixels // multiple * multiple
+                near = " or ".join(str(side) for side in (below, below + multiple) if side)
+                what = f"{self.size_in}.{name}={pixels} is not a multiple of {multiple} (VAE factor x patch)"
+                raise LoadError(f"{what}. Set {name}={near}.")
         height, width = (default if side is None else side // factor for side in (self.height, self.width))
         return height, width
 

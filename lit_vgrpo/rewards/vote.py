@@ -108,7 +108,7 @@ class VoteReward(Reward):
                 left = counted(progress.needed - progress.given, "vote")
                 opening = shell_line("lightning", "vote", store.path.parent)
                 page = "" if self.is_served else f" Open the voting page: {opening}"
-                say(f"Waiting for {left} on {store.path}.{page}")
+                say(f"Waiting for {left}.{page}")
                 self._was_announced = True
             if self._is_closed.wait(POLL_S) or is_stop_requested():
                 raise KeyboardInterrupt  # people may take hours: save the run and ask again on resume

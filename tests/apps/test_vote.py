@@ -248,7 +248,7 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
 def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
     with started("run", "tiny.yaml", *SETTINGS, stderr=subprocess.PIPE) as job:
         line = ""
-        while "Waiting for 2 votes on" not in line:
+        while "Waiting for 2 votes." not in line:
             line = job.stdout.readline()
             assert line, job.stderr.read()
         with started("vote", str(RUN), "--port=0", stderr=subprocess.PIPE) as page:

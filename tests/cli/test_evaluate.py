@@ -140,6 +140,7 @@ def test_the_numbers_are_those_of_the_run(inside, evaluated):
     untrained = {name: about["untrained"] for name, about in report["rewards"].items()}
     assert untrained == {"brightness": False, "jpeg": True, "colour": True}
     assert "jpeg (untrained) " in table(report)
+    assert "brightness" not in table(report)  # the only trained one: the reward's line has its numbers
 
 
 def test_the_csv_has_a_line_for_every_image_and_failed_ones_are_counted_and_left_out(evaluated):

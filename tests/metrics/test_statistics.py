@@ -72,6 +72,8 @@ def test_prompts_are_resampled_whole():
     alone = bootstrap_interval(images.tolist())
     assert whole[1] - whole[0] > 2.5 * (alone[1] - alone[0])
     assert bootstrap_interval(torch.tensor(images), torch.tensor(prompts)) == whole
+    names = [f"prompt {(7 * number) % 41}" for number in prompts.tolist()]
+    assert bootstrap_interval(images.tolist(), names) == whole  # in another order
 
 
 def test_failed_images_are_left_out():
