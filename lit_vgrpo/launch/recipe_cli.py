@@ -335,7 +335,7 @@ def run_loggers(setting: Any, folder: Path, progress: Progress | None) -> list[L
     loggers = as_list(setting, Logger)
     loggers.insert(0, MetricsTable(folder, None if progress is None else rows_up_to(progress)))
     if setting is not False and not any(isinstance(logger, TensorBoardLogger) for logger in loggers):
-        purge: Any = {} if progress is None else {"purge_step": progress.optimizer_steps}
+        purge: Any = {} if progress is None else {"purge_step": progress.optimizer_steps + 1}
         loggers.append(TensorBoard(folder, name="", version="tensorboard", **purge))
     return loggers
 

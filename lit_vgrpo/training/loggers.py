@@ -133,7 +133,10 @@ def _is_same_iteration(last: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 
 
 class TensorBoard(TensorBoardLogger):
-    """Lightning's logger, which stops with a warning when its files cannot be written, instead of ending the run."""
+    """Lightning's logger, which stops with a warning when its files cannot be written, instead of ending the run.
+
+    A row's step is the number of optimizer steps done, as an image's: 0 is before training. Lightning's is one less.
+    """
 
     _has_failed = False
 
@@ -149,7 +152,8 @@ class TensorBoard(TensorBoardLogger):
 
     @override
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self._attempt(super().log_metrics, metrics, step)
+        is_start = _numbered(metrics).get("iteration") == 0
+        self._attempt(super().log_metrics, metrics, step if step is None or is_start else step + 1)
 
     @override
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:

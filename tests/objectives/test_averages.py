@@ -22,6 +22,7 @@ class Clock(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.shown, self.objective = torch.nn.Parameter(torch.zeros(2)), VGRPO()
+        self.weights_source = object()
 
     @torch.no_grad()
     def tick(self):

@@ -264,3 +264,8 @@ def test_a_run_gives_tensorboard_its_recipe_and_grids(tiny_recipe, monkeypatch):
     recipe = yaml.safe_load(text.tensor_proto.string_val[0].decode().removeprefix("```yaml\n").removesuffix("```"))
     assert recipe["trainer"]["max_epochs"] == 2
     assert recipe["data"]["heldout"] == "${oc.env:SECRET}"
+    assert run(["runs/tiny/config.yaml", "--resume", "trainer.max_epochs=3"]) == 0
+    events = EventAccumulator("runs/tiny/tensorboard", size_guidance={"images": 0}).Reload()
+    assert [image.step for image in events.Images("samples")] == [0, 1, 2, 3]
+    assert [row.step for row in events.Scalars("heldout/reward")] == [0, 1, 2, 3]
+    assert [row.step for row in events.Scalars("reward/mean")] == [1, 2, 3]
