@@ -114,7 +114,8 @@ class VGRPOModule(L.LightningModule):
         self.automatic_optimization = False
         self.policy, self.objective, self.seed = policy, objective, seed
         self.reward = as_weighted(reward, "model.reward")
-        self.reward.is_only_logged = not objective.trains_on_reward
+        if not objective.trains_on_reward:
+            self.reward = self.reward.only_logged()
         self.optimization = Optimization(optimizer, lr_scheduler)
         self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
         self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std

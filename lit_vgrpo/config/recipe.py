@@ -301,11 +301,10 @@ def with_found_paths(plain: Mapping[Any, Any], places: Sequence[Path], start: Pa
 
 def as_found_from(start: Path, word: str) -> str:
     """Return the overlay or override for a command in the folder ``start`` that names the files found here."""
-    here = start_folder()
-    if start == here:
-        return word
     if not is_override(word):
         return str(typed_path(word))
+    if (here := start_folder()) == start:
+        return word
     key, _, text = word.partition("=")
     steps, typed = re.findall(r"[^.+\[\]]+", key), dict[Any, Any]()
     apply_override(typed, "value", text)

@@ -166,7 +166,7 @@ class AutoPolicy(Policy):
 
     def _read(self, name: str) -> dict[str, Any]:
         if name == INDEX:
-            find_pipeline_class(self.checkpoint, self.revision)  # downloads it
+            find_pipeline_class(self.checkpoint, self.revision, variant=self.variant)  # downloads it
             folder = config_folder(self.checkpoint, self.revision)
             return {} if folder is None else read_index(folder)
         folder, path = config_folder(self.checkpoint, self.revision), None
@@ -183,11 +183,11 @@ class AutoPolicy(Policy):
         pipeline = self.pipeline or self.given
         if pipeline is not None:
             return type(pipeline).__name__
-        name = find_pipeline_class(self.checkpoint, self.revision)
+        name = find_pipeline_class(self.checkpoint, self.revision, variant=self.variant)
         if name is None:
             raise LoadError(
                 f"{KEY}={self.checkpoint} has no {INDEX} on this machine. Run: "
-                + download_command(self.checkpoint, INDEX, self.revision)
+                + download_command(self.checkpoint, INDEX, self.revision, self.variant)
             )
         import diffusers
 

@@ -92,7 +92,7 @@ def find_folder(policy: Loadable) -> Path | None:
         if path.suffix.lower() not in ONE_FILE or not hasattr(family_of(policy), "from_single_file"):
             advice = f"Use a folder with {INDEX} and unquantised weights, or a hub name."
         raise LoadError(f"{name} is a file, not a pipeline folder. {advice}")
-    kind_name = find_pipeline_class(policy.checkpoint, policy.revision)
+    kind_name = find_pipeline_class(policy.checkpoint, policy.revision, variant=policy.variant)
     if kind_name not in (None, needed):
         raise LoadError(
             f"{name} is a {kind_name}, {type(policy).__name__} needs {needed}. Use another class_path, or AutoPolicy."
@@ -221,14 +221,16 @@ def call_parameters(pipeline: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(type(pipeline).__call__).parameters
 
 
-def find_pipeline_class(checkpoint: str, revision: str | None = None, what_to_set: str = KEY) -> str | None:
+def find_pipeline_class(
+    checkpoint: str, revision: str | None = None, what_to_set: str = KEY, variant: str | None = None
+) -> str | None:
     """Return the class that a pipeline's index names, downloaded if necessary; ``None`` if unavailable.
 
     Raises:
         LoadError: The checkpoint cannot be found, or the index is damaged.
     """
     name = INDEX
-    if (reason := explain_unloadable(checkpoint, INDEX, what_to_set, revision)) is not None:
+    if (reason := explain_unloadable(checkpoint, INDEX, what_to_set, revision, variant)) is not None:
         name, is_absent = MODULAR_INDEX, "EntryNotFound" in reason  # else the hub cannot be asked
         if file_at_hand(checkpoint, name, revision) is None and (
             not is_absent or explain_unloadable(checkpoint, name, what_to_set, revision) is not None
@@ -283,7 +285,7 @@ def read_pipeline(policy: Loadable) -> Any:
     if folder is None:
         index = config_folder(policy.checkpoint, policy.revision)
         left_out = dict.fromkeys(policy.components) | ({} if index is None else policy.null_components(index))
-        command = download_command(policy.checkpoint, INDEX, policy.revision)
+        command = download_command(policy.checkpoint, INDEX, policy.revision, policy.variant)
         remedy = f"Run: {command}, or set {KEY}=/a/local/folder."
         with loading(policy.checkpoint, remedy), quiet_libraries(shows_bars=True):
             versions = {"revision": policy.revision, "variant": policy.variant}

@@ -60,7 +60,7 @@ class Weighted(Reward):
     """
 
     name = "weighted"
-    is_only_logged: bool = False  # no method trains on it: an outage fails its images and does not end the run
+    is_only_logged: bool = False
 
     def __init__(
         self,
@@ -127,6 +127,12 @@ class Weighted(Reward):
         both = copy(self)
         both.parts = parts
         return both
+
+    def only_logged(self) -> Weighted:
+        """Return this sum for a method that does not train on it: an outage fails its images, and ends no run."""
+        logged = copy(self)
+        logged.is_only_logged = True
+        return logged
 
     @property
     def differentiable(self) -> bool:  # type: ignore[override]

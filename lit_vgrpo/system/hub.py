@@ -187,7 +187,9 @@ def fetched_folder(repository: str, folder: str, revision: str | None = None, va
     return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns)) / folder
 
 
-def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revision: str | None = None) -> str | None:
+def explain_unloadable(
+    checkpoint: str, filename: str, what_to_set: str, revision: str | None = None, variant: str | None = None
+) -> str | None:
     """Return why a checkpoint cannot be loaded, in one line, or None, judged by one of its files.
 
     Looks for ``filename`` in the local folder, then in the hub's cache, then asks the hub once, unless
@@ -198,6 +200,7 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
         filename: A file that every such checkpoint has, such as ``model_index.json``.
         what_to_set: The recipe's key of the checkpoint, for the message.
         revision: Branch, tag or commit of a hub repository; ``None`` is its main branch.
+        variant: Variant of the weights that is wanted, for the message.
     """
     try:
         folder = local_folder(checkpoint)
@@ -224,20 +227,20 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
                 reason = f"you must accept its licence on the hub, {constants.ENDPOINT}/{checkpoint}, and log in"
         else:
             return None
-    remedy = f"Run: {download_command(checkpoint, filename, revision)}, or set {what_to_set}=/a/local/folder."
+    remedy = f"Run: {download_command(checkpoint, filename, revision, variant)}, or set {what_to_set}=/a/local/folder."
     return f"Cannot load {checkpoint}: not in the local cache and {reason}. {remedy}"
 
 
-def download_command(checkpoint: str, filename: str, revision: str | None = None) -> str:
+def download_command(checkpoint: str, filename: str, revision: str | None = None, variant: str | None = None) -> str:
     """Return the command that downloads what a run reads of a hub repository that has a file of this name.
 
     >>> download_command("owner/name", "config.json", "v3")
     'hf download owner/name --revision v3'
-    >>> print(download_command("owner/name", "model_index.json"))
-    python -c "import diffusers; diffusers.DiffusionPipeline.download('owner/name')"
+    >>> print(download_command("owner/name", "model_index.json", variant="fp16"))
+    python -c "import diffusers; diffusers.DiffusionPipeline.download('owner/name', variant='fp16')"
     """
     if filename == "model_index.json":  # repositories of pipelines have the weights in several formats
-        which = f", revision='{revision}'" if revision else ""
+        which = "".join(f", {k}='{v}'" for k, v in {"revision": revision, "variant": variant}.items() if v)
         return f"python -c \"import diffusers; diffusers.DiffusionPipeline.download('{checkpoint}'{which})\""
     return f"hf download {checkpoint}" + (f" --revision {revision}" if revision else "")
 

@@ -348,7 +348,8 @@ class Evaluator:
         num_failed = int(is_failed.any(dim=1).sum())
         if num_failed:
             reasons = {name: why for errors in all_gather_objects(scores.errors) for name, why in errors.items()}
-            if is_first and any(math.isnan(means.get(name, 0.0)) for name in (TRAINED, UNTRAINED)):
+            is_unscored = any(math.isnan(means.get(name, 0.0)) for name in (TRAINED, UNTRAINED))
+            if is_first and is_unscored and not self.reward.is_only_logged:
                 name, why = next(iter(reasons.items()), ("", "no message"))
                 raise RewardError(f'No held-out image could be scored before training. Reward "{name}": {why}')
             for name, why in reasons.items():

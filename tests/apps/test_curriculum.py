@@ -170,18 +170,19 @@ def processes(here, monkeypatch):
 
 
 def test_one_command_starts_a_curriculum_and_continues_it(here, processes):
-    words = ["both.yaml", "run_dir=out", "x+=1", "stage1.y=2"]
+    words, over = ["both.yaml", "over.yaml", "run_dir=out", "x+=1", "stage1.y=2"], f"{here}/over.yaml"
+    Path("over.yaml").touch()
     Path("out").mkdir()  # such as a mount point
     (_, checked), (_, first) = processes(*words)
-    assert checked == ["check", f"{here}/both.yaml", "x+=1", "stage1.y=2", "run_dir=out"]
+    assert checked == ["check", f"{here}/both.yaml", over, "x+=1", "stage1.y=2", "run_dir=out"]
     assert first[0] == "run"
-    assert first[2:] == ["x+=1", "y=2", f"run_dir={here}/out/1_first"]
+    assert first[2:] == [over, "x+=1", "y=2", f"run_dir={here}/out/1_first"]
     assert processes(*words)[-1][1][2:] == first[2:], "the same entry is not appended twice"
     finish(here / "out/1_first")
     Path("out/2_second").mkdir()
-    assert processes(*words)[-1][1][2:4] == ["x+=1", f"run_dir={here}/out/2_second"], "stage1.y is no error"
-    assert curriculum("out").saved == ["x+=1", "stage1.y=2"]
-    assert processes("out", "x+=1", "z=3")[-1][1][2:5] == ["x+=1", "x+=1", "z=3"], "a new command"
+    assert processes(*words)[-1][1][2:5] == [over, "x+=1", f"run_dir={here}/out/2_second"], "stage1.y is no error"
+    assert curriculum("out").saved == [over, "x+=1", "stage1.y=2"]
+    assert processes("out", "x+=1", "z=3")[-1][1][2:6] == [over, "x+=1", "x+=1", "z=3"], "a new command"
     words = ["both.yaml", "run_dir=other", "stage1.y=2"]
     processes(*words)
     finish(here / "other/1_first")

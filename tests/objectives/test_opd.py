@@ -16,6 +16,7 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.objectives.base import PrepareContext
+from lit_vgrpo.rewards import as_weighted
 from lit_vgrpo.training.saved_weights import load_policy
 from lit_vgrpo.training.teachers import load_teachers, teacher_errors, teacher_hashes
 
@@ -124,12 +125,13 @@ class Broken(Brightness):
 
 @pytest.mark.parametrize("is_outage", [False, True])
 def test_a_reward_that_fails_does_not_end_a_run_that_only_logs_it(tiny_sd3, tmp_path, is_outage):
-    module = make_student(tiny_sd3, tmp_path, Broken(is_outage))
-    module.evaluate_at_start = False
+    module = make_student(tiny_sd3, tmp_path, reward := as_weighted(Broken(is_outage)))
+    assert not reward.is_only_logged, "another module may train on it"
     with pytest.warns(UserWarning, match='"brightness"') as warned:
         make_trainer(tmp_path, 2).fit(module, datamodule=make_task())
     said = [text for one in warned if (text := str(one.message)).startswith('Reward "brightness" failed for ')]
     assert [text.split(": ")[0].split(" for ")[1] for text in said] == [
+        "all 2 held-out images",
         "16 of 16 images of iteration 1",
         "all 2 held-out images",
         "16 of 16 images of iteration 2",

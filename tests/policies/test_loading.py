@@ -138,7 +138,8 @@ def test_a_revision_is_looked_for_by_its_name(families, cached):
     name = cached(plain.folder, "some/model", branch="v2")
     (error,) = SDXLPolicy(name).check()
     assert error.startswith(f"Cannot load {name}: not in the local cache")
-    assert ".download('some/model', revision='v3')\", or" in SDXLPolicy(name, revision="v3").check()[0]
+    missing = SDXLPolicy(name, revision="v3", variant="fp16").check()[0]
+    assert ".download('some/model', revision='v3', variant='fp16')\", or" in missing
     for revision in ("v2", COMMIT):
         assert SDXLPolicy(name, revision=revision).check() == []
     policy = SDXLPolicy(name, revision="v2")
