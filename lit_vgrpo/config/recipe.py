@@ -262,13 +262,13 @@ def read_recipe(command: Command) -> Recipe:
                 plain["model"]["objective"] = {"class_path": text, "init_args": kept}
                 swapped = text
                 notes.append(f"{text} uses its default options; only rollout is kept from the recipe's objective.")
-            elif isinstance(dropped, dict) and class_name(dropped) not in ("", class_name(text)) and text != "null":
-                options = ", ".join(dropped.get("init_args") or {})
-                notes += (
-                    [f"{key}={text} replaces {class_name(dropped)}, whose options are dropped: {options}."]
-                    if options
-                    else []
-                )
+            elif (
+                isinstance(dropped, dict)
+                and class_name(dropped) not in ("", class_name(text))
+                and text != "null"
+                and (options := ", ".join(dropped.get("init_args") or {}))
+            ):
+                notes.append(f"{key}={text} replaces {class_name(dropped)}, whose options are dropped: {options}.")
         learn_without_class(plain.get("model"))
         notes += replace_trained(plain.get("model"))
         if isinstance(trainer := plain.get("trainer"), dict) and "logger" in trainer:
