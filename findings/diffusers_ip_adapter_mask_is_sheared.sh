@@ -8,8 +8,8 @@
 # and width. IPAdapterMaskProcessor.downsample computes those from the mask's aspect ratio, rounded down, and adds 1 to
 # the height only if the number is not divisible by it. Where an odd size was rounded up on the way down, and the height
 # too small by 1 divides the width, this goes wrong: at 528 x 1024 pixels, SDXL's inner layers have 17 x 32 positions
-# and use a mask of 16 x 34. Each row of it is two columns further to the side than the last one. The share of the effect
-# of a mask of the left half that is in the right half:
+# and use a mask of 16 x 34. Each row of it is two columns further to the side than the last one. The share of the
+# effect of a mask of the left half that is in the right half:
 #   image (height x width)    positions    mask       right half
 #   512 x 1024                16 x 32      16 x 32    0.00
 #   528 x 1024                17 x 32      16 x 34    0.48
@@ -17,8 +17,8 @@
 # Of the 16,641 sizes from 512 to 1536 in steps of 8, 338 are affected in SDXL and 880 in Stable Diffusion 1.5, and none
 # of those whose sides are multiples of 64. There is no warning, as the number of positions is right.
 #
-# Why it matters: two people or styles that masks keep apart are mixed, by the layers that decide most about content. Use
-# heights and widths that are multiples of 64.
+# Why it matters: two people or styles that masks keep apart are mixed, by the layers that decide most about content.
+# Use heights and widths that are multiples of 64.
 set -euo pipefail
 
 folder=$(mktemp -d)

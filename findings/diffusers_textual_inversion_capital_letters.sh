@@ -6,8 +6,8 @@
 #
 # What happens (diffusers 0.42.1, transformers 5.24.0, torch 2.13.0): the pipeline replaces the word by EasyNegative
 # EasyNegative_1 ... EasyNegative_7. To find it, it looks up the tokens of the prompt among the added ones. transformers
-# 5's CLIP tokenizer returns the token in lower case, "easynegative", which is not among them. So the word is left alone,
-# and becomes the first vector. A tiny Stable Diffusion pipeline, the prompt "a photo, NAME":
+# 5's CLIP tokenizer returns the token in lower case, "easynegative", which is not among them. So the word is left
+# alone, and becomes the first vector. A tiny Stable Diffusion pipeline, the prompt "a photo, NAME":
 #   name           word in the prompt    vectors used
 #   easynegative   easynegative          8
 #   easynegative   EasyNegative          1
