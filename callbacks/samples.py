@@ -75,6 +75,7 @@ class SampleGrid(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if self._rows:
+            pl_module.evaluator.evaluate_end(pl_module)  # for the rewards of the rows
             self._draw(trainer, pl_module, "after")
 
     def _draw(self, trainer: L.Trainer, pl_module: VGRPOModule, name: str) -> None:
@@ -96,18 +97,23 @@ class SampleGrid(L.Callback):
                 labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
                 labels += [] if given is None else [""] * (columns - 1) + [TO_EDIT]
                 prompts = [row["prompt"] for row in self._rows]
+                rewards = self._rewards(trainer, pl_module)
                 picture = draw_grid(strips(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]), prompts, labels)
-                log_picture(trainer.loggers, "samples", picture, trainer.global_step, self._caption(trainer, pl_module))
+                caption = "  \n".join(
+                    prompt if reward is None else f"{prompt}: held-out reward {reward:.4g}"
+                    for prompt, reward in zip(prompts, rewards, strict=True)
+                )
+                log_picture(trainer.loggers, "samples", picture, trainer.global_step, caption)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 notes = PngInfo()
-                notes.add_text(LAYOUT, picture.info[LAYOUT])
+                notes.add_text(LAYOUT, json.dumps({**picture.info[LAYOUT], "rewards": rewards}))
                 with new_file(path) as file:
                     picture.save(file, format="PNG", pnginfo=notes)
                 if rows.ndim == 6:
                     path = path.with_suffix(".webp")
                     moving = [draw_grid(frames, prompts, labels) for frames in rows.unbind(2)]
                     exif = Image.Exif()
-                    exif[ExifTags.Base.ImageDescription] = moving[0].info[LAYOUT]
+                    exif[ExifTags.Base.ImageDescription] = json.dumps({**moving[0].info[LAYOUT], "rewards": rewards})
                     duration = round(1000 / pl_module.policy.frames_per_second)
                     is_enlarged = rows.shape[-1] < MIN_WIDTH
                     with new_file(path) as file:
@@ -115,18 +121,17 @@ class SampleGrid(L.Callback):
             except Exception as error:  # a grid is no reason to end a run, or to lose what others write at its end
                 rank_zero_warn(f"Cannot write {path}: {write_error(error).rstrip('.')}. Training continues without it.")
 
-    def _caption(self, trainer: L.Trainer, module: VGRPOModule) -> str:
-        """Return a line per prompt, with the mean held-out reward of its images if these weights were evaluated."""
+    def _rewards(self, trainer: L.Trainer, module: VGRPOModule) -> list[float | None]:
+        """Return each row's mean reward over its held-out images, if these weights were evaluated."""
         data: PromptDataModule = trainer.datamodule  # type: ignore[attr-defined]
         is_current = module.evaluator.step == trainer.global_step
         scores = module.evaluator.per_image("heldout/reward") if is_current else None
         numbers = torch.tensor(module.evaluator.numbers)
-        size, rows, lines = data.heldout_images_per_prompt, data.heldout_rows(), []
+        size, rows, means = data.heldout_images_per_prompt, data.heldout_rows(), list[float]()
         for row in self._rows:
             own = numbers // size == rows.index(row)  # on several ranks, a limit leaves out images of each
-            mean = math.nan if scores is None else float(scores[own].nanmean())
-            lines.append(row["prompt"] if math.isnan(mean) else f"{row['prompt']}: held-out reward {mean:.4g}")
-        return "  \n".join(lines)
+            means.append(math.nan if scores is None else float(scores[own].nanmean()))
+        return [None if math.isnan(mean) else mean for mean in means]
 
 
 def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
@@ -137,7 +142,7 @@ def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
 def draw_grid(images: Tensor, prompts: list[str], labels: list[str], below: Sequence[str] = ()) -> Image.Image:
     """Return a labelled image of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
 
-    Its ``info["layout"]`` gives the places of the images as JSON: ``prompts``, ``labels``, ``zoom``, ``size``, and the
+    Its ``info["layout"]`` gives the places of the images: ``prompts``, ``labels``, ``zoom``, ``size``, and the
     cells' ``left`` and ``top`` edges in pixels.
 
     Args:
@@ -166,5 +171,5 @@ def draw_grid(images: Tensor, prompts: list[str], labels: list[str], below: Sequ
             pen.text((x, top + LABEL_HEIGHT + height * zoom + 2), text, fill="black", font=font)
     tops = [2 * LABEL_HEIGHT + row * cell_h for row in range(rows)]
     place = {"zoom": zoom, "size": [width * zoom, height * zoom], "left": left, "top": tops}
-    sheet.info[LAYOUT] = json.dumps({"prompts": prompts, "labels": labels, **place})
+    sheet.info[LAYOUT] = {"prompts": prompts, "labels": labels, **place}
     return sheet

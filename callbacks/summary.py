@@ -66,9 +66,7 @@ class RunSummary(L.Callback):
                 self._outcome = "stopped early"
         if self._outcome == "finished" and any(one.unsaved for one in callbacks_of(trainer, RunCheckpoint)):
             self._outcome = "unsaved"  # its weights are older than its last iteration
-        if pl_module.evaluator.step != trainer.global_step:
-            # The last evaluation may be several iterations old.
-            pl_module.evaluator.evaluate(pl_module, logs=True)
+        pl_module.evaluator.evaluate_end(pl_module)
         start, spread = (_start(pl_module).get(name, math.nan) for name in ("reward", "reward_std"))
         end = pl_module.evaluator.latest.get(TRAINED, math.nan)
         if start - end > spread > 0 and not _stopped(trainer):

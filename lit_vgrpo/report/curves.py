@@ -97,6 +97,17 @@ class Plot:
         return self.title.startswith(("Held-out", "Training reward"))
 
     @property
+    def measured(self) -> str:
+        """What the y-axis shows; plots of the same rewards, held-out and of training, share its limits."""
+        return self.title.partition(" ")[2].removesuffix(": reward") if self.is_result else self.title
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest and the largest value, also of the intervals."""
+        ys = np.concatenate([part for series in self.series for part in (series.ys, *(series.band or ()))])
+        return float(np.nanmin(ys)), float(np.nanmax(ys))
+
+    @property
     def has_band(self) -> bool:
         """``True`` if a curve shows its intervals."""
         return any(series.band is not None and np.isfinite(series.band[0]).any() for series in self.series)
@@ -136,10 +147,11 @@ def plots(runs: Sequence[RunData], mark: str = "") -> list[Plot]:
     for name in sorted(logged - shown):  # of the training method
         result += _plots(name.removeprefix("policy/").replace("_", " ").capitalize(), runs, {name: name})
     for number, plot in enumerate(result):
+        lows, highs = zip(*(other.limits for other in result if other.measured == plot.measured), strict=True)
         for axis in AXES:
             known = [series for series in plot.series if np.isfinite(series.xs[axis]).any()]
             with rc_context({**STYLE, "svg.hashsalt": f"{mark}{number}-{axis}"}):
-                plot.drawings.update({axis: _svg(known, axis)} if known else {})
+                plot.drawings.update({axis: _svg(known, axis, (min(lows), max(highs)))} if known else {})
     return result
 
 
@@ -186,7 +198,7 @@ def _shortened(values: Numbers) -> Numbers:
     return np.array([part.mean() for part in np.array_split(values, min(len(values), MOST_POINTS))])
 
 
-def _svg(known: list[Series], axis: str) -> str:
+def _svg(known: list[Series], axis: str, limits: tuple[float, float]) -> str:
     figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
     FigureCanvasSVG(figure)
     axes = figure.add_axes((0.095, 0.12, 0.89, 0.84))
@@ -212,7 +224,8 @@ def _svg(known: list[Series], axis: str) -> str:
     for side in (axes.xaxis, axes.yaxis):
         side.set_major_formatter(FuncFormatter(lambda x, _: EngFormatter(sep="")(x) if abs(x) >= 1e4 else f"{x:.4g}"))
     axes.set_xlim(0, most / scale or 1)
-    axes.margins(y=0.08)
+    margin = 0.08 * (limits[1] - limits[0]) or 0.05 * abs(limits[1]) or 1
+    axes.set_ylim(limits[0] - margin, limits[1] + margin)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     # The page's script computes a point's values from its position, given where 0 and 1 of both axes are.

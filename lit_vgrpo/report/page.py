@@ -72,12 +72,19 @@ class Pair:
         images: By their labels, such as "before" and "after".
         edited: The picture that the prompt edits, if any.
         change: Root mean square difference of the images before and after.
+        rewards: Mean rewards of the prompt's held-out images, by the labels of :attr:`images`, where known.
     """
 
     prompt: str
     images: dict[str, Picture]
     edited: Picture | None
     change: float
+    rewards: dict[str, float]
+
+    @property
+    def scores(self) -> dict[str, str]:
+        """The rewards as text."""
+        return dict(zip(self.rewards, verdict.column([*self.rewards.values()]), strict=True))
 
 
 @contextmanager
@@ -93,23 +100,39 @@ def read_pairs(run: Path, say: Say = lambda line: None) -> list[Pair]:
     """Return the pairs of a run's newest readable sample grid, largest change first; ``say`` names damaged ones."""
     order = {"before": 0, "after": 2}
     files = [file for file in (run / "samples").glob("*.png") if GRID.fullmatch(file.stem)]
+    start: dict[str, Any] = {}
+    for file in files:
+        if file.stem == "before":
+            with suppress(Exception), Image.open(io.BytesIO(read_regular(file))) as sheet:
+                start = _layout(sheet)
     for file in sorted(files, key=lambda file: (order.get(file.stem, 1), file.stem), reverse=True):
         with reading(file, say):
             moving = file.with_suffix(".webp")
             with Image.open(io.BytesIO(read_regular(moving if moving.exists() else file))) as sheet:
-                layout = json.loads(sheet.info.get(run_data.LAYOUT) or sheet.getexif()[ExifTags.Base.ImageDescription])
+                layout = _layout(sheet)
                 before, after = (_column(sheet, layout, column) for column in (0, 1))
                 edited: list[Any] = [None] * len(before)
                 if TO_EDIT in layout["labels"]:
                     edited = [cell for (cell,) in _column(sheet, layout, layout["labels"].index(TO_EDIT))]
                 duration = sheet.info.get("duration", 0)
             time = file.stem if file.stem in order else f"iteration {int(file.stem.split('_')[1])}"
+            rewards = {time: layout.get("rewards")}
+            if start.get("prompts") == layout["prompts"]:
+                rewards = {"before": start.get("rewards"), **rewards}
             pairs = []
-            for prompt, a, b, c in zip(layout["prompts"], before, after, edited, strict=False):
+            for row, (prompt, a, b, c) in enumerate(zip(layout["prompts"], before, after, edited, strict=False)):
                 images = {"before": video(a, duration), time: video(b, duration)}
-                pairs.append(Pair(str(prompt), images, c and picture(c, EDITED_SIDE), _difference(a, b)))
+                own = {label: float(means[row]) for label, means in rewards.items() if means and means[row] is not None}
+                pairs.append(Pair(str(prompt), images, c and picture(c, EDITED_SIDE), _difference(a, b), own))
             return sorted(pairs, key=lambda pair: -pair.change)
     return []
+
+
+def _layout(sheet: Image.Image) -> dict[str, Any]:
+    """Return what a grid shows where; those of earlier versions have no ``rewards``."""
+    text = sheet.info.get(run_data.LAYOUT) or sheet.getexif()[ExifTags.Base.ImageDescription]
+    layout: dict[str, Any] = json.loads(text)
+    return layout
 
 
 def side_by_side(runs: Sequence[RunPage]) -> list[Pair]:
@@ -117,11 +140,12 @@ def side_by_side(runs: Sequence[RunPage]) -> list[Pair]:
     pairs: dict[tuple[str, Picture | None], Pair] = {}
     for run in runs:
         for pair in run.pairs:
-            shown = pairs.setdefault((pair.prompt, pair.edited), replace(pair, images={})).images
-            (before, start), (time, end) = pair.images.items()
-            if start not in shown.values():
-                shown[f"{run.name}, {before}" if shown else before] = start
-            shown[f"{run.name}, {time}"] = end
+            joined = pairs.setdefault((pair.prompt, pair.edited), replace(pair, images={}, rewards={}))
+            for label, image in pair.images.items():
+                if label != "before" or image not in joined.images.values():
+                    name = label if label == "before" and not joined.images else f"{run.name}, {label}"
+                    joined.images[name] = image
+                    joined.rewards.update({name: pair.rewards[label]} if label in pair.rewards else {})
     return list(pairs.values())
 
 

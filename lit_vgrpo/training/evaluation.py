@@ -382,6 +382,11 @@ class Evaluator:
                 logger.log_metrics(metrics | epoch, step=max(trainer.global_step - 1, 0))
         return self.latest
 
+    def evaluate_end(self, module: TrainingModule) -> None:
+        """Evaluate and log the final weights, unless the newest evaluation is of them."""
+        if self.step != module.trainer.global_step:
+            self.evaluate(module, logs=True)
+
     def is_new(self, trainer: Trainer) -> bool:
         """Return True if the run has no evaluation to compare with, as after a resume with other held-out prompts."""
         for batch in _batches(trainer):

@@ -184,7 +184,7 @@ def test_sample_grid(tiny_sd3, tmp_path):
     assert "samples" in module.ledger.counts
 
 
-def test_captions_have_the_scores_of_their_images(tiny_sd3, tmp_path):
+def test_rows_have_the_rewards_of_their_images(tiny_sd3, tmp_path):
     """Of the third and the fourth image, as trainer.limit_val_batches leaves them to a second rank."""
     module, data, grid = make_module(tiny_sd3), make_data(heldout_limit=4, eval_batch_size=2), SampleGrid(4)
     module.trainer = make_trainer(tmp_path)
@@ -193,8 +193,8 @@ def test_captions_have_the_scores_of_their_images(tiny_sd3, tmp_path):
     module.evaluator.add(data.val_dataloader().dataset[1])
     module.evaluator.finish(module)
     module.evaluator.step = 0
-    caption = grid._caption(SimpleNamespace(datamodule=data, global_step=0), module)
-    assert ["held-out reward" in line for line in caption.splitlines()] == [False, False, True, True]
+    rewards = grid._rewards(SimpleNamespace(datamodule=data, global_step=0), module)
+    assert rewards == [None, None, *module.evaluator.per_image("heldout/reward").tolist()]
 
 
 def test_a_run_that_continues_its_first_iteration_keeps_the_grid_of_the_start(tiny_sd3, tmp_path):

@@ -170,6 +170,9 @@ def test_images_are_the_cells_of_the_sample_grids_and_the_best_and_worst(inside)
     with Image.open("runs/tiny/samples/after.png") as sheet:
         layout = json.loads(sheet.info["layout"])
         expected = sheet.convert("RGB").getpixel((layout["left"][1] + 1, layout["top"][0] + 1))
+    evaluations, rewards = summary()["evaluations"], [pair.rewards for pair in read_pairs(Path("runs/tiny"))]
+    for label, evaluation in zip(("before", "after"), (evaluations[0], evaluations[-1]), strict=True):
+        assert sum(own[label] for own in rewards) / len(rewards) == pytest.approx(evaluation["reward"])
     source = next(image["src"] for image in page.all("img") if image["alt"].startswith("after: a green"))
     with Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))) as cell:
         assert cell.size == (layout["size"][0] // layout["zoom"], layout["size"][1] // layout["zoom"])
@@ -572,7 +575,10 @@ def test_runs_of_one_name_are_told_apart_and_alike_curves_are_drawn_once():
     runs = [RunData(Path(name), {}, {}, rows, points) for name in ("first/run", "second/run")]
     page = render(runs)
     assert re.findall(r'class="key s\d"></span>(.*?)</th>', page) == ["first/run", "second/run"]
-    assert [plot.title for plot in plots(runs)] == ["Held-out reward: reward", "Training reward"]
+    heldout, training = plots(runs)
+    assert [heldout.title, training.title] == ["Held-out reward: reward", "Training reward"]
+    heights = [re.findall('data-y=".*?"', plot.drawings["images"]) for plot in (heldout, training)]
+    assert heights[0] == heights[1]  # rewards of the two are compared by eye
 
 
 def test_many_runs_have_no_bands_and_their_images_are_folded(tmp_path):

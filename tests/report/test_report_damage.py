@@ -66,7 +66,7 @@ def write(name, content):
 def write_grid(change):
     Path("r/samples").mkdir(exist_ok=True)
     grid, notes = draw_grid(torch.rand(1, 2, 3, 4, 4), ["a cat"], ["reference", "trained"]), PngInfo()
-    notes.add_text(LAYOUT, json.dumps(json.loads(grid.info[LAYOUT]) | change))
+    notes.add_text(LAYOUT, json.dumps({**grid.info[LAYOUT], "rewards": [0.5], **change}))
     grid.save("r/samples/after.png", pnginfo=notes)
 
 
