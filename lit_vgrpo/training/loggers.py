@@ -132,10 +132,22 @@ def _is_same_iteration(last: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     return all(f"{last[name]}" == f"{row[name]}" for name in shared)
 
 
+WATCHED = {
+    "Reward": ("heldout/reward", "reward/mean"),
+    "Untrained reward": ("heldout/untrained_reward",),
+    "Groups without spread": ("reward/no_spread",),
+    "Distance to the anchor, and KL": ("policy/anchor_distance", "policy/kl"),
+    "Variation of the surrogate": ("surrogate/cv", "surrogate/cv_within"),
+    "Seconds per iteration": ("time/iteration_s", "time/rollout_s", "time/reward_s"),
+}
+"""The metrics to look at first, by the titles of their charts in TensorBoard."""
+
+
 class TensorBoard(TensorBoardLogger):
     """Lightning's logger, which stops with a warning when its files cannot be written, instead of ending the run.
 
     A row's step is the number of optimizer steps done, as an image's: 0 is before training. Lightning's is one less.
+    Under Custom Scalars are the charts of ``WATCHED``.
     """
 
     _has_failed = False
@@ -160,6 +172,8 @@ class TensorBoard(TensorBoardLogger):
         """Write the recipe as text; the tab of hyperparameters would show each key as a column."""
         text = yaml.safe_dump(params, sort_keys=False, allow_unicode=True)
         self._attempt(lambda: self.experiment.add_text("recipe", f"```yaml\n{text}```"))
+        charts = {title: ["Multiline", [f"{tag}$" for tag in tags]] for title, tags in WATCHED.items()}  # as patterns
+        self._attempt(lambda: self.experiment.add_custom_scalars({"What to look at": charts}))
 
     def log_image(
         self, key: str, images: list[Image.Image], step: int | None = None, caption: Sequence[str] = ()

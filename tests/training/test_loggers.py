@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.recipe_cli import run_loggers
 from lit_vgrpo.training.loggers import (
+    WATCHED,
     MetricsTable,
     TensorBoard,
     continue_trackers,
@@ -264,6 +265,9 @@ def test_a_run_gives_tensorboard_its_recipe_and_grids(tiny_recipe, monkeypatch):
     recipe = yaml.safe_load(text.tensor_proto.string_val[0].decode().removeprefix("```yaml\n").removesuffix("```"))
     assert recipe["trainer"]["max_epochs"] == 2
     assert recipe["data"]["heldout"] == "${oc.env:SECRET}"
+    (charts,) = events.Tensors("custom_scalars__config__")
+    assert b"heldout/reward$" in charts.tensor_proto.string_val[0]
+    assert {*WATCHED["Reward"], *WATCHED["Seconds per iteration"]} <= {*events.Tags()["scalars"]}
     assert run(["runs/tiny/config.yaml", "--resume", "trainer.max_epochs=3"]) == 0
     events = EventAccumulator("runs/tiny/tensorboard", size_guidance={"images": 0}).Reload()
     assert [image.step for image in events.Images("samples")] == [0, 1, 2, 3]
