@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from pydantic import InstanceOf
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from lit_vgrpo.core.ranges import BatchSize, NonNegativeFloat, Seed, checked
 from lit_vgrpo.core.records import IterationRecord, PassLedger
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.errors import counted
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
@@ -306,6 +307,10 @@ class VGRPOModule(L.LightningModule):
             self.evaluator.load_state_dict({"history": [], "contents": {}, "starts": {}})
             self.ledger.load_state_dict(PassLedger().state_dict())
             self.replay = Replay()
+        elif not self.is_resumed and self.ledger.images:
+            known = f"This fit continues after {counted(self.trainer.global_step, 'optimizer step')}"
+            lost = "the optimizer's state and the learning-rate schedule start over, as in every fit of Lightning"
+            rank_zero_warn(f"{known}, but {lost}. To continue exactly, pass ckpt_path to fit.")
         compile_if_it_pays(self)
         choose_micro_batch_size(self)
         if not self.is_resumed and self.evaluate_at_start:

@@ -62,8 +62,11 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path, monkeypatch)
     trainer.fit_loop.max_epochs = 3
     monkeypatch.setattr(logger, "log_hyperparams", raises)  # as MLflow's, for other values
     with pytest.warns(UserWarning, match="CSVLogger did not take the run's settings: another value"):
-        trainer.fit(make_module(tiny_sd3), datamodule=make_data())
+        trainer.fit(module := make_module(tiny_sd3), datamodule=make_data())
     assert sum(isinstance(callback, RewardLogger) for callback in trainer.callbacks) == 1
+    trainer.fit_loop.max_epochs = 4
+    with pytest.warns(UserWarning, match=r"continues after 3 optimizer steps, but .* pass ckpt_path to fit\.$"):
+        trainer.fit(module, datamodule=make_data())
 
 
 def test_another_default_type_of_torch_is_named_before_anything_is_loaded(tiny_sd3, tmp_path, monkeypatch):

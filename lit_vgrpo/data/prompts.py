@@ -25,6 +25,7 @@ Row = dict[str, Any]
 Rows = list[Row]
 PROMPT = "prompt"
 LINE_END = re.compile(r"\r\n?|\n")
+NO_PROMPTS = re.compile(r"(readme|licen[cs]e|requirements)\.txt", re.IGNORECASE)
 SAVED_MARKS = SPLITS_MARK, TABLE_MARK = "dataset_dict.json", "state.json"
 """Files that identify a folder written by ``save_to_disk``, of several splits or of one table."""
 
@@ -134,7 +135,9 @@ def _checked_prompt(value: object, source: PromptSource, where: str) -> str:
 def _check_column(columns: Collection[str], source: PromptSource, where: str) -> None:
     column = source.column or PROMPT
     if column not in columns:
-        form = f"'data.train={{path: {source.path}, column: {nearest(column, columns) or next(iter(columns), '')}}}'"
+        other = nearest(column, columns) or next(iter(columns), "")
+        quoted = other if re.fullmatch(r"[\w.-]+", other) else json.dumps(other, ensure_ascii=False)
+        form = f"'data.train={{path: {source.path}, column: {quoted}}}'"
         remedy = f" {suggestion(column, columns)} Set column= to the prompt column, such as {form}." if columns else ""
         raise PromptError(f'{where}: no column "{column}".{remedy}')
 
@@ -302,16 +305,28 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
             if kind == "folder":
                 splits = datasets.load_dataset_builder(place, source.config).config.data_files or {}
                 files = [Path(file) for file in chain(*splits.values())]
+                names = {file.name for file in Path(place).glob("*") if file.suffix in kinds[:1]}
+                unread = sorted(
+                    name for name in names - {file.name for file in files} if not NO_PROMPTS.fullmatch(name)
+                )
+                if files and unread and len(kinds) == 1:
+                    what = f"{', '.join(unread)} of {source.path} {'is' if len(unread) == 1 else 'are'} in no split"
+                    why = "since the names of other files or folders are those of splits"
+                    warnings.warn(f"{what}, {why}. Name the files instead of the folder.", stacklevel=2)
                 if files and all(_text_kind(file) in _PARSERS for file in files):
-                    if split not in splits:
-                        raise ValueError(f"Unknown split {split}. Use one of: {', '.join(map(str, splits))}.")
-                    return [*map(Path, splits[split])]
+                    return [file for file in map(Path, _part(splits, split)) if not NO_PROMPTS.fullmatch(file.name)]
             return datasets.load_dataset(place, source.config, split=split)
         saved = datasets.load_from_disk(place)
-        return saved[split] if isinstance(saved, dict) else saved
+        return _part(saved, split) if isinstance(saved, dict) else saved
     except Exception as error:  # the library raises anything on damaged files
         cause = error.__cause__ or error
         raise PromptError(f"{source.path} cannot be read as a dataset ({one_line(repr(cause))[:200]}).") from error
+
+
+def _part(splits: Mapping[Any, Any], split: str) -> Any:
+    if split not in splits:
+        raise ValueError(f"Unknown split {split}. Use one of: {', '.join(map(str, splits))}.")
+    return splits[split]
 
 
 def _without_nulls(value: Any) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import yaml
 from lightning.pytorch import loggers
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CometLogger, Logger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from PIL import Image
 from pydantic import TypeAdapter
@@ -237,20 +237,23 @@ def _add_image(logger: TensorBoardLogger, key: str, image: Image.Image, step: in
 
 
 def log_picture(loggers: Iterable[Logger], key: str, image: Image.Image, step: int, caption: str = "") -> None:
-    """Log an image to TensorBoard, W&B and every other logger with a ``log_image`` like theirs; call it on rank 0.
+    """Log an image to TensorBoard, W&B, MLflow, Comet and loggers with a ``log_image`` like W&B's; call it on rank 0.
 
     Args:
         caption: Text for those whose ``log_image`` takes a ``caption``, and for TensorBoard as ``KEY/caption``.
     """
     for logger in loggers:
+        at = step if isinstance(logger, TensorBoard) else max(step - 1, 0)  # as the metrics of the same weights
         if hasattr(logger, "log_image"):
             options = inspect.signature(logger.log_image).parameters.values()
             takes = any(option.name == "caption" or option.kind is option.VAR_KEYWORD for option in options)
-            logger.log_image(
-                key=key, images=[image], step=step, **({"caption": [caption]} if takes and caption else {})
-            )
+            logger.log_image(key=key, images=[image], step=at, **({"caption": [caption]} if takes and caption else {}))
         elif isinstance(logger, TensorBoardLogger):
-            _add_image(logger, key, image, step)
+            _add_image(logger, key, image, at)
+        elif isinstance(logger, MLFlowLogger):
+            logger.experiment.log_image(logger.run_id, image, key=key, step=at)
+        elif isinstance(logger, CometLogger):
+            logger.experiment.log_image(image, name=key, step=at)
 
 
 def log_recipe(loggers: Sequence[Logger], recipe: dict[str, Any], folder: Path) -> None:

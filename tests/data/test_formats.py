@@ -132,6 +132,7 @@ def test_another_column_can_hold_the_prompt(write):
     said = refused(PromptSource(str(file := write("q.csv", "caption\na\n")), column="captions"))
     assert "Did you mean caption?" in said
     assert said.endswith(f"such as 'data.train={{path: {file}, column: caption}}'.")
+    assert """column: " prompt"}'.""" in refused(write("r.csv", "id, prompt\n1,a\n"))
 
 
 def test_a_source_gives_its_rows_the_rewards_that_apply(write):
@@ -214,6 +215,16 @@ def test_a_folder_of_data_files_is_a_dataset(write, datasets_cache, suffix):
     assert refused(PromptSource(str(latin.parent))) == f"{latin} line 2: not UTF-8. Save the file as UTF-8."
 
 
+def test_files_of_a_folder_that_are_no_prompts_or_in_no_split(write, datasets_cache, recwarn):
+    write("texts/README.txt", "About these prompts\n")
+    folder = write("texts/vehicles.txt", "a bus\n").parent
+    assert prompts(read_prompts(folder)) == ["a bus"]
+    assert not recwarn.list
+    write("texts/train_stations.txt", "a station\n")
+    with pytest.warns(UserWarning, match=r"^vehicles\.txt of .* is in no split, .*\. Name the files instead"):
+        assert prompts(read_prompts(folder)) == ["a station"]
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -241,6 +252,7 @@ def test_a_folder_that_datasets_saved_is_read_where_it_lies(tmp_path, datasets_c
     line = f"split=test: {tmp_path / 'one'} is one table, written by save_to_disk. Leave out split."
     assert refused(PromptSource(str(tmp_path / "one"), split="test")) == line
     datasets_cache.DatasetDict(splits).save_to_disk(tmp_path / "two")
+    assert "Unknown split train[:2]. Use one of: " in refused(PromptSource(str(tmp_path / "two"), split="train[:2]"))
     assert read_prompts(PromptSource(str(tmp_path / "two"), split="second")) == [{"prompt": "second"}]
     assert "train" in refused(tmp_path / "two")
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 from commands import run
 from jsonargparse import Namespace
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -139,14 +139,33 @@ def test_trackers_get_pictures(tmp_path):
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     own, caption = CSVLogger(tmp_path), "a red circle: held-out reward 0.7"
     log_picture([tracker, board, plain, own, captioned := Captioned()], "samples", Image.fromarray(pixels), 3, caption)
-    assert tracker.shown == ("samples", [(4, 2)], 3)
+    assert tracker.shown == ("samples", [(4, 2)], 2)  # as Lightning counts the step of the metrics
     assert captioned.caption == [caption]
     assert "samples/caption/text_summary" in EventAccumulator(board.log_dir).Reload().Tags()["tensors"]
     assert isinstance(run_loggers(own, tmp_path, None)[0], MetricsTable)  # which a user's table does not replace
     for logger in (board, plain):
         logger.experiment.flush()
         (image,) = EventAccumulator(logger.log_dir).Reload().Images("samples")
-        assert (image.step, image.width, image.height) == (3, 4, 2)
+        assert (image.step, image.width, image.height) == (3 if logger is board else 2, 4, 2)
+
+
+def test_mlflow_and_comet_get_pictures(monkeypatch):
+    """With the clients' own signatures: mlflow 3.17, comet-ml 3.57."""
+    shown = []
+
+    def mlflow(run_id, image, artifact_file=None, key=None, step=None, timestamp=None, synchronous=None):
+        shown.append(("mlflow", run_id, image.size, key, step))
+
+    def comet(image_data, name=None, overwrite=False, image_format="png", step=None):
+        shown.append(("comet", image_data.size, name, step))
+
+    trackers = []
+    for kind, log_image in ((MLFlowLogger, mlflow), (CometLogger, comet)):
+        monkeypatch.setattr(kind, "experiment", SimpleNamespace(log_image=log_image))
+        trackers.append(kind.__new__(kind))
+    monkeypatch.setattr(MLFlowLogger, "run_id", "r1")
+    log_picture(trackers, "samples", Image.new("RGB", (4, 2)), 3)
+    assert shown == [("mlflow", "r1", (4, 2), "samples", 2), ("comet", (4, 2), "samples", 2)]
 
 
 def test_a_tracker_that_cannot_start_is_one_line(tmp_path):
