@@ -58,7 +58,7 @@ class SurrogateDiagnostics(L.Callback):
         self, trainer: L.Trainer, pl_module: VGRPOModule, optimizer: torch.optim.Optimizer
     ) -> None:
         record, snr_every = pl_module.record, self.snr_every_n_iterations
-        if record is None or not record.is_whole:
+        if record is None:
             return
         values = record.first_update("surrogate")
         is_due = record.iteration % self.every_n_iterations == 0 and "surrogate/cv" not in record.diagnostics

@@ -64,8 +64,8 @@ class ProgressBar(LightningProgressBar):
         assert record is not None
         if pl_module.objective.needs_reward:
             self._shown["reward"] = score_text(float(record.rewards.nanmean()))
-        elif record.losses:
-            self._shown["loss"] = f"{float(record.losses[-1]):.4f}"
+        elif "loss" in record.metrics:
+            self._shown["loss"] = f"{float(record.metrics['loss'][-1][-1]):.4f}"
         seconds = pl_module.ledger.stopwatch.wall_s - self._train_s
         self._shown["images/s"] = f"{record.images / max(seconds, 1e-9):.3g}"
         self._show_heldout(pl_module)

@@ -16,7 +16,6 @@ from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.meta import flops_per_image
 from lit_vgrpo.rollout.scores import copying_warning
-from lit_vgrpo.training.strategies import ZeRO
 from lit_vgrpo.training.trainer_internals import log_row, show_in_bar
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ class RewardLogger(L.Callback):
     """
 
     def __init__(self) -> None:
-        self._norms: list[torch.Tensor] = []
         self._started = 0.0
         self._warned_of_copies = False
         self._flat = 0  # iterations without a spread
@@ -57,16 +55,7 @@ class RewardLogger(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: VGRPOModule, batch: Any, batch_idx: int) -> None:
         self._started = time.perf_counter()
-        self._norms = []
         self._passes = _passes(pl_module)
-
-    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: VGRPOModule, optimizer: torch.optim.Optimizer) -> None:
-        if pl_module.record is not None and pl_module.record.has_advantage:
-            norm = pl_module.guard.norm
-            if isinstance(trainer.strategy, ZeRO):
-                step_norm = trainer.strategy.last_gradient_norm()
-                norm = None if step_norm is None else torch.tensor(step_norm)
-            self._norms += [] if norm is None else [norm]
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
@@ -108,8 +97,6 @@ class RewardLogger(L.Callback):
     def _local(self, record: IterationRecord, seconds: float) -> dict[str, float]:
         """Return metrics of this rank's images, to be averaged over ranks."""
         values = {f"policy/{name}": value for name, value in record.means().items()}
-        if self._norms:
-            values["policy/grad_norm"] = torch.stack(self._norms).mean()
         metrics: dict[str, float] = {}
         if values:  # one copy from the device for all of them
             device = next(iter(values.values())).device

@@ -162,15 +162,15 @@ class VGRPOModule(L.LightningModule):
                     for micro in bar("Updating", micros, is_brief=True):
                         with accumulating(self.trainer, is_last=micro is micros[-1]):
                             loss, metrics = self.objective.loss(self.policy, micro)
-                            record.add(loss, metrics)
+                            record.add(loss, metrics, len(micro))
                             self.guard.watch(loss)
                             self.manual_backward(loss / len(micros))
                             loss = loss.detach()  # its graph would outlive the next micro-batch's
                     optimizer.step(closure=lambda loss=loss: loss)  # checks and clips in on_before_optimizer_step
-                    took_step = self.guard.took_step(self.trainer)
+                    took_step, norm = self.guard.took_step(self.trainer), self.guard.norm
                 else:  # Adam would turn the KL's rounding error into full-size steps
-                    took_step = skip_step(self.trainer)
-                iteration.end_update(took_step)
+                    took_step, norm = skip_step(self.trainer), None
+                iteration.end_update(took_step, norm)
                 if took_step:
                     self.objective.after_update(self.policy)
                 if iteration.is_over and record.updates:

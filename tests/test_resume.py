@@ -12,7 +12,7 @@ from helpers import SaveAt, fit, make_data, make_module, make_trainer, repeating
 from lightning.pytorch.cli import ReduceLROnPlateau
 
 from lit_vgrpo import VGRPO, RolloutSpec
-from lit_vgrpo.callbacks import EMA
+from lit_vgrpo.callbacks import EMA, SurrogateDiagnostics
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.saved_weights import SavedWeights
 
@@ -27,6 +27,17 @@ class Counting:
     def __call__(self, policy, request):
         self.calls += 1
         return self._batches(policy, request)
+
+
+class Rows(L.Callback):
+    """The rows of metrics by iteration, without costs and times."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        row = pl_module.record.logged
+        self.rows[trainer.current_epoch] = {n: v for n, v in row.items() if n.startswith(("policy/", "surrogate/"))}
 
 
 def run(folder, tmp_path, make, iterations, callbacks=(), ckpt=None, trainer=None, **data):
@@ -56,16 +67,19 @@ def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
     make, _, _ = (METHODS | REPLAYED)[name]
     split = "V-GRPO" not in name
     steps = 1 if split else 2  # of one update
-    saver = SaveAt(tmp_path / "middle.ckpt", 1, steps)
+    saver, seen, seen_again = SaveAt(tmp_path / "middle.ckpt", 1, steps), Rows(), Rows()
     sizes = {**WHOLE_UPDATE, "split_updates": split}
     if split:  # groups 0 and 2 to the first update, 1 and 3 to the second: another order than that of the rollout
         sizes |= {"prompts_per_iteration": 4, "group_size": 2}
     iterations = 3 if name in REPLAYED else 2
-    whole, trainer, average, rollouts = run(tiny_sd3, tmp_path, make, iterations, [saver], **sizes)
+    callbacks = [saver, SurrogateDiagnostics(), seen]
+    whole, trainer, average, rollouts = run(tiny_sd3, tmp_path, make, iterations, callbacks, **sizes)
     assert rollouts == iterations
-    middle = tmp_path / "middle.ckpt"
-    resumed, again, average_again, rollouts = run(tiny_sd3, tmp_path, make, iterations, ckpt=middle, **sizes)
+    callbacks, middle = [SurrogateDiagnostics(), seen_again], tmp_path / "middle.ckpt"
+    resumed, again, average_again, rollouts = run(tiny_sd3, tmp_path, make, iterations, callbacks, middle, **sizes)
     assert rollouts == iterations - 2  # the checkpoint has the interrupted iteration's images
+    assert {"policy/loss", "policy/grad_norm"} < seen.rows.pop(0).keys()
+    assert seen_again.rows == seen.rows
     assert again.global_step == trainer.global_step == 2 * iterations
     assert same(weights(resumed), weights(whole))
     assert same(average_again.average.tensors, average.average.tensors)
@@ -79,15 +93,16 @@ def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_sd3, tmp_path_factory):
-    """``undisturbed(name)``: the weights at the end of a run, and its checkpoint before each pass of iteration 0."""
+    """``undisturbed(name)``: a run's last weights and its rows, and its checkpoint before each pass of iteration 0."""
 
     @cache
     def made(name):
         folder = tmp_path_factory.mktemp("undisturbed")
         checkpoints = [folder / f"{passes}.ckpt" for passes in range(8)]
         savers = [SaveAt(path, 0, passes) for passes, path in enumerate(checkpoints)]
-        whole, *_ = run(tiny_sd3, folder, METHODS[name][0], 2, savers, **MIDDLE)
-        return weights(whole), checkpoints
+        seen = Rows()
+        whole, *_ = run(tiny_sd3, folder, METHODS[name][0], 2, [*savers, SurrogateDiagnostics(), seen], **MIDDLE)
+        return weights(whole), seen.rows, checkpoints
 
     return made
 
@@ -99,11 +114,27 @@ SHOWN = [("V-GRPO, three steps", 1), ("V-GRPO, three steps", 7)]
 @pytest.mark.parametrize(("name", "passes"), repeating(PASSES, slow={*PASSES} - {*SHOWN}))
 def test_before_any_pass(tiny_sd3, tmp_path, undisturbed, name, passes):
     """Gradients that were not yet used are computed again, with what the update needs of the weights before it."""
-    expected, checkpoints = undisturbed(name)
-    resumed, trainer, _, rollouts = run(tiny_sd3, tmp_path, METHODS[name][0], 2, ckpt=checkpoints[passes], **MIDDLE)
+    make, callbacks = METHODS[name][0], [SurrogateDiagnostics(), seen := Rows()]
+    expected, rows, checkpoints = undisturbed(name)
+    resumed, trainer, _, rollouts = run(tiny_sd3, tmp_path, make, 2, callbacks, checkpoints[passes], **MIDDLE)
     assert trainer.global_step == trainer.fit_loop.epoch_loop._batches_that_stepped == 4  # the loggers' step
     assert rollouts == 1
     assert same(weights(resumed), expected)
+    assert seen.rows == rows
+
+
+def test_an_earlier_versions_checkpoint_has_no_metrics_of_its_updates(tiny_sd3, tmp_path, undisturbed):
+    make, callbacks, file = METHODS["V-GRPO, three steps"][0], [SurrogateDiagnostics(), seen := Rows()], tmp_path / "a"
+    expected, rows, checkpoints = undisturbed("V-GRPO, three steps")
+    saved = torch.load(checkpoints[7], weights_only=True)
+    iteration = saved["lit_vgrpo"]["iteration"]
+    del iteration["metrics"], iteration["unmoved"], iteration["record"]["diagnostics"]
+    torch.save(saved, file)
+    resumed, *_ = run(tiny_sd3, tmp_path, make, 2, callbacks, file, **MIDDLE)
+    assert same(weights(resumed), expected)
+    missing = {"policy/ratio_deviation_before_update", "surrogate/cv", "surrogate/cv_within"}
+    assert rows[0].keys() - seen.rows[0].keys() == missing
+    assert seen.rows[1] == rows[1]
 
 
 def test_before_the_backward_pass_of_the_rollouts_graph(tiny_sd3, tmp_path):

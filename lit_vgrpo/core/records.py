@@ -22,9 +22,9 @@ BACKWARD = 2
 FINGERPRINT = "fingerprint"  # the metric that is equal for evaluations that can be compared
 SAVED = (
     *("iteration", "rewards", "group_ids", "parts", "errors", "images"),
-    *("seconds", "has_advantage", "updates", "edits", "sources", "logged"),
+    *("seconds", "has_advantage", "updates", "edits", "sources", "diagnostics", "logged"),
 )
-"""What a checkpoint keeps of the record of an iteration that has not ended."""
+"""What a checkpoint keeps of the record of an iteration that has not ended, in addition to its metrics."""
 NOT_TRAINING = ("evaluation", "samples", "diagnostics")
 """Phases that training does not need."""
 
@@ -44,9 +44,9 @@ class IterationRecord:
         errors: Reward name to its last failure message.
         local_group_ids: Groups of this rank's images, ``(B_local,)``.
         images: Number of images, over all ranks.
-        unmoved: Micro-batches passed before the first optimizer step.
-        metrics: For each loss metric the per-image values of every step, this rank's.
-        losses: Loss of every step, this rank's.
+        unmoved: This rank's images passed before the first optimizer step.
+        metrics: For each loss metric the per-image values of every step, this rank's. The loss is the same for all
+            images of a micro-batch, ``grad_norm`` for all images of an update.
         seconds: Wall time by phase (rollout, decode, reward, prepare); ``reward_overlapped`` is scoring in threads
             during these phases.
         has_advantage: Some image is better or worse than its group; otherwise no step is taken.
@@ -55,7 +55,6 @@ class IterationRecord:
             ``(B_global,)``; empty without pictures.
         diagnostics: Metrics that callbacks computed before an update, over all ranks.
         logged: The row of metrics that was logged after the last update; empty before.
-        is_whole: False if the run resumed within the iteration: metrics and losses then cover only the rest.
     """
 
     iteration: int
@@ -66,7 +65,6 @@ class IterationRecord:
     local_group_ids: Tensor
     images: int
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     has_advantage: bool = True
     updates: int = 0
@@ -74,30 +72,31 @@ class IterationRecord:
     sources: dict[str, dict[str, float]] = field(default_factory=dict)
     diagnostics: dict[str, float] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
-    is_whole: bool = True
     unmoved: int = 0
 
-    def add(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
-        """Add one step."""
-        self.losses.append(loss.detach())
-        self.unmoved += not self.updates
-        for name, values in metrics.items():
+    def add(self, loss: Tensor, metrics: dict[str, Tensor], images: int) -> None:
+        """Add one step on a number of images."""
+        self.unmoved += 0 if self.updates else images
+        for name, values in {"loss": loss.detach().expand(images), **metrics}.items():
             self.metrics.setdefault(name, []).append(values)
+
+    def joined(self, name: str) -> Tensor:
+        """Return a metric of all steps, on the device of the last one."""
+        values = self.metrics[name]
+        return torch.cat([one.to(values[-1].device) for one in values])  # a checkpoint's are elsewhere
 
     def first_update(self, name: str) -> Tensor | None:
         """Return a metric of all this rank's images when first trained on, in the order of ``local_group_ids``."""
-        if name not in self.metrics or not self.is_whole:
-            return None
-        return torch.cat(self.metrics[name])[: len(self.local_group_ids)]
+        is_known = name in self.metrics and self.unmoved  # else resumed from an earlier version's checkpoint
+        return self.joined(name)[: len(self.local_group_ids)] if is_known else None
 
     def before_first_step(self, name: str) -> Tensor | None:
         """Return a metric of this rank's images that were passed before the policy moved."""
-        return torch.cat(self.metrics[name][: self.unmoved]) if name in self.metrics and self.is_whole else None
+        return self.joined(name)[: self.unmoved] if name in self.metrics and self.unmoved else None
 
     def means(self) -> dict[str, Tensor]:
         """Return the loss's and every metric's mean over all steps, without NaN, on the network's device."""
-        means = {name: torch.cat(values).nanmean() for name, values in self.metrics.items()}
-        return {"loss": torch.stack(self.losses).mean(), **means} if self.losses else means
+        return {name: self.joined(name).nanmean() for name in self.metrics}
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SAVED}

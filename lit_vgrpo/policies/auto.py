@@ -252,8 +252,8 @@ class AutoPolicy(Policy):
         self._learned.clear()
         self._schedules.clear()
         self._watcher = None
-        if not self.lora_targets and self.lora_rank is not None:
-            self.lora_targets = attention_layers(getattr(pipeline, self.network_name))
+        if self.lora_rank is not None:
+            self.lora_targets = self.targets_in(getattr(pipeline, self.network_name))
         super().adopt(pipeline, put_start)
         if self.gradient_checkpointing:
             network, inputs = self.watcher.networks[self.network_name], self.learned.example.inputs
@@ -265,6 +265,9 @@ class AutoPolicy(Policy):
         if self.learned.decoded_shape and not self._decoded_shape(self.learned, 2):  # as HunyuanVideo 1.5's
             self.decode_batch_size = 1
         return self
+
+    def targets_in(self, network: nn.Module) -> list[str]:
+        return self.lora_targets or attention_layers(network)
 
     def _decoded_shape(self, learned: Learned, images: int = 1) -> tuple[int, ...]:
         """Return the shape that the VAE decodes, tried on the meta device; empty if it cannot be tried."""

@@ -336,6 +336,10 @@ class Policy(nn.Module):
             raise LoadError(f"{key} leaves no token for a prompt: its template takes {length - room}.")
         return self
 
+    def targets_in(self, network: nn.Module) -> list[str]:
+        """Return the targets of the adapter in the policy's network, which may be without weights."""
+        return self.lora_targets
+
     def train(self, mode: bool = True) -> Policy:
         """Stay in eval mode: dropout would make the ratio differ from 1 before any update."""
         return super().train(False)

@@ -56,7 +56,7 @@ def lora_file_error(policy: Policy, file: Path) -> str | None:
     try:
         network = bare_network(policy)
         if network is not None:
-            _refuse_untrained(policy, read_lora(policy, file, network))
+            _refuse_untrained(policy, read_lora(policy, file, network), network)
     except LoadError as error:
         return str(error)
     return None
@@ -76,7 +76,7 @@ def put_lora(policy: Policy, file: Path) -> None:
     with torch.device("meta"):
         network = kind.from_config(policy.network.config)
     updates = read_lora(policy, file, network)
-    _refuse_untrained(policy, updates)
+    _refuse_untrained(policy, updates, network)
     if policy.lora_rank is None:
         for name, (down, up) in updates.items():
             weight = policy.network.get_submodule(name).weight
@@ -272,7 +272,7 @@ def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:
     return odd
 
 
-def _refuse_untrained(policy: Policy, updates: Updates) -> None:
+def _refuse_untrained(policy: Policy, updates: Updates, network: nn.Module) -> None:
     """Raise LoadError unless the policy trains all layers of a LoRA, with at least its rank."""
     what = f"{KEY}={policy.start_from}"
     if policy.lora_rank is None:
@@ -282,7 +282,8 @@ def _refuse_untrained(policy: Policy, updates: Updates) -> None:
             raise LoadError(f"{what} changes {frozen[0]}, which model.policy.train_only leaves frozen.")
         return
     rank = max(len(down) for down, _ in updates.values())
-    missing = [name for name in updates if not any(is_target(name, target) for target in policy.lora_targets)]
+    trained = policy.targets_in(network)
+    missing = [name for name in updates if not any(is_target(name, target) for target in trained)]
     if rank > policy.lora_rank or missing:
         targets = ",".join(sorted({name_in_block(name) for name in updates}))
         raise LoadError(

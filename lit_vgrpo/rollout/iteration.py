@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.gather import all_gather, all_gather_rows, gather_to_first, rank_and_world_size
@@ -112,9 +113,20 @@ class Iteration:
             first = self.updates_done * size % len(self.micros)
             yield self.micros[first : first + size]
 
-    def end_update(self, took_step: bool) -> None:
-        """Count an update; the record counts only those that took a step."""
+    @property
+    def _images_per_update(self) -> int:
+        return len(self.image_ids) // (self.num_updates if self.splits_updates else 1)
+
+    @property
+    def _images_done(self) -> int:
+        """Images that this rank passed in the updates that are done."""
+        return self.updates_done * self._images_per_update
+
+    def end_update(self, took_step: bool, norm: Tensor | None = None) -> None:
+        """Count an update, whose gradient had a norm; the record counts only those that took a step."""
         self.updates_done += 1
+        if norm is not None:
+            self.record.metrics.setdefault("grad_norm", []).append(norm.expand(self._images_per_update))
         if took_step:
             self.record.updates += 1
 
@@ -123,12 +135,25 @@ class Iteration:
         return {
             "updates_done": self.updates_done,
             "record": self.record.state_dict(),
+            "unmoved": min(self.record.unmoved, self._images_done) * rank_and_world_size()[1],
+            "metrics": {name: gather_to_first(values) for name, values in self._finished_metrics().items()},
             **({} if self.experience is None else gathered(self.experience, self.image_ids)),
+        }
+
+    def _finished_metrics(self) -> dict[str, Tensor]:
+        """Return this rank's metrics of the finished updates, ``(B, passes)``, NaN for passes to come."""
+        done, images = self._images_done, len(self.image_ids)
+        metrics = {name: self.record.joined(name) for name in sorted(self.record.metrics)} if done else {}
+        passes = -(-done // images)
+        return {  # without those that some micro-batches lack
+            name: F.pad(values[:done], (0, passes * images - done), value=torch.nan).view(passes, images).T
+            for name, values in metrics.items()
+            if len(values) >= done
         }
 
     @classmethod
     def restored(cls, state: dict[str, Any], batch: PromptBatch, device: torch.device) -> Iteration:
-        """Return this rank's share of a saved iteration; its metrics cover the remaining updates.
+        """Return this rank's share of a saved iteration, with the metrics of its finished updates.
 
         Raises:
             RuntimeError: The state belongs to another iteration or other sizes.
@@ -147,11 +172,15 @@ class Iteration:
                 f"The checkpoint was saved during iteration {then + 1}, with different prompts or sizes from those of "
                 f"iteration {batch.iteration + 1} now. Resume with its recipe (RUN/config.yaml)."
             )
-        record = IterationRecord(**state["record"], local_group_ids=wanted // batch.group_size, is_whole=False)
+        record = IterationRecord(**state["record"], local_group_ids=wanted // batch.group_size)
         size = 2 * batch.micro_batch_size if is_replayed else batch.micro_batch_size
         is_split = batch.order is not None
         done = batch.updates if is_over else state["updates_done"]
-        return cls(experience, wanted, record, size, batch.updates, is_split, done)
+        iteration = cls(experience, wanted, record, size, batch.updates, is_split, done)
+        for name, values in state.get("metrics", {}).items():  # an earlier version saved none
+            record.metrics[name] = [values[_places(state, wanted)].T.flatten()[: iteration._images_done]]
+        record.unmoved = state.get("unmoved", 0) // rank_and_world_size()[1]
+        return iteration
 
 
 def has_no_updates(state: Mapping[str, Any]) -> bool:
@@ -243,8 +272,7 @@ def gathered(own: Experience, image_ids: Tensor) -> dict[str, Any]:
 
 def scattered(state: dict[str, Any], wanted: Tensor, group_size: int, device: torch.device) -> Experience | None:
     """Return the images with the wanted global indices ``(B,)``, or ``None`` if one is missing."""
-    saved = state["image_ids"].argsort()
-    position = saved[torch.searchsorted(state["image_ids"][saved], wanted).clamp(max=len(saved) - 1)]
+    position = _places(state, wanted)
     if not torch.equal(state["image_ids"][position], wanted):
         return None
     rows, conditioning = _compact(state["rows"][position], state["conditioning"], device)
@@ -268,6 +296,12 @@ def scattered(state: dict[str, Any], wanted: Tensor, group_size: int, device: to
         kept={name: own(value) for name, value in state["kept"].items()},
         weights=None if state["weights"] is None else own(state["weights"]),
     )
+
+
+def _places(state: dict[str, Any], wanted: Tensor) -> Tensor:
+    """Return the saved rows of the images with the wanted global indices, any rows for those that are missing."""
+    saved = state["image_ids"].argsort()
+    return saved[torch.searchsorted(state["image_ids"][saved], wanted).clamp(max=len(saved) - 1)]
 
 
 def _table(rows: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

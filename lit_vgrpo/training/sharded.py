@@ -143,10 +143,10 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         if self.stage == 3:
             zero.empty_partition_cache()  # else the weights stay gathered until the next pass
 
-    def last_gradient_norm(self) -> float | None:
+    def last_gradient_norm(self) -> Tensor | None:
         """Return the gradient norm of the last update before clipping; ``None`` before the first."""
         norm = self.deepspeed_engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
+        return None if norm is None else torch.tensor(float(norm))
 
     # --- the optimizer's state -------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from lit_vgrpo.core.gather import all_gather
 from lit_vgrpo.core.snapshots import all_finite, trainable_parameters
 from lit_vgrpo.errors import NotFiniteError
 from lit_vgrpo.policies.two_networks import TwoNetworks
-from lit_vgrpo.training.sharded import local_gradients
+from lit_vgrpo.training.sharded import ZeRO, local_gradients
 
 MOST_IN_A_ROW = 10
 
@@ -36,7 +36,7 @@ class UpdateGuard:
         self.action = action
         self.skipped = self._in_a_row = 0  # updates since the start, and most recently
         self._overflows = 0  # most recent steps that the scaler skipped at a scale of at most 1
-        self.norm: Tensor | None = None  # of the last gradient over all ranks, before clipping; None under ZeRO
+        self.norm: Tensor | None = None  # of the last gradient over all ranks, before clipping
         self._losses: list[Tensor] = []
         self._is_refused = False
         self._scale: float | None = None
@@ -98,6 +98,8 @@ class UpdateGuard:
 
     def took_step(self, trainer: Trainer) -> bool:
         """Return ``True`` after an update that changed the weights; a scaler lowers its scale when it skips a step."""
+        if isinstance(trainer.strategy, ZeRO):  # only DeepSpeed has the gradient
+            self.norm = trainer.strategy.last_gradient_norm()
         scale, before = _loss_scale(trainer), self._scale
         if self._is_refused or scale is None or before is None:
             return not self._is_refused

@@ -42,7 +42,7 @@ def test_values_before_the_first_step_are_those_of_the_policy_that_sampled():
     groups = torch.zeros(4, dtype=torch.int64)
     record = IterationRecord(0, torch.zeros(4), groups, {}, {}, groups, 4)
     for number in range(4):  # two updates of two micro-batches, which train on different images
-        record.add(torch.tensor(0.0), {"ratio_deviation": torch.tensor([float(number)])})
+        record.add(torch.tensor(0.0), {"ratio_deviation": torch.tensor([float(number)])}, images=1)
         record.updates = (number + 1) // 2
     assert record.before_first_step("ratio_deviation").tolist() == [0, 1]
     assert record.first_update("ratio_deviation").tolist() == [0, 1, 2, 3]

@@ -127,6 +127,7 @@ def job(folder, out, strategy, text):
         "sources": [torch.tensor([*of.values()]) for _, of in sorted(module.record.sources.items())],
         "ranks": trainer.world_size,
         "groups": module.record.group_ids,
+        "row": {name: value for name, value in module.record.logged.items() if name.startswith("policy/")},
         "updates": module.objective.num_updates,
         "skipped": module.guard.skipped,
         "error": error,

@@ -136,7 +136,7 @@ def after_pass(when, action):
 
     class Acting(VGRPOModule):
         def on_after_backward(self):
-            if (self.record.iteration, len(self.record.losses) - 1) == when:
+            if (self.record.iteration, len(self.record.metrics["loss"]) - 1) == when:
                 action()
 
     return Acting

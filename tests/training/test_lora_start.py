@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.policies import AutoPolicy
 from lit_vgrpo.policies.loading import bare_network
 from lit_vgrpo.policies.lora_file import lora_file_error, read_lora
 from lit_vgrpo.system.hub import LoadError
@@ -337,6 +338,18 @@ def test_full_weights_take_it_in_and_other_ranks_stay_free(loras):
     assert (picture(wide) - loras.picture("sd3")).abs().max() <= GREY_LEVEL
     assert {len(p) for name, p in trainable_parameters(wide).items() if "lora_A" in name} == {7}
     assert start_hashes(wide) != start_hashes(loras.started("sd3", loras.file("sd3", "ai_toolkit")))
+
+
+def test_targets_that_loading_would_find_are_known_to_the_check(loras, tmp_path):
+    def auto(**options):
+        size = {"height": 32, "width": 32, "call": {"max_sequence_length": 4}}
+        return AutoPolicy(str(loras.family("sd3").folder), **size, **RANK, **options)
+
+    saved = auto().load()
+    start = auto(start_from=str(saved.save(tmp_path)))
+    assert policy_errors(start) == []
+    assert load_policy(start).lora_targets == saved.lora_targets != []
+    assert "more than this run would train" in policy_errors(auto(start_from=loras.file("sd3", "kohya")))[0]  # ff.net
 
 
 @pytest.mark.slow

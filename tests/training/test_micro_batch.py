@@ -75,7 +75,7 @@ def test_less_memory_makes_smaller_micro_batches(tiny_sd3, tmp_path, capsys, mon
     module, trainer, data = fit(tiny_sd3, tmp_path, make, "auto", 2, callbacks=[saver])
     size = data.sizes.micro_batch_size
     assert size in (2, 4)
-    assert len(module.record.losses) == 2 * 8 // size
+    assert len(module.record.metrics["loss"]) == 2 * 8 // size
     said = capsys.readouterr().out
     assert f"micro_batch_size: {size} of 8 images per update fit: {shown(tried[size])} of " in said
     room = float(said.partition(" of ")[2].partition(" of ")[2].split()[0]) * 2**20

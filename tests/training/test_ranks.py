@@ -149,6 +149,7 @@ def test_the_middle_of_an_iteration_goes_on_with_another_number_of_ranks(place):
         for name, (rest, *_) in results(place / f"{before} then {after}", after, CONTINUED).items():
             alone = whole[name][0]
             assert (rest["ranks"], rest["updates"], len(rest["rewards"])) == (after, 4, 1)
+            assert rest["row"] == pytest.approx(alone["row"], rel=1e-3, abs=1e-5), name
             assert_same(name, {**alone, "rewards": alone["rewards"][1:], "images": alone["images"][2:]}, rest, 1e-5)
 
 
