@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.core.gather import all_gather, all_gather_rows, gather_to_first, rank_and_world_size
+from lit_vgrpo.core.gather import all_gather, all_gather_objects, all_gather_rows, gather_to_first, rank_and_world_size
 from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
 from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
@@ -143,12 +143,13 @@ class Iteration:
     def _finished_metrics(self) -> dict[str, Tensor]:
         """Return this rank's metrics of the finished updates, ``(B, passes)``, NaN for passes to come."""
         done, images = self._images_done, len(self.image_ids)
-        metrics = {name: self.record.joined(name) for name in sorted(self.record.metrics)} if done else {}
+        metrics = {name: self.record.joined(name) for name in self.record.metrics} if done else {}
         passes = -(-done // images)
-        return {  # without those that some micro-batches lack
-            name: F.pad(values[:done], (0, passes * images - done), value=torch.nan).view(passes, images).T
-            for name, values in metrics.items()
-            if len(values) >= done
+        own = [name for name, values in metrics.items() if len(values) >= done]  # some micro-batches lack the others
+        known = set[str].intersection(*map(set, all_gather_objects(own)))
+        return {
+            name: F.pad(metrics[name][:done], (0, passes * images - done), value=torch.nan).view(passes, images).T
+            for name in sorted(known)
         }
 
     @classmethod
