@@ -96,7 +96,7 @@ class IterationRecord:
 
     def means(self) -> dict[str, Tensor]:
         """Return the loss's and every metric's mean over all steps, without NaN, on the network's device."""
-        return {name: self.joined(name).nanmean() for name in self.metrics}
+        return {name: self.joined(name).double().nanmean() for name in self.metrics}  # exact for equal values
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SAVED}

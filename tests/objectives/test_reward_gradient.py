@@ -317,5 +317,5 @@ def test_images_that_no_differentiable_reward_scores_are_left_out(policy, first)
     assert torch.equal(partly.kept["gradient"][:first], whole.kept["gradient"][:first])
     assert partly.kept["gradient"][first:].abs().max() == partly.kept["loss"][first:].abs().max() == 0
     record = IterationRecord(0, torch.zeros(6), torch.zeros(6), {}, {}, torch.zeros(6), 6)
-    record.add(*objective.loss(policy, partly))
+    record.add(*objective.loss(policy, partly), len(partly))
     assert record.means()["trained_reward"].isnan() == (first == 0)

@@ -71,7 +71,7 @@ def test_a_finite_norm_is_enough_and_any_other_is_looked_into():
 def scaled_updates(gradient, count, scale=65536.0):
     """Whether each update took a step, by a scaler's skips; ``gradient`` is that at a loss scale of 1."""
     guard, scaler, weight = UpdateGuard(), torch.amp.GradScaler("cpu", init_scale=scale), torch.nn.Linear(1, 1)
-    trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
+    trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler), strategy=None)
     optimizer, took = torch.optim.SGD(weight.parameters(), lr=1e-9), []
     for number in range(count):
         scaled = (scaler.scale(torch.tensor(1.0)) * gradient).half().float()  # infinite above 65,504
