@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from io import StringIO
-from itertools import chain, islice
+from itertools import chain, filterfalse, islice
 from pathlib import Path
 from typing import Any
 
@@ -305,10 +305,8 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
             if kind == "folder":
                 splits = datasets.load_dataset_builder(place, source.config).config.data_files or {}
                 files = [Path(file) for file in chain(*splits.values())]
-                names = {file.name for file in Path(place).glob("*") if file.suffix in kinds[:1]}
-                unread = sorted(
-                    name for name in names - {file.name for file in files} if not NO_PROMPTS.fullmatch(name)
-                )
+                own = {file.name for file in Path(place).glob("[!.]*") if file.suffix in kinds[:1]}
+                unread = sorted(filterfalse(NO_PROMPTS.fullmatch, own - {file.name for file in files}))
                 if files and unread and len(kinds) == 1:
                     what = f"{', '.join(unread)} of {source.path} {'is' if len(unread) == 1 else 'are'} in no split"
                     why = "since the names of other files or folders are those of splits"

@@ -217,6 +217,7 @@ def test_a_folder_of_data_files_is_a_dataset(write, datasets_cache, suffix):
 
 def test_files_of_a_folder_that_are_no_prompts_or_in_no_split(write, datasets_cache, recwarn):
     write("texts/README.txt", "About these prompts\n")
+    write("texts/.hidden.txt", "not read\n")
     folder = write("texts/vehicles.txt", "a bus\n").parent
     assert prompts(read_prompts(folder)) == ["a bus"]
     assert not recwarn.list
