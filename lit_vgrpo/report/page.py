@@ -101,10 +101,8 @@ def read_pairs(run: Path, say: Say = lambda line: None) -> list[Pair]:
     order = {"before": 0, "after": 2}
     files = [file for file in (run / "samples").glob("*.png") if GRID.fullmatch(file.stem)]
     start: dict[str, Any] = {}
-    for file in files:
-        if file.stem == "before":
-            with suppress(Exception), Image.open(io.BytesIO(read_regular(file))) as sheet:
-                start = _layout(sheet)
+    with suppress(Exception), Image.open(io.BytesIO(read_regular(run / "samples" / "before.png"))) as sheet:
+        start = _layout(sheet)
     for file in sorted(files, key=lambda file: (order.get(file.stem, 1), file.stem), reverse=True):
         with reading(file, say):
             moving = file.with_suffix(".webp")
@@ -142,10 +140,12 @@ def side_by_side(runs: Sequence[RunPage]) -> list[Pair]:
         for pair in run.pairs:
             joined = pairs.setdefault((pair.prompt, pair.edited), replace(pair, images={}, rewards={}))
             for label, image in pair.images.items():
-                if label != "before" or image not in joined.images.values():
-                    name = label if label == "before" and not joined.images else f"{run.name}, {label}"
-                    joined.images[name] = image
-                    joined.rewards.update({name: pair.rewards[label]} if label in pair.rewards else {})
+                if label == "before" and image in joined.images.values():
+                    continue
+                name = label if label == "before" and not joined.images else f"{run.name}, {label}"
+                joined.images[name] = image
+                if label in pair.rewards:
+                    joined.rewards[name] = pair.rewards[label]
     return list(pairs.values())
 
 

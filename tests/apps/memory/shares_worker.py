@@ -67,9 +67,8 @@ class Count(L.Callback):
         loss = pl_module.objective.loss
 
         def counted(policy, micro):
-            if (
-                trainer.current_epoch == 1 and len(pl_module.record.metrics.get("loss", ())) == 1
-            ):  # between two micro-batches
+            passed = len(pl_module.record.metrics.get("loss", ()))
+            if trainer.current_epoch == 1 and passed == 1:  # between two micro-batches
                 self.seen["after 0"] = start = self._alive(pl_module)
                 self.live.peak, self._offset = self.live.live, start - self.live.live
             return loss(policy, micro)
