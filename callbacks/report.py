@@ -152,7 +152,7 @@ class KeptImages:
         self.start_over()
         trainer = module.trainer
         if trainer.is_global_zero and trainer.state.fn == "fit":
-            iteration = module.record.iteration + 1 if module.record is not None else trainer.current_epoch
+            iteration = module.iterations_done
             folder = run_folder(trainer) / KEPT
             try:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -121,7 +121,7 @@ class RunSummary(L.Callback):
             "heldout_metrics_end": {name: _plain(value) for name, value in end.items()},
             **({HELDOUT_PROMPTS: prompts} if (prompts := module.evaluator.contents.get("prompts")) else {}),
             "weights": evaluated_weights(trainer),
-            "iterations": trainer.current_epoch,
+            "iterations": module.iterations_done,
             "optimizer_steps": trainer.global_step,
             "images": module.ledger.images,
             "train_seconds": round(module.ledger.stopwatch.wall_s, 3),

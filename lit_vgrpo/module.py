@@ -218,6 +218,11 @@ class VGRPOModule(L.LightningModule):
         is_evaluated = any(one.iteration == iterations for one in newest)
         self.optimization.end_epoch(self.trainer.lr_scheduler_configs, iterations, metrics, is_evaluated)
 
+    @property
+    def iterations_done(self) -> int:
+        """Number of finished iterations, also in the hooks that run before the trainer counts the last one."""
+        return self.trainer.current_epoch if self.record is None else self.record.iteration + (self.iteration is None)
+
     def on_train_end(self) -> None:
         if course := self.evaluator.course:
             rank_zero_info(f"{course}.")  # the command hides it, since RunSummary says more there

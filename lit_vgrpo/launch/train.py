@@ -151,7 +151,7 @@ def _report_outcome(cli: RecipeCLI) -> int:
                 say(f"The result: {cli.folder / REPORT_NAME}")
             if not stopped and EXPORT in made:
                 say(f"The weights for diffusers: {cli.folder / EXPORT} (see its README.md)")
-            more = ", ".join(name for name in made if name not in (REPORT_NAME, EXPORT))
+            more = ", ".join(name for name in made if name != REPORT_NAME and (stopped or name != EXPORT))
             say(f"{'What was saved since' if is_lost else 'More'} is in {cli.folder}: {more}.")
             if not stopped and newest_checkpoint(cli.folder) is not None:
                 rows = [] if cli.model.policy.edits else cli.datamodule.heldout_samples(1)

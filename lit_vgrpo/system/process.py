@@ -16,7 +16,7 @@ from lit_vgrpo.errors import report
 from lit_vgrpo.system.paths import start_folder
 
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
-DELAY_S = 0.5
+DELAY_S = 2.0
 shows_bars = ContextVar("shows_bars", default=True)
 """False for a Trainer that shows its progress with anything but :class:`~lit_vgrpo.callbacks.ProgressBar`."""
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")

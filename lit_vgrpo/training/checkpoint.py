@@ -35,7 +35,8 @@ from lit_vgrpo.training.watchdog import Watch
 AUTO = "auto"
 UNTRAINED, TRAINED = "heldout/untrained_reward", "heldout/reward"
 DISTANCES = ("heldout/fid", "heldout/kid")
-FIRST_CTRL_C = "Finishing this {}, then saving. Ctrl-C again stops at once."
+FIRST_CTRL_C = "Finishing this {}, then {}. Ctrl-C again stops at once."
+SAVING = "saving, evaluating and drawing samples"
 CTRL_C_IN_A_WAIT = "Saving without waiting for {}. Ctrl-C again stops at once."
 
 
@@ -127,6 +128,7 @@ class RunCheckpoint(Checkpoint):
         self._is_through = False
         self._saved_step = -1
         self._seen: Any = None  # evaluation
+        self._saved_evaluation: Any = None  # newest in the checkpoint ``saved``
         self._aside: str | None = None  # name for a best checkpoint of other images or rewards
 
     # --- signals ---------------------------------------------------------------------------------------------------
@@ -234,6 +236,10 @@ class RunCheckpoint(Checkpoint):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._keep_best(trainer, pl_module)  # a final evaluation may have run
+        if self.saved is not None and self._newest(pl_module) is not self._saved_evaluation:
+            saved, unsaved = self.saved, self.unsaved
+            self._save(trainer, saved.name)  # a resumed run compares with that evaluation
+            self.saved, self.unsaved = saved, unsaved
         self.training = False
         if self._is_through:
             self.terminated = self.interrupted = False  # the signal came while the run was ending by itself
@@ -318,6 +324,10 @@ class RunCheckpoint(Checkpoint):
             self.best = before
         self.unsaved = unsaved  # it is about last.ckpt
 
+    @staticmethod
+    def _newest(module: Any) -> Any:
+        return next(reversed(module.evaluator.history), None)
+
     def _is_final(self, trainer: Trainer) -> bool:
         epochs_done = trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
         return epochs_done or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
@@ -337,6 +347,7 @@ class RunCheckpoint(Checkpoint):
             self.unsaved = trainer.strategy.broadcast(self._write(trainer, checkpoint, path))
             if name != BEST:
                 self.saved = None if self.unsaved is not None else path
+                self._saved_evaluation = self._newest(trainer.lightning_module)
             if self.unsaved is None:
                 self._saved_step = trainer.global_step
         if self.unsaved is not None and trainer.is_global_zero:
@@ -349,7 +360,7 @@ class RunCheckpoint(Checkpoint):
         try:
             trainer.strategy.save_checkpoint(checkpoint, draft)
             if trainer.is_global_zero:
-                aside = {LAST: PREVIOUS, BEST: self._aside}.get(path.name)
+                aside = None if path == self.saved else {LAST: PREVIOUS, BEST: self._aside}.get(path.name)
                 put_in_place(draft, path, None if aside is None else path.with_name(aside))
         except OSError as error:
             draft.unlink(missing_ok=True)
@@ -379,8 +390,8 @@ class _Requests(StopRequests):
     @override
     def answer(self, signum: int) -> None:
         if signum == signal.SIGINT:
-            step = "micro-batch" if self._has_30_s else "iteration"
-            line = FIRST_CTRL_C.format(step) if self.ended_wait is None else CTRL_C_IN_A_WAIT.format(self.ended_wait)
+            ends = ("micro-batch", "saving") if self._has_30_s else ("iteration", SAVING)
+            line = FIRST_CTRL_C.format(*ends) if self.ended_wait is None else CTRL_C_IN_A_WAIT.format(self.ended_wait)
             say(line, error=True)
 
     @override

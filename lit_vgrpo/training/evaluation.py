@@ -21,7 +21,7 @@ from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import strips
 from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.records import FINGERPRINT, Evaluation, IterationRecord, PassLedger
+from lit_vgrpo.core.records import FINGERPRINT, Evaluation, PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
@@ -80,7 +80,9 @@ class TrainingModule(Protocol):
     failed_images: Literal["leave_out", "stop"]
     unscorable: tuple[Any, list[Any], list[str]] | None
     ledger: PassLedger
-    record: IterationRecord | None
+
+    @property
+    def iterations_done(self) -> int: ...
 
     @property
     def trainer(self) -> Trainer: ...
@@ -274,7 +276,7 @@ class Evaluator:
             what = f"a batch of type {type(batch).__name__}, not a PromptBatch"
             raise TypeError(f"The evaluation got {what}. Pass datamodule=PromptDataModule(...) instead of a loader.")
         if self._bar is None:
-            self._bar = bar("Evaluating", total=batch.images // rank_and_world_size()[1])
+            self._bar = bar("Evaluating", is_brief=True, total=batch.images // rank_and_world_size()[1])
         self._ask(batch)
         self.num_heldout = batch.images
         self._sources += batch.sources
@@ -377,7 +379,7 @@ class Evaluator:
             metrics = self.finish(module) if len(self._queue) else {}
         if metrics:
             trainer = module.trainer
-            epoch = {"epoch": trainer.current_epoch - 1} if trainer.current_epoch else {}
+            epoch = {"epoch": module.iterations_done - 1} if module.iterations_done else {}
             for logger in module.loggers if logs else ():  # at the iteration's last step, as Lightning counts it
                 logger.log_metrics(metrics | epoch, step=max(trainer.global_step - 1, 0))
         return self.latest
@@ -409,8 +411,7 @@ class Evaluator:
         mark: dict[str, float] = {f"heldout/{FINGERPRINT}": fingerprint}
         if trainer.state.fn != "fit":  # validate leaves no trace
             return means | mark
-        # The trainer's own count lags by one during validation.
-        iteration = trainer.current_epoch if module.record is None else module.record.iteration + 1
+        iteration = module.iterations_done
         if self.history and contents != self.contents:
             names = [name for name in self.contents | contents if self.contents.get(name) != contents.get(name)]
             what, baseline = ", ".join(names), "are compared with the earlier ones of the same"
@@ -457,8 +458,11 @@ class Evaluator:
         return {"history": [asdict(one) for one in self.history], "contents": self.contents, "starts": self._starts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.latest, self.step = {}, -1
-        self.history = [Evaluation(**values) for values in state["history"]]
+        self.history, self.step = [Evaluation(**values) for values in state["history"]], -1
+        newest = self.history[-1].metrics if self.history else {}
+        self.latest = {
+            f"heldout/{name}": value for name, value in newest.items() if name not in ("reward_std", FINGERPRINT)
+        }
         self.contents, self._starts = dict(state["contents"]), dict(state["starts"])
 
 

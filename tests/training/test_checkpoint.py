@@ -19,7 +19,7 @@ from lit_vgrpo import VGRPOModule
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.train import train
 from lit_vgrpo.system.paths import DRAFT_PREFIX
-from lit_vgrpo.training.checkpoint import FIRST_CTRL_C
+from lit_vgrpo.training.checkpoint import FIRST_CTRL_C, SAVING
 from lit_vgrpo.training.checkpoint_file import averages as averages_in
 from lit_vgrpo.training.checkpoint_file import read_sound
 from lit_vgrpo.training.loggers import read_table
@@ -44,7 +44,7 @@ def test_ctrl_c_while_a_checkpoint_is_written_counts(tiny_recipe, capfd, times):
     read_sound(path)
     assert torch.load(path, weights_only=True)["global_step"] == 2
     err = capfd.readouterr().err.splitlines()
-    assert FIRST_CTRL_C.format("iteration") in err
+    assert FIRST_CTRL_C.format("iteration", SAVING) in err
     assert err[-1] == f"Interrupted: {path} is saved. Continue: lightning run runs/tiny/config.yaml --resume"
 
 
@@ -103,7 +103,27 @@ def test_an_interrupted_run_says_what_it_reached_and_a_resumed_one_what_is_known
     assert out.count("report.html") == 1
     assert max(map(len, out.splitlines())) <= 100  # also the answer to "Did it cheat?"
     assert run(["runs/tiny", "--resume"]) == 0
-    assert re.search(r"^iteration 2/2, reward .*, held-out -?[\d.]+ \(start\)$", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(r"^iteration 2/2, reward .*, held-out -?[\d.]+$", capsys.readouterr().err, re.MULTILINE)
+    evaluations = json.loads((cli.folder / "summary.json").read_text())["evaluations"]
+    assert [one["iteration"] for one in evaluations] == [0, 1, 2]  # 1 came after the last iteration's checkpoint
+
+
+def test_a_run_stopped_while_it_evaluates_counts_the_iteration_and_goes_on(tiny_recipe, capsys):
+    cli = build([str(tiny_recipe)])
+    cli.model.on_validation_epoch_end = lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)]
+    cli.save_recipe()
+    assert train(cli) == 130
+    cli.give_back()
+    summary = json.loads((cli.folder / "summary.json").read_text())
+    assert (summary["outcome"], summary["iterations"], summary["optimizer_steps"]) == ("interrupted", 1, 1)
+    assert summary["heldout_reward_end"] == summary["heldout_reward_start"] is not None
+    assert run(["runs/tiny", "--resume"]) == 0
+    summary = json.loads((cli.folder / "summary.json").read_text())
+    assert [one["iteration"] for one in summary["evaluations"]] == [0, 2]
+    saved = read_sound(cli.folder / "checkpoints" / "interrupted.ckpt")["lit_vgrpo"]["evaluator"]
+    known = cli.model.evaluator.latest
+    cli.model.evaluator.load_state_dict(saved)
+    assert cli.model.evaluator.latest == pytest.approx(known)
 
 
 @pytest.mark.slow
