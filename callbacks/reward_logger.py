@@ -143,9 +143,12 @@ class RewardLogger(L.Callback):
         scored = record.rewards[~record.rewards.isnan()]
         self._flat += not record.has_advantage
         if not record.has_advantage and self._flat == 1:  # the others are counted at the end
+            is_solved = record.iteration > 0 and len(scored.unique()) == 1
             rank_zero_warn(
                 f"All {len(record.group_ids.unique())} groups have no reward spread at iteration {record.iteration + 1}"
                 f", so no step is taken. The reward is constant ({float(scored.mean()):.4g}) within each group."
+                + is_solved
+                * " If it cannot be higher, the task is solved: end the run with Ctrl-C."
             )
         if uses_advantages and record.has_advantage and record.iteration == 0:
             small = small_spread_warning("The rewards of the first iteration", scored)
