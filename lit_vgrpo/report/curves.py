@@ -43,6 +43,19 @@ PANELS: dict[str, dict[str, str]] = {
     "Model FLOPs utilisation": {"cost/mfu": "share of the device's peak"},
 }
 """Metrics and their labels by the title of their plot."""
+NOTES = {
+    "Spread of rewards": "Groups without spread give no gradient. Near 1, nothing is left to learn from.",
+    "Probability ratio: deviation from 1": "How far the updates of an iteration move the policy from its rollout. "
+    "Above the clip for most images, the learning rate is too high.",
+    "KL": "Small and flat is healthy. If it grows steadily, lower the learning rate or raise kl_weight.",
+    "Distance to the anchor": "Small and flat is healthy. If it grows steadily, lower the learning rate or raise "
+    "anchor_weight.",
+    "Variation of the surrogate": "Coefficient of variation. Within groups it should be several times smaller: there, "
+    "images share their pairs of time and noise.",
+    "Images per second": "Over the whole iteration, with the rewards. Flat is healthy.",
+    "Model FLOPs utilisation": "Operations of the network passes, relative to the device's peak.",
+}
+"""What to look for in a plot of diagnostics, by its title; docs/watch.md says the same of the metrics."""
 HIDDEN = ("policy/updates", "policy/surrogate", "policy/skipped_updates")
 
 NUM_COLOURS = 8
@@ -95,6 +108,14 @@ class Plot:
     def is_result(self) -> bool:
         """``True`` for rewards, ``False`` for diagnostics of the training."""
         return self.title.startswith(("Held-out", "Training reward"))
+
+    @property
+    def note(self) -> str:
+        """What to look for, in a sentence or two; empty if unknown."""
+        if self.title.startswith("Held-out"):
+            band = "; the band is the reward's 95 % interval over prompts" if self.has_band else ""
+            return f"On prompts that are not trained on{band}."
+        return next((note for title, note in NOTES.items() if self.title.startswith(title)), "")
 
     @property
     def measured(self) -> str:

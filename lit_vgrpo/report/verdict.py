@@ -61,7 +61,8 @@ def limits() -> str:
         f"{MEANING[name].lower()} below {least:g}" + (f" or above {most:g}" if math.isfinite(most) else "")
         for name, (least, most, *_) in SIGNS.items()
     ]
-    return f"Signs of cheating, as ratios to the start: {'; '.join(texts)}."
+    usual = "Images of one prompt usually become more alike, which is no sign of it."
+    return f"Signs of cheating, as ratios to the start: {'; '.join(texts)}. {usual}"
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,14 @@ class Verdict:
     def reward(self) -> Change | None:
         """The trained reward; ``None`` without an evaluation."""
         return next((change for change in self.changes if change.name == "reward"), None)
+
+    @property
+    def unmoved(self) -> str:
+        """A sentence on the rewards that did not rise, if the trained reward has several; else empty."""
+        names = self.run.reward_names if len(self.run.reward_names) > 1 else []
+        compared = [change for change in self.changes if change.name in names and change.start is not None]
+        lagging = [change.name for change in compared if change.direction <= 0]
+        return f"Did not rise measurably: {listed(lagging)}." if lagging else ""
 
     @cached_property
     def cheating(self) -> Cheating:

@@ -462,6 +462,7 @@ def test_a_change_has_the_decimals_of_its_ends_and_a_plot_the_name_of_its_curve(
     assert all(f'<td class="n">{text}</td>' in page for text in ("0.00000", "0.00999"))  # each evaluation
     assert '<p class="eyebrow">Training run with VGRPO</p>' in page
     assert [plot.title for plot in plots([one])] == ["Held-out reward", "Distance to the anchor"]
+    assert "If it grows steadily, lower the learning rate" in page
 
 
 @pytest.mark.parametrize(("start", "end"), [(99.6, 100.0), (1233.7, 1234.0), (0.0096, 0.0104), (0.2, 0.8)])
@@ -483,6 +484,8 @@ def test_a_reward_that_prints_like_the_sum_is_shown():
     points = [Point({"iterations": 4 * n}, {**HONEST, **values}) for n, values in enumerate(ends)]
     run = RunData(Path("run"), {}, {"reward_parts_end": {"a": 1.0, "b": 1.0}}, [], points)
     assert {"reward", "a", "b"} <= {change.name for change in Verdict(run).changes}
+    points[1].metrics["a"] = 2e4
+    assert "Did not rise measurably: b. To change what counts" in render([run])
 
 
 def test_numbers_that_overflow_an_axis_are_left_out():
