@@ -306,26 +306,26 @@ def pipeline_on_meta(policy: Loadable, folder: Path) -> Any:
     """
     with headers_only():
         try:
-            return _assembled(policy, folder)
+            return _assembled(policy, folder, "Checking")
         except LoadError:
             if all(local_folder(source) is not None for source in (policy.checkpoint, *policy.components.values())):
                 raise
         with suppress(Exception):  # a hub that cannot be asked, or another error in the files, which loading reports
             download_small_files(policy.checkpoint, policy.revision)
-            return _assembled(policy, folder)
+            return _assembled(policy, folder, "Checking")
     return None
 
 
-def _assembled(policy: Loadable, folder: Path) -> Any:
-    """Return the pipeline of a folder."""
+def _assembled(policy: Loadable, folder: Path, verb: str = "Loading") -> Any:
+    """Return the pipeline of a folder; ``verb`` is the title of the bar."""
     # Trained weights and the VAE must not be rounded when loaded.
     network_dtype = torch.float32 if policy.lora_rank is None else policy.dtype
     dtypes = {**dict.fromkeys(policy.network_names, network_dtype), "vae": torch.float32}
     networks, parts = dict[str, Any](), _parts(policy, folder)
     kinds = {name: kind for name, kind in parts.items() if issubclass(kind, nn.Module)}
-    with quiet_libraries(), bar("Loading", total=len(kinds)) as loaded:
+    with quiet_libraries(), bar(verb, total=len(kinds)) as loaded:
         for name, kind in kinds.items():
-            loaded.set_description_str(f"Loading {name}")
+            loaded.set_description_str(f"{verb} {name}")
             with loading(policy.checkpoint, REMEDY):
                 place = _part_folder(policy, folder, name)
             files = weight_files(place)
