@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +24,7 @@ from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import Conditioning, RolloutSpec
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.export import LORA_FILE, loads_adapters, lora_options
+from lit_vgrpo.policies.export import lora_calls
 from lit_vgrpo.policies.loading import call_parameters
 from lit_vgrpo.system.hub import quiet_libraries
 
@@ -268,12 +269,8 @@ def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Con
     try:
         with quiet_libraries(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # peft warns of another adapter
-            for options in lora_options(policy.network_names) if loads_adapters(policy.pipeline) else ():
-                policy.pipeline.load_lora_weights(str(folder), adapter_name="read_back", **options)
-            if not loads_adapters(policy.pipeline):
-                policy.network.load_lora_adapter(
-                    folder, adapter_name="read_back", weight_name=LORA_FILE, prefix=policy.network_name
-                )
+            for method, options in lora_calls(policy.pipeline, policy.network_names):
+                attrgetter(method)(policy.pipeline)(str(folder), adapter_name="read_back", **options)
         for network in networks.values():
             network.set_adapter("read_back")
         return policy(*given)

@@ -33,7 +33,7 @@ def save_adapter(
         base: Name of the base model.
     """
     name = f"{next(iter(networks))}_lora"
-    for (key, network), options in zip(networks.items(), lora_options(networks), strict=True):
+    for (key, network), (_, options) in zip(networks.items(), lora_calls(pipeline, networks), strict=True):
         config = network.peft_config["default"].to_dict()
         config |= {"lora_alpha": config["r"], "base_model_name_or_path": base}
         layers = _layers_of_adapter(network, weights and _own_weights(networks, key, weights), dtype)
@@ -45,21 +45,23 @@ def save_adapter(
         text = json.dumps(header, indent=2, sort_keys=True, default=sorted)  # some values are sets
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"{key}.{name}": tensor.contiguous() for name, tensor in layers.items()}
-        save_file(tensors, folder / LORA_FILE, {"format": "pt", "lora_adapter_metadata": text})
+        save_file(tensors, folder / options["weight_name"], {"format": "pt", "lora_adapter_metadata": text})
 
 
 def loads_adapters(pipeline: Any) -> bool:
-    """Return whether a pipeline has ``load_lora_weights``; otherwise its network's ``load_lora_adapter`` loads one."""
+    """Return whether a pipeline has ``load_lora_weights``; otherwise its networks' ``load_lora_adapter`` load one."""
     return hasattr(pipeline, "load_lora_weights")
 
 
-def lora_options(networks: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the options of ``load_lora_weights`` for an adapter's files, one per network of the pipeline."""
-    _, *second = networks
-    if not second:
-        return [{}]
-    others = {"weight_name": LORA_FILE.replace(".", "_2."), f"load_into_{second[0]}": True}
-    return [{"weight_name": LORA_FILE}, others]
+def lora_calls(pipeline: Any, networks: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return what loads an adapter's files, one per network: a method's name from the pipeline on, and its options."""
+    first, *second = networks
+    files = {first: LORA_FILE, **{name: LORA_FILE.replace(".", "_2.") for name in second}}
+    if not loads_adapters(pipeline):  # without the name, diffusers 0.42.1 looks for a .bin file
+        return [(f"{name}.load_lora_adapter", {"weight_name": file, "prefix": name}) for name, file in files.items()]
+    into = {name: {f"load_into_{name}": True} for name in second}
+    options = [{"weight_name": file, **into.get(name, {})} for name, file in files.items()]
+    return [("load_lora_weights", each) for each in (options if second else [{}])]
 
 
 def save_pipeline(

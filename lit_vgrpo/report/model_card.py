@@ -17,7 +17,7 @@ from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import one_line, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.components import component_folder
-from lit_vgrpo.policies.export import loads_adapters, lora_options
+from lit_vgrpo.policies.export import lora_calls
 from lit_vgrpo.policies.loading import call_parameters, config_folder
 from lit_vgrpo.policies.modular import is_modular, lines_that_load
 from lit_vgrpo.policies.trained import block_linears
@@ -73,10 +73,9 @@ def add_card(
         if is_adapter:
             what = f"LoRA of rank {policy.lora_rank}, {name}"
             lines += loading_lines(policy, base, loaded_in)
-            for options in lora_options(policy.network_names):
+            for method, options in lora_calls(policy.pipeline, policy.network_names):
                 given = [_quoted(written), *(f"{key}={value!r}" for key, value in options.items())]
-                loads = "" if loads_adapters(policy.pipeline) else f"{policy.network_name}."
-                lines.append(f"pipe.{loads}load_lora_{'adapter' if loads else 'weights'}({', '.join(given)})")
+                lines.append(f"pipe.{method}({', '.join(given)})")
         else:
             lines += loading_lines(policy, f"{written}", loaded_in, folder)
         if loaded_in != policy.decode_dtype:

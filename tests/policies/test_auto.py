@@ -7,8 +7,10 @@ from functools import wraps
 import pytest
 import torch
 import zoo
+from policies.contract import inputs
 
 from lit_vgrpo.core.sampling import sample
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import (
     AutoPolicy,
@@ -34,6 +36,7 @@ from lit_vgrpo.policies.meta import NotEstimated, flops_per_image
 from lit_vgrpo.policies.placement import restored_on_error
 from lit_vgrpo.policies.unet import vp_scheduler
 from lit_vgrpo.policies.watching import NEVER, PROJECTED, NotLearned
+from lit_vgrpo.report.model_card import add_card
 from lit_vgrpo.system.hub import LoadError
 
 FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline", "Flux3ModularPipeline")
@@ -100,8 +103,8 @@ FAMILIES = {
 """Classes that have a policy written by hand."""
 
 
-def built(name, **options):
-    entry, pipeline = zoo.ZOO[name], zoo.build(name)
+def built(name, folder=None, **options):
+    entry, pipeline = zoo.ZOO[name], zoo.build(name) if folder is None else str(folder)
     size = dict(entry.size)
     if name.endswith("/edit"):
         size |= {"height": 64, "width": 96}
@@ -417,6 +420,28 @@ def test_a_mask_may_be_absent():
     with torch.no_grad():
         assert largest_difference(policy, 3.0, "red red ") < 0.1
     checks.rows_do_not_depend_on_the_batch(policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["HunyuanImagePipeline", "LongCatImagePipeline"])
+def test_the_printed_lines_load_an_adapter_into_a_pipeline_without_load_lora_weights(name, tmp_path):
+    zoo.save(name, tmp_path / "base")
+    export, policy = tmp_path / "lora", built(name, tmp_path / "base", lora_rank=2).load()
+    with torch.no_grad():
+        for parameter in trainable_parameters(policy).values():
+            parameter.normal_(std=0.3)
+    policy.save(export)
+    _, lines = add_card(export, tmp_path, policy, export, "trained", 1, spec=RolloutSpec("euler", 3))
+    (found,) = [number for number, line in enumerate(lines) if "load_lora_adapter" in line]
+    names = {}
+    exec("\n".join(lines[: found + 1]).replace(".to(\"cuda\")", ""), names)
+    with torch.no_grad():
+        given = inputs(policy)
+        expected, network = policy(*given), names["pipe"].transformer
+        with policy.using(network):
+            torch.testing.assert_close(policy(*given), expected, rtol=1e-4, atol=1e-5)
+            network.disable_lora()
+            assert (policy(*given) - expected).abs().max() > 1e-3
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from fnmatch import fnmatchcase
 from functools import reduce
+from operator import attrgetter
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import Conditioning, SD3Policy
 from lit_vgrpo.policies.checks import inputs_count
-from lit_vgrpo.policies.export import lora_options
+from lit_vgrpo.policies.export import lora_calls
 from lit_vgrpo.policies.meta import AutocastOnMeta
 
 COLOURS, SHAPES = ("red", "blue", "green", "yellow"), ("circle", "square", "triangle")
@@ -316,8 +317,8 @@ def test_an_adapter_is_saved_so_that_the_pipeline_loads_it(family, tmp_path):
     folder = tmp_path / "lora"
     policy.save(folder)
     pipeline = family.pipeline()
-    for options in lora_options(policy.network_names):
-        pipeline.load_lora_weights(str(folder), **options)
+    for method, options in lora_calls(pipeline, policy.network_names):
+        attrgetter(method)(pipeline)(str(folder), **options)
     other = family.policy_class(str(family.folder), **family.all_options({})).adopt(pipeline)
     with torch.no_grad():
         trained = policy(*inputs(policy))
