@@ -226,6 +226,22 @@ def _find(text: str, names: dict[str, Path], what: str, hint: str) -> Path:
     raise UserError(f"{text} is not {what}: {why}. {meant}{hint}")
 
 
+def read_early(words: Sequence[str], resume: bool = False) -> tuple[Command, bool]:
+    """Return the command and whether it names a curriculum; raise UserError if its recipe cannot be read."""
+    command = Command.parse(words, resume)
+    is_curriculum = STAGES in loaded(command.recipe)
+    if not is_curriculum:
+        read_recipe(command)
+    return command, is_curriculum
+
+
+def refuse_unreadable(words: Sequence[str]) -> None:
+    """Raise UserError if a word names a file whose name ends as YAML, but which is not a readable mapping in YAML."""
+    for word in words:
+        if word.endswith(SUFFIXES) and os.path.isfile(file := os.path.expanduser(word)):
+            loaded(Path(file))
+
+
 def read_recipe(command: Command) -> Recipe:
     """Read a recipe's files and apply its overrides and interpolations.
 
