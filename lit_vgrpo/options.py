@@ -107,7 +107,11 @@ class Compare:
 
 @dataclass(kw_only=True)
 class Vote:
-    """Show the page on which people choose the best images."""
+    """Show the page on which people choose the best images.
+
+    To train on their votes: lightning vote tiny_shapes model.reward=VoteReward model.untrained_reward=ShapesReward.
+    The untrained reward scores the held-out images, which nobody votes on.
+    """
 
     words: list[str]
     resume: Resume = False
@@ -182,7 +186,8 @@ class CheckReward:
 
     words: list[str]
     images: Annotated[
-        str | None, Option(parser=_existing, metavar="PATH", help="Images to score; by default sampled from the policy.")
+        str | None,
+        Option(parser=_existing, metavar="PATH", help="Images to score; by default sampled from the policy."),
     ] = None
     num_prompts: Annotated[int, Option(min=1, help="Number of training prompts to use.")] = 4
     images_per_prompt: Annotated[int, Option(min=1, help="Images per prompt.")] = 2

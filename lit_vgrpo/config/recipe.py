@@ -79,8 +79,12 @@ class Command:
         for key, text in overrides:
             if text == "None":
                 raise UserError(f"{key}=None is Python syntax. Write {key}=null.")
-            has_options = any(other.startswith("trainer.logger.") for other, _ in overrides)  # read later, with its class
-            if key == "trainer.logger" and not has_options and (found := logger_errors(text)):  # before the slow imports
+            has_options = any(
+                other.startswith("trainer.logger.") for other, _ in overrides
+            )  # read later, with its class
+            if (
+                key == "trainer.logger" and not has_options and (found := logger_errors(text))
+            ):  # before the slow imports
                 raise UserError(*found)
         if not files:
             raise UserError("No recipe given. Try: lightning run tiny_shapes")
