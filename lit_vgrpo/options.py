@@ -25,7 +25,7 @@ def _read_path(text: str) -> Path:
 
 def _existing(text: str) -> str:
     if not os.path.exists(os.path.expanduser(text)):
-        raise UserError(f"{text} does not exist. Give a folder of images, or an image.")
+        raise UserError(f"{text} does not exist. Give a folder of images, or an image file.")
     return text
 
 

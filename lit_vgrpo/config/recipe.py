@@ -241,7 +241,7 @@ def read_early(words: Sequence[str], resume: bool = False) -> tuple[Command, boo
 
 
 def refuse_unreadable(words: Sequence[str]) -> None:
-    """Raise UserError if a word names a file whose name ends as YAML, but which is not a readable mapping in YAML."""
+    """Raise UserError if a word names a YAML file that cannot be read as a mapping."""
     for word in words:
         if word.endswith(SUFFIXES) and os.path.isfile(file := os.path.expanduser(word)):
             loaded(Path(file))

@@ -33,7 +33,7 @@ from lit_vgrpo.errors import UserError, shell_line
 from lit_vgrpo.launch.checks import LINKED, callback_errors, metric_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.hub import with_commands
-from lit_vgrpo.system.memory import cpu_cores, device_name, idle_gpu
+from lit_vgrpo.system.memory import device_name, idle_gpu
 from lit_vgrpo.system.paths import remove_drafts, start_folder, typed_path
 from lit_vgrpo.system.process import is_first_process, report_on_first
 from lit_vgrpo.training.checkpoint import RunCheckpoint
@@ -269,10 +269,6 @@ class RecipeCLI(LightningCLI):
         lines.append(f"Run folder: {self.folder}{taken}")
         if (gpu := idle_gpu(device)) is not None:
             lines.append(f"WARNING: {gpu} is not used. To train on it: trainer.accelerator=gpu")
-        processes, cores = self.trainer.num_devices, cpu_cores()
-        if device.type == "cpu" and processes > cores:
-            few = f"{processes} processes for {cores} CPU core{'s' * (cores > 1)} make the run slow"
-            lines.append(f"WARNING: {few}. Set trainer.devices={cores}.")
         if self.resumption is not None:
             lines += [self.resumption.opening, *self.continued]
         return lines

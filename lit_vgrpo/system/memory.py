@@ -124,11 +124,6 @@ def idle_gpu(device: torch.device) -> str | None:
     return torch.cuda.get_device_name() if device.type == "cpu" and torch.cuda.is_available() else None
 
 
-def cpu_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def peak_resident_bytes() -> int:
     """Return the process's peak resident memory."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
