@@ -11,9 +11,9 @@ import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ HIDDEN = "(hidden)"
 """Replacement for values that may be secret."""
 PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/?#\s]+@")
 OWN_FOLDERS = str(Path(__file__).parent), str(Path(__file__).parent.parent / "callbacks")
+LAST_WORD = re.compile(r"(?<=.)[A-Z][a-z]+$")
 HARMLESS = "\n\t\u200c\u200d"
 
 
@@ -192,12 +193,23 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     if ends := [name for name in known if name.endswith(f".{word}")]:
         return ends[0]
     ending = next((name.suffix for name in map(Path, known) if name.suffix == Path(word).suffix), "")
-    stem, stems = word.removesuffix(ending), {name.removesuffix(ending): name for name in reversed(known)}
-    cutoff = 0.7 if len(stem) > 3 else 0.66  # one letter of three may differ
-    for text, names in ((stem, stems), (stem.lower(), {one.lower(): name for one, name in stems.items()})):
-        if close := get_close_matches(text, names, n=1, cutoff=cutoff):
-            return names[close[0]]
+    for change in (str, str.lower):
+        scores = {name: _likeness(word.removesuffix(ending), name.removesuffix(ending), change) for name in known}
+        if (best := max(scores, key=scores.__getitem__, default=None)) is not None and scores[best] > 0:
+            return best
     return next((name for name in known if len(word) > 2 and word.lower() in name.lower()), None)  # NFT: DiffusionNFT
+
+
+def _likeness(word: str, name: str, change: Callable[[str], str]) -> float:
+    """Return how alike two words are, 0 if they are not.
+
+    The last word of both is left out: in ``NoSuchReward`` and ``OCRReward`` it is most of what they share.
+    """
+    last = LAST_WORD.search(word)
+    if last is not None and name.endswith(last[0]) and len(name) > len(last[0]):
+        word, name = word.removesuffix(last[0]), name.removesuffix(last[0])
+    score = SequenceMatcher(None, change(name), change(word)).ratio()
+    return score if score >= (0.7 if len(word) > 3 else 0.66) else 0.0  # one letter of three may differ
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

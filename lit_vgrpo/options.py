@@ -23,6 +23,12 @@ def _read_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _existing(text: str) -> str:
+    if not os.path.exists(os.path.expanduser(text)):
+        raise UserError(f"{text} does not exist. Give a folder of images, or an image file.")
+    return text
+
+
 def gpu_memory_of(text: str) -> int:
     """Return the bytes of a GPU size as sold, a number of GiB with or without a unit; raise UserError if it is invalid.
 
@@ -101,7 +107,11 @@ class Compare:
 
 @dataclass(kw_only=True)
 class Vote:
-    """Show the page on which people choose the best images."""
+    """Show the page on which people choose the best images.
+
+    To train on their votes: lightning vote tiny_shapes model.reward=VoteReward model.untrained_reward=ShapesReward.
+    The untrained reward scores the held-out images, which nobody votes on.
+    """
 
     words: list[str]
     resume: Resume = False
@@ -175,7 +185,10 @@ class CheckReward:
     """Try a recipe's rewards on a few images."""
 
     words: list[str]
-    images: Annotated[str | None, Option(help="Images to score; by default sampled from the policy.")] = None
+    images: Annotated[
+        str | None,
+        Option(parser=_existing, metavar="PATH", help="Images to score; by default sampled from the policy."),
+    ] = None
     num_prompts: Annotated[int, Option(min=1, help="Number of training prompts to use.")] = 4
     images_per_prompt: Annotated[int, Option(min=1, help="Images per prompt.")] = 2
     out: Annotated[Path, Option(parser=_read_path, metavar="PATH", help="Picture of the scores to write.")] = Path(

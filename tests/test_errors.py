@@ -24,10 +24,13 @@ PRINT_THEMSELVES = ("errors.py", "cli/commands.py", "policies/verify.py")
         ("lst.ckpt", "last.ckpt"),
         ("nope.ckpt", None),
         ("notfn", None),
+        ("OcrReward", "OCRReward"),
+        ("NoSuchReward", None),
+        ("PixArtPolicy", None),
     ],
 )
 def test_nearest(word, expected):
-    known = ["max_epochs", "SD3Policy", "UNetPolicy", "best.ckpt", "last.ckpt", "nothing"]
+    known = ["max_epochs", "SD3Policy", "UNetPolicy", "best.ckpt", "last.ckpt", "nothing", "OCRReward"]
     assert nearest(word, known) == expected
 
 

@@ -49,8 +49,8 @@ def check_reward(options: CheckReward) -> int:
     folder, num_prompts, each, out = options.images, options.num_prompts, options.images_per_prompt, options.out
     if out.suffix != ".png" or out.is_dir():
         raise UserError(f"--out {out} is not a .png file. Use {shell_line('--out', out.with_suffix('.png'))}.")
-    cli = build([*options.words, *OVERRIDES], make_folder=False)
     files = [] if folder is None else find_images([folder], num_prompts * each, ignored=re.escape(out.name))
+    cli = build([*options.words, *OVERRIDES], make_folder=False)
     reward = cli.model.evaluator.observed
     if errors := [*reward.check(), *cli.datamodule.check(), *([] if files else cli.model.policy.check())]:
         raise UserError(*errors)

@@ -76,16 +76,17 @@ def add_command(name: str, options: type, panel: str, place: str, **arguments: A
             shown[field.name] = hint, Parameter.empty if field.default is MISSING else field.default
 
     def call(ctx: typer.Context, **given: Any) -> int:
-        from lit_vgrpo.config.recipe import Command, find_run, find_runs
+        from lit_vgrpo.config.recipe import find_run, find_runs, read_early, refuse_unreadable
         from lit_vgrpo.system.paths import vacant_folder
 
         words = [given.pop(argument) for argument in arguments]
         given["words"] = [word for one in words for word in ([one] if isinstance(one, str) else one or [])]
         if "line" in hints:
             given["line"] = errors.shell_line("lightning", *(ctx.obj or []))
-        # These raise UserError for what does not exist, before the slow imports.
+        # These raise UserError for what does not exist or cannot be read, before the slow imports.
+        refuse_unreadable(given["words"])
         if "recipe" in arguments and name != "compare":  # which also continues a race
-            Command.parse(given["words"])
+            read_early(given["words"])
         elif "runs" in arguments:
             find_runs(given["words"][0])
         elif "run" in arguments and not (given.get("benchmark") or given.get("share")):
@@ -160,10 +161,10 @@ def run(recipe: RecipeArg, words: Words = None, resume: options.Resume = False) 
     Every option of a recipe can be overridden, such as model.objective=DiffusionNFT data.group_size=8
     trainer.max_epochs=20. Other keys of the top level: name, run_dir, seed_everything, ckpt_path, allow_changes.
     """
-    from lit_vgrpo.config.recipe import STAGES, Command, loaded
+    from lit_vgrpo.config.recipe import read_early
 
-    command = Command.parse([recipe, *(words or [])], resume)
-    if STAGES in loaded(command.recipe):
+    command, is_curriculum = read_early([recipe, *(words or [])], resume)
+    if is_curriculum:
         with _loading(recipe):
             from lit_vgrpo.apps.curriculum.curriculum import run_curriculum
         return run_curriculum(command)

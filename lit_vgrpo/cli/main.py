@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         Exit status: 0, 1 if the work failed, 2 for a user error, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
+        A page or a server without a run ends with 0 after Ctrl-C and SIGTERM: it is stopped in no other way.
     """
     args = sys.argv[1:] if argv is None else list(argv)
     debug = "--debug" in args

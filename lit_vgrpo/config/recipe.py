@@ -79,7 +79,12 @@ class Command:
         for key, text in overrides:
             if text == "None":
                 raise UserError(f"{key}=None is Python syntax. Write {key}=null.")
-            if key == "trainer.logger" and (found := logger_errors(text)):  # before the slow imports
+            has_options = any(
+                other.startswith("trainer.logger.") for other, _ in overrides
+            )  # read later, with its class
+            if (
+                key == "trainer.logger" and not has_options and (found := logger_errors(text))
+            ):  # before the slow imports
                 raise UserError(*found)
         if not files:
             raise UserError("No recipe given. Try: lightning run tiny_shapes")
@@ -224,6 +229,22 @@ def _find(text: str, names: dict[str, Path], what: str, hint: str) -> Path:
     listed = f"Shipped: {overlays}." if overlays else "To list the shipped ones, run: lightning recipes"
     meant = f"Did you mean {known[guess]}?" if guess else listed
     raise UserError(f"{text} is not {what}: {why}. {meant}{hint}")
+
+
+def read_early(words: Sequence[str], resume: bool = False) -> tuple[Command, bool]:
+    """Return the command and whether it names a curriculum; raise UserError if its recipe cannot be read."""
+    command = Command.parse(words, resume)
+    is_curriculum = STAGES in loaded(command.recipe)
+    if not is_curriculum:
+        read_recipe(command)
+    return command, is_curriculum
+
+
+def refuse_unreadable(words: Sequence[str]) -> None:
+    """Raise UserError if a word names a YAML file that cannot be read as a mapping."""
+    for word in words:
+        if word.endswith(SUFFIXES) and os.path.isfile(file := os.path.expanduser(word)):
+            loaded(Path(file))
 
 
 def read_recipe(command: Command) -> Recipe:

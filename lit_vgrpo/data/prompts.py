@@ -26,6 +26,9 @@ Rows = list[Row]
 PROMPT = "prompt"
 LINE_END = re.compile(r"\r\n?|\n")
 NO_PROMPTS = re.compile(r"(readme|licen[cs]e|requirements)\.txt", re.IGNORECASE)
+LISTS_FILES = re.compile(r"\A---\n(?:.*\n)*?configs:")
+"""Start of a dataset's README.md that lists the files of each configuration."""
+UNKNOWN_SPLIT = re.compile(r"Unknown split .+ Should be one of \[(.*)\]")
 SAVED_MARKS = SPLITS_MARK, TABLE_MARK = "dataset_dict.json", "state.json"
 """Files that identify a folder written by ``save_to_disk``, of several splits or of one table."""
 
@@ -299,7 +302,9 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
             return datasets.load_dataset("parquet", data_files=place, split="train")
         if not any((Path(place) / name).is_file() for name in SAVED_MARKS):
             kinds = sorted({file.suffix for file in Path(place).glob("*") if file.suffix[1:] in FILE_KINDS})
-            if len(kinds) > 1:
+            card = Path(place) / "README.md"
+            is_listed = card.is_file() and LISTS_FILES.search(card.read_text(encoding="utf-8", errors="replace"))
+            if len(kinds) > 1 and not is_listed:
                 what = f"{source.path} has files of several kinds ({', '.join(kinds)}), of which only one is read"
                 warnings.warn(f"{what}. Name the files instead of the folder.", stacklevel=2)
             if kind == "folder":
@@ -307,7 +312,7 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
                 files = [Path(file) for file in chain(*splits.values())]
                 own = {file.name for file in Path(place).glob("[!.]*") if file.suffix in kinds[:1]}
                 unread = sorted(filterfalse(NO_PROMPTS.fullmatch, own - {file.name for file in files}))
-                if files and unread and len(kinds) == 1:
+                if files and unread and len(kinds) == 1 and not is_listed:
                     what = f"{', '.join(unread)} of {source.path} {'is' if len(unread) == 1 else 'are'} in no split"
                     why = "since the names of other files or folders are those of splits"
                     warnings.warn(f"{what}, {why}. Name the files instead of the folder.", stacklevel=2)
@@ -318,12 +323,15 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
         return _part(saved, split) if isinstance(saved, dict) else saved
     except Exception as error:  # the library raises anything on damaged files
         cause = error.__cause__ or error
+        if unknown := UNKNOWN_SPLIT.match(str(cause)):
+            known = re.findall(r"[\w.-]+", unknown[1])
+            raise PromptError(f"{source.path} has no split {split}. {suggestion(split, known)}") from error
         raise PromptError(f"{source.path} cannot be read as a dataset ({one_line(repr(cause))[:200]}).") from error
 
 
 def _part(splits: Mapping[Any, Any], split: str) -> Any:
     if split not in splits:
-        raise ValueError(f"Unknown split {split}. Use one of: {', '.join(map(str, splits))}.")
+        raise ValueError(f"Unknown split {split}. Should be one of {[*map(str, splits)]}.")  # as datasets does
     return splits[split]
 
 

@@ -47,15 +47,15 @@ def build_recipe(recipe: Recipe, make_folder: bool = True, elsewhere: bool = Fal
         elsewhere: Accept a GPU that this machine lacks.
 
     Raises:
-        UserError: The recipe has an error; the message is the first one.
+        UserError: The recipe has an error; the message is the first one, or those of all parts if a setting is wrong.
     """
     # The run folder holds config.yaml before the loggers start.
     warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
     import_from_here()
-    if errors := setting_errors(recipe.values):
-        raise UserError(*errors)
+    if setting_errors(recipe.values):  # of which some take a while to mend, such as a package to install
+        raise UserError(*part_errors(recipe.values)[0])
     shows_bars.set(True)  # a module that was trained in this process without ProgressBar leaves them off
     try:
         with bar("Reading the recipe", total=1):

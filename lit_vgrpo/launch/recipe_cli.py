@@ -32,7 +32,7 @@ from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, shell_line
 from lit_vgrpo.launch.checks import LINKED, callback_errors, metric_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.system.hub import with_one_download
+from lit_vgrpo.system.hub import with_commands
 from lit_vgrpo.system.memory import device_name, idle_gpu
 from lit_vgrpo.system.paths import remove_drafts, start_folder, typed_path
 from lit_vgrpo.system.process import is_first_process, report_on_first
@@ -226,7 +226,7 @@ class RecipeCLI(LightningCLI):
         of_data = data.check(ranks) or self._picture_errors()
         errors += [*(of_data or prompt_errors(model, data)), *callback_errors(chosen)]
         errors += metric_errors(chosen, model.optimization.make_schedule, data.has_heldout)
-        return with_one_download([with_full_key(error, self.recipe.values) for error in errors])
+        return with_commands([with_full_key(error, self.recipe.values) for error in errors])
 
     def _picture_errors(self) -> list[str]:
         """Return why the policy cannot use the rows' pictures, or their absence."""

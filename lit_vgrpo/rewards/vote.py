@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +19,12 @@ from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.errors import counted, say, shell_line
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
 from lit_vgrpo.rewards.vote_store import FILE_NAME, Progress, VoteStore, VoteStoreError
+from lit_vgrpo.system.process import bar
 from lit_vgrpo.system.signals import is_stop_requested, waiting_for
 
 POLL_S = 0.25
+REMINDER_S = 60.0
+"""Time after which a wait is reported again, then after twice as long, and so on."""
 
 
 @checked
@@ -102,14 +107,22 @@ class VoteReward(Reward):
         A rank that continued alone would time out in the next collective while people vote on the others' images.
         """
         self._is_closed.clear()
-        while (given := store.close(numbers)) is None:
-            if announces and not self._was_announced:
-                progress = store.progress()
-                left = counted(progress.needed - progress.given, "vote")
-                opening = shell_line("lightning", "vote", store.path.parent)
-                page = "" if self.is_served else f" Open the voting page: {opening}"
-                say(f"Waiting for {left}.{page}")
-                self._was_announced = True
-            if self._is_closed.wait(POLL_S) or is_stop_requested():
-                raise KeyboardInterrupt  # people may take hours: save the run and ask again on resume
-        return given
+        started, reminder_s = time.monotonic(), REMINDER_S
+        with bar("Votes", total=0, is_brief=True) if announces else nullcontext() as shown:
+            while (given := store.close(numbers)) is None:
+                if shown is not None:
+                    progress = store.progress()
+                    shown.n, shown.total = progress.given, progress.needed
+                    shown.refresh()
+                    left = counted(progress.needed - progress.given, "vote")
+                    if not self._was_announced:
+                        opening = shell_line("lightning", "vote", store.path.parent)
+                        page = "" if self.is_served else f" Open the voting page: {opening}"
+                        say(f"Waiting for {left}.{page}")
+                        self._was_announced = True
+                    elif time.monotonic() - started > reminder_s:
+                        say(f"Still waiting for {left}.")
+                        reminder_s *= 2
+                if self._is_closed.wait(POLL_S) or is_stop_requested():
+                    raise KeyboardInterrupt  # people may take hours: save the run and ask again on resume
+            return given

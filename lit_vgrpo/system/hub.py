@@ -39,7 +39,8 @@ PROBES, LEAST_WORDS, LEAST_LETTERS = 1024, 8, 3  # tokens to try, words among th
 
 _headers_only = ContextVar("_headers_only", default=False)
 _CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
-_NOT_HERE = re.compile(r"Cannot load (\S+): not in the local cache and (.+?)\. Run: (.+?), or set (\S+)=/a")
+_NOT_HERE = re.compile(r"Cannot load \S+: not in the local cache and (.+?)\. Run: (.+?), or set (\S+)=/a")
+_ASKED_FOR = re.compile(r" for \S+(?= ended)")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
@@ -245,20 +246,29 @@ def download_command(checkpoint: str, filename: str, revision: str | None = None
     return f"hf download {checkpoint}" + (f" --revision {revision}" if revision else "")
 
 
-def with_one_download(errors: list[str]) -> list[str]:
-    """Return errors with those of :func:`explain_unloadable` on several hub repositories as one line and command.
+def with_commands(errors: list[str]) -> list[str]:
+    """Return errors with those of :func:`explain_unloadable` that have one reason as a line, and a line per command.
 
     >>> lacks = "Cannot load {0}: not in the local cache and it is late. Run: hf download {0}, or set {1}=/a"
-    >>> with_one_download([lacks.format("a/b", "x"), lacks.format("c/d", "y"), lacks.format("c/d", "z")])
-    ['Cannot load a/b, c/d: it is late. Run: hf download a/b && hf download c/d, or set x, y, z to local folders.']
+    >>> print("\\n".join(with_commands([lacks.format("a/b", "x"), lacks.format("c/d", "y"), lacks.format("c/d", "z")])))
+    Cannot load models: not in the local cache and it is late. Run these commands, or set the options to local folders:
+    hf download a/b # or set x
+    hf download c/d # or set y, z
     """
-    found = [match for match in map(_NOT_HERE.match, errors) if match is not None]
-    names, why, commands, keys = zip(*(match.groups() for match in found), strict=True) if found else ((),) * 4
-    if len({*names}) < 2:
-        return errors
-    start, command = ", ".join(dict.fromkeys(names)), " && ".join(dict.fromkeys(commands))
-    line = f"Cannot load {start}: {why[0]}. Run: {command}, or set {', '.join(keys)} to local folders."
-    return list(dict.fromkeys(line if _NOT_HERE.match(error) else error for error in errors))
+    lacking: dict[str, dict[str, list[str]]] = {}
+    reasons: list[str | None] = []
+    for match in map(_NOT_HERE.match, errors):
+        reasons.append(match and _ASKED_FOR.sub("", match[1]))
+        if match is not None:
+            lacking.setdefault(str(reasons[-1]), {}).setdefault(match[2], []).append(match[3])
+    shown: list[str] = []
+    for error, reason in zip(errors, reasons, strict=True):
+        commands = lacking.get(reason or "", {})
+        advice = "Run these commands, or set the options to local folders:"
+        lines = [f"{command} # or set {', '.join(keys)}" for command, keys in commands.items()]
+        what = f"Cannot load models: not in the local cache and {reason}. {advice}"
+        shown += [what, *lines] if len(lines) > 1 else [error]
+    return list(dict.fromkeys(shown))
 
 
 def without_origin(config: Any) -> Any:

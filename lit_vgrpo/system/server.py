@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from lit_vgrpo.errors import say
 
 LOCAL_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 """A page under another host name that resolves to this machine may not read the served data."""
@@ -38,10 +40,17 @@ def bounded_app(max_body_size: int, is_local: bool) -> FastAPI:
     return app
 
 
-def serve_page(app: Any, listener: socket.socket, shutdown_s: int = SHUTDOWN_S, keep_alive_s: int = 5) -> None:
-    """Serve an ASGI application on a listening socket until Ctrl-C or SIGTERM; see :func:`bounded_server`."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def serve_page(
+    app: Any, listener: socket.socket, opening: Iterable[str], shutdown_s: int = SHUTDOWN_S, keep_alive_s: int = 5
+) -> None:
+    """Print some lines, then serve an ASGI application on a listening socket until Ctrl-C or SIGTERM.
+
+    See :func:`bounded_server`.
+    """
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # before the lines, which others wait for
     try:
+        for line in opening:
+            say(line)
         bounded_server(app, shutdown_s, keep_alive_s).run(sockets=[listener])
     except KeyboardInterrupt:  # uvicorn re-raises the signal when it is done
         pass

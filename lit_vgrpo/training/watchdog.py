@@ -6,6 +6,7 @@ Lightning's observer silently kills rank 0, and leaves the others running if ran
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 
 from lit_vgrpo.errors import say
-from lit_vgrpo.system.signals import how_it_ended
+from lit_vgrpo.system.signals import STOP_SIGNALS, how_it_ended, is_stop_requested
 from lit_vgrpo.training.resume import last_words
 from lit_vgrpo.training.trainer_internals import hand_over_children, run_folder, script_launcher
 
@@ -96,7 +97,7 @@ class Watch:
     def _watch(self) -> None:
         while not self._done.wait(POLL_S):
             if (death := self.death()) is not None and not self._done.wait(GRACE_S):
-                self._report(death)
+                self._report(self.death() or death)  # others may have ended since
                 for child in self.children:
                     child.kill()
                 sys.stdout.flush()
@@ -115,6 +116,9 @@ class Watch:
         codes = [(rank, child.poll()) for rank, child in enumerate(self.children, start=self._first_rank + 1)]
         # One killed by a signal comes first: the others may have failed because of it.
         failed = sorted((code > 0, rank, code) for rank, code in codes if code)
+        stops = [stop for *_, code in failed if (stop := -code if code < 0 else code - 128) in STOP_SIGNALS]
+        if len(stops) > 1 or (stops and is_stop_requested()):  # a scheduler, or timeout, asks all ranks
+            return f"The run was ended from outside by {signal.Signals(stops[0]).name}."
         return f"Rank {failed[0][1]} {how_it_ended(failed[0][2])}." if failed else None
 
 

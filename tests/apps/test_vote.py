@@ -260,6 +260,10 @@ def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
             out, err = page.communicate(timeout=60)
         assert (page.returncode, err) == (0, "")
         assert out == f"Stopped. Every vote is in {RUN / FILE_NAME}; still needed: 1.\n"
+        with started("vote", str(RUN), "--port=0") as page:
+            assert page.stdout.readline().startswith("Vote at ")
+            page.terminate()  # at once
+            assert page.wait(timeout=60) == 0
         job.send_signal(signal.SIGINT)
         out, err = job.communicate(timeout=60)
     assert job.returncode == 130
@@ -274,7 +278,10 @@ def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, monk
     (tmp_path / "empty").mkdir()
     for words, line in [
         (["empty"], "empty is not a run folder: it has no config.yaml."),
-        (["tiny.yaml"], "The reward of tiny.yaml does not ask people. Set model.reward=VoteReward"),
+        (
+            ["tiny.yaml"],
+            f"The reward of tiny.yaml does not ask people. Run: lightning vote tiny.yaml {' '.join(SETTINGS)}",
+        ),
         (["tiny.yaml", SETTINGS[0]], "model.reward compares images of a group and scores no held-out images."),
     ]:
         assert_one_line(vote, words, capsys, line)

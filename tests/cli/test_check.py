@@ -249,13 +249,13 @@ def test_an_own_method_whose_loss_is_per_pair(tiny_recipe, capsys, monkeypatch):
     assert re.match(r"PerPair.losses returned losses of shape \((\d), 2\) for \1 images. Return one ", lines(capsys)[0])
 
 
-def test_repositories_that_are_not_here_are_one_line_with_one_command(here, monkeypatch, capsys):
+def test_repositories_that_are_not_here_are_a_command_each(here, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("lit_vgrpo.system.hub.cached_file", lambda *place: None)
     assert check(["flux_multireward", "--memory=48GiB"]) == 2
-    too_large, line = capsys.readouterr().err.splitlines()
+    too_large, why, *commands = capsys.readouterr().err.splitlines()
     assert too_large.startswith("The recipe needs about ")
-    assert "dev, xswu/HPSv2, yuvalkirstain/PickScore_v1, laion/" in line
-    assert "dev')\" && hf download xswu/HPSv2 && hf download yuvalkirstain/PickScore_v1 && " in line
-    assert line.count("hf download openai/clip-vit-large-patch14") == 1
-    assert "model.policy.checkpoint, model.reward.rewards[0].checkpoint, " in line
+    assert why.startswith("Cannot load models: not in the local cache and HF_HUB_OFFLINE is set. Run these commands, ")
+    assert commands[0].endswith("dev')\" # or set model.policy.checkpoint")
+    assert commands[1] == "hf download xswu/HPSv2 # or set model.reward.rewards[0].checkpoint"
+    assert sum(line.startswith("hf download openai/clip-vit-large-patch14 ") for line in commands) == 1

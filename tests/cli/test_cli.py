@@ -99,7 +99,10 @@ refused += ["run tiny_shapes trainer.logger=wandb", "recipes --gpu big", "report
 refused += ["export no_run --to x", "sample no_run"]
 run = tempfile.mkdtemp()
 Path(run, "config.yaml").touch()
-refused += [f"export {run} --to {run}"]
+refused += [f"export {run} --to {run}", "check-reward tiny_shapes --images no_folder"]
+recipe = Path(run, "recipe.yaml")
+recipe.write_text("model: [")
+refused += [f"{words} {recipe}" for words in ("run", "run tiny_shapes", "check", "check-reward", "vote", "compare")]
 assert [main(line.split()) for line in refused] == [2] * len(refused)
 sys.exit(str({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.modules)))
 """

@@ -243,12 +243,12 @@ def test_sd3_pickscore_exports_its_lora(stand_ins, here):
     pipeline.load_lora_weights(str(folder / "export"))
 
 
-def test_sd3_pickscore_without_weights_is_one_clear_line(here, capsys):
+def test_sd3_pickscore_without_weights_lists_what_to_type(here, capsys):
     assert run(["sd3_pickscore"]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
-    assert errors[0].startswith("Cannot load stabilityai/stable-diffusion-3.5-medium, ")
-    assert ".download('stabilityai/stable-diffusion-3.5-medium')\" && hf download " in errors[0]
-    assert "or set model.policy.checkpoint, " in errors[0]
+    assert errors[0].startswith("Cannot load models: ")
+    assert ".download('stabilityai/stable-diffusion-3.5-medium')\" # or set model.policy.checkpoint" in errors[1]
+    assert errors[2].startswith("hf download ")
     assert not (here / "runs").exists()
 
 

@@ -205,7 +205,7 @@ def test_a_folder_of_data_files_is_a_dataset(write, datasets_cache, suffix):
     assert read_prompts(folder) == ROWS
     assert prompts(read_prompts(PromptSource(str(folder), split="test"))) == ["for the test"]
     assert prompts(read_prompts(PromptSource(str(folder), limit=2))) == PROMPTS[:2]
-    assert "Unknown split" in refused(PromptSource(str(folder), split="tests"))
+    assert refused(PromptSource(str(folder), split="tests")) == f"{folder} has no split tests. Did you mean test?"
     assert 'no column "caption"' in refused(PromptSource(str(folder), column="caption"))
     assert "BuilderConfig 'big' not found" in refused(PromptSource(str(folder), config="big"))
     write("set/more.txt", "not read\n")
@@ -224,6 +224,11 @@ def test_files_of_a_folder_that_are_no_prompts_or_in_no_split(write, datasets_ca
     write("texts/train_stations.txt", "a station\n")
     with pytest.warns(UserWarning, match=r"^vehicles\.txt of .* is in no split, .*\. Name the files instead"):
         assert prompts(read_prompts(folder)) == ["a station"]
+    recwarn.clear()
+    write("texts/more.csv", "prompt\na tram\n")
+    write("texts/README.md", "---\nlicense: mit\nconfigs:\n- config_name: all\n  data_files: vehicles.txt\n---\n")
+    assert prompts(read_prompts(folder)) == ["a bus"]
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(
@@ -253,7 +258,8 @@ def test_a_folder_that_datasets_saved_is_read_where_it_lies(tmp_path, datasets_c
     line = f"split=test: {tmp_path / 'one'} is one table, written by save_to_disk. Leave out split."
     assert refused(PromptSource(str(tmp_path / "one"), split="test")) == line
     datasets_cache.DatasetDict(splits).save_to_disk(tmp_path / "two")
-    assert "Unknown split train[:2]. Use one of: " in refused(PromptSource(str(tmp_path / "two"), split="train[:2]"))
+    unknown = f"{tmp_path / 'two'} has no split train[:2]. Use one of: first, second."
+    assert refused(PromptSource(str(tmp_path / "two"), split="train[:2]")) == unknown
     assert read_prompts(PromptSource(str(tmp_path / "two"), split="second")) == [{"prompt": "second"}]
     assert "train" in refused(tmp_path / "two")
 

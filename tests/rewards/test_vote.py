@@ -179,6 +179,23 @@ def test_votes_on_the_same_pixels_are_kept_and_twins_share_a_score(tmp_path):
     assert torch.equal(reward_in(tmp_path)(images, prompts, [{}] * 3), first)  # nobody votes
 
 
+def test_a_long_wait_is_reported_again_after_twice_the_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lit_vgrpo.rewards.vote.POLL_S", 0.01)
+    monkeypatch.setattr("lit_vgrpo.rewards.vote.REMINDER_S", 0.02)
+
+    def late(store, comparison):
+        time.sleep(0.3)
+        return comparison.images[0]
+
+    voter = vote_in_thread(tmp_path / FILE_NAME, late, 1)
+    reward_in(tmp_path)(grey(0.1, 0.9), ["a"] * 2, [{}] * 2)
+    voter.join()
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("Waiting for 1 vote. Open the voting page: lightning vote ")
+    assert set(others) == {"Still waiting for 1 vote."}
+    assert 1 <= len(others) <= 4  # after 0.02, 0.04, 0.08, 0.16 s
+
+
 def test_held_out_images_are_scored_by_others():
     people, other = VoteReward(), Brightness()
     assert Weighted([people]).observing(Weighted([other])).weight_of == {"brightness": 1.0}

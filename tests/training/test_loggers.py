@@ -221,6 +221,10 @@ def test_a_missing_tracker_is_one_line_with_the_command(tiny_recipe, capsys, mon
     assert "trainer.logger=WandbLogger: wandb is not installed. Run: pip install wandb" in lines
     assert "trainer.logger=MLFlowLogger: mlflow is not installed. Run: pip install mlflow" in lines
     assert "trainer.logger=LitLogger: litlogger is not installed. Run: pip install litlogger" in lines
+    assert run([str(tiny_recipe), "trainer.logger=WandbLogger", "trainer.logger.projct=x"]) == 2
+    missing, misspelt = capsys.readouterr().err.splitlines()
+    assert missing == lines[0]
+    assert misspelt == "trainer.logger.projct is not an option of WandbLogger. Did you mean project?"
 
 
 @pytest.mark.slow

@@ -81,7 +81,9 @@ def children(*codes):
     [
         ((0, 7), "Rank 2 ended with exit status 7. Nothing was saved yet. Start again: "),
         ((1, -9), "Rank 2 was killed by SIGKILL. "),  # rank 1 failed because rank 2 was gone
-        ((143, 143), "Rank 1 ended with exit status 143. "),
+        ((0, 143), "Rank 2 ended with exit status 143. "),
+        ((0, -15), "Rank 2 was killed by SIGTERM. "),
+        ((-15, 0, 143), "The run was ended from outside by SIGTERM. Nothing was saved yet. "),
     ],
 )
 def test_the_rank_that_is_to_blame_is_named(codes, said, capfd, here):

@@ -31,8 +31,8 @@ def report(options: Report) -> int:
 
         with listening_socket(LOOPBACK, options.port) as listener:
             listener.listen(BACKLOG)
-            say(f"Report at http://{LOOPBACK}:{listener.getsockname()[1]}/ on this machine only. Ctrl-C stops it.")
-            serve_page(make_app(folders), listener)
+            address = f"http://{LOOPBACK}:{listener.getsockname()[1]}/"
+            serve_page(make_app(folders), listener, [f"Report at {address} on this machine only. Ctrl-C stops it."])
         say("Stopped.")
         return 0
     out = options.out or (folders[0] / REPORT_NAME if len(runs) == 1 else Path(REPORT_NAME))

@@ -61,10 +61,8 @@ def _serve_on(listener: socket.socket, options: ServeReward) -> int:
     limits = (options.max_request_mb * MEGABYTE, options.max_images, options.max_megapixels * 2**20)
     app = make_app(worker, name, options.token, *limits, options.token is None and is_loopback(options.host))
     listener.listen(BACKLOG)
-    for line in opening(name, listener, options, str(device)):
-        say(line)
     try:
-        serve_page(app, listener, SHUTDOWN_S, KEEP_ALIVE_S)
+        serve_page(app, listener, opening(name, listener, options, str(device)), SHUTDOWN_S, KEEP_ALIVE_S)
     finally:
         worker.close()
     say(f"Stopped after {counted(worker.scored_images, 'image')}.")

@@ -6,14 +6,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any
 
 from lit_vgrpo.config.recipe import STAGES, SUFFIXES, Command, find_run, loaded
-from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.errors import UserError, say, shell_line
 from lit_vgrpo.launch.build import train_recipe
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.options import Vote
@@ -27,7 +27,6 @@ from lit_vgrpo.training.resume import SUMMARY_NAME, UNDONE, read_summary, traine
 
 LAST_LOOK_S = 1.5
 """Time for pages, which poll once per second, to learn that training has ended."""
-NOT_ASKED = "does not ask people. Set model.reward=VoteReward, and model.untrained_reward for the held-out images"
 
 
 def vote(options: Vote) -> int:
@@ -53,12 +52,13 @@ def vote(options: Vote) -> int:
 
 
 def _serve(options: Vote, listener: socket.socket, run: Path) -> int:
+    from lit_vgrpo.apps.vote.app import make_app
     from lit_vgrpo.system.server import serve_page
 
     if not (run / FILE_NAME).is_file():
         raise UserError(f"{run} has no {FILE_NAME}. It has not started, or its reward does not ask people.")
     store = _open(run)
-    serve_page(_listen(options, listener, store, partial(has_ended, run, store)), listener)
+    serve_page(make_app(store, options.token, partial(has_ended, run, store)), listener, _listen(options, listener))
     progress = store.progress()
     left = progress.needed - progress.given
     say(f"Stopped. Every vote is in {store.path}{f'; still needed: {left}' if left else ''}.")
@@ -76,7 +76,19 @@ def _page_during(options: Vote, listener: socket.socket, cli: RecipeCLI) -> Abst
     """Return :func:`_page` of a recipe, before its run writes a file; raise UserError if it does not ask people."""
     asking = [reward for reward in cli.model.reward.rewards if isinstance(reward, VoteReward)]
     if not asking:
-        raise UserError(f"The reward of {options.words[0]} {NOT_ASKED}.")
+        # Held-out images need another reward: one of those that the recipe trains on, if its name is enough.
+        kinds = [
+            type(reward) for reward in cli.model.reward.rewards if type(reward).__module__.startswith("lit_vgrpo.")
+        ]
+        names = [
+            kind.__name__
+            for kind in kinds
+            if all(p.default is not p.empty for p in signature(kind).parameters.values())
+        ]
+        other = [*names, "PickScore"][0]
+        untrained = [] if cli.model.evaluator.untrained else [f"model.untrained_reward={other}"]
+        again = shell_line("lightning", "vote", *options.words, "model.reward=VoteReward", *untrained)
+        raise UserError(f"The reward of {options.words[0]} does not ask people. Run: {again}")
     for reward in asking:
         reward.is_served = True
     return _page(options, listener, cli.folder)
@@ -85,24 +97,27 @@ def _page_during(options: Vote, listener: socket.socket, cli: RecipeCLI) -> Abst
 @contextmanager
 def _page(options: Vote, listener: socket.socket, folder: Path) -> Iterator[None]:
     """Serve the page while a recipe trains."""
+    from lit_vgrpo.apps.vote.app import make_app
     from lit_vgrpo.system.server import served_in_thread
 
     is_over = threading.Event()
-    with served_in_thread(_listen(options, listener, _open(folder), is_over.is_set), listener), trained_by("vote"):
+    app = make_app(_open(folder), options.token, is_over.is_set)
+    for line in _listen(options, listener):
+        say(line)
+    with served_in_thread(app, listener), trained_by("vote"):
         yield
         is_over.set()
         time.sleep(LAST_LOOK_S)
 
 
-def _listen(options: Vote, listener: socket.socket, store: VoteStore, is_over: Callable[[], bool]) -> Any:
-    from lit_vgrpo.apps.vote.app import make_app
+def _listen(options: Vote, listener: socket.socket) -> list[str]:
+    """Accept connections, and return the line to print."""
     from lit_vgrpo.system.server import BACKLOG
 
     listener.listen(BACKLOG)
     secret = "" if options.token is None else f"?token={options.token}"
     whom = "on this machine only" if options.token is None else "for everyone who has this address"
-    say(f"Vote at {web_address(options.host, listener)}/{secret} {whom}. Ctrl-C stops it.")
-    return make_app(store, options.token, is_over)
+    return [f"Vote at {web_address(options.host, listener)}/{secret} {whom}. Ctrl-C stops it."]
 
 
 def _open(folder: Path) -> VoteStore:
