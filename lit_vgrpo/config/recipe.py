@@ -79,12 +79,9 @@ class Command:
         for key, text in overrides:
             if text == "None":
                 raise UserError(f"{key}=None is Python syntax. Write {key}=null.")
-            has_options = any(
-                other.startswith("trainer.logger.") for other, _ in overrides
-            )  # read later, with its class
-            if (
-                key == "trainer.logger" and not has_options and (found := logger_errors(text))
-            ):  # before the slow imports
+            # Before the slow imports, unless it has options, which are checked with its class.
+            has_options = any(other.startswith("trainer.logger.") for other, _ in overrides)
+            if key == "trainer.logger" and not has_options and (found := logger_errors(text)):
                 raise UserError(*found)
         if not files:
             raise UserError("No recipe given. Try: lightning run tiny_shapes")

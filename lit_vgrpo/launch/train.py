@@ -144,7 +144,7 @@ def _report_outcome(cli: RecipeCLI) -> int:
         _finish(cli, completed=not stopped)
         if unwritten:
             say(f"What could be written is in {cli.folder}.")
-            report([f"{line} Free some disk space, then continue the run with --resume." for line in unwritten])
+            report([f"{line} Free some disk space. {how_to_resume(cli.folder)}" for line in unwritten])
         elif checkpoints.unsaved is None:
             made = [name for name in WRITTEN if (cli.folder / name).exists()]
             if REPORT_NAME in made:

@@ -434,7 +434,7 @@ def test_the_printed_lines_load_an_adapter_into_a_pipeline_without_load_lora_wei
     _, lines = add_card(export, tmp_path, policy, export, "trained", 1, spec=RolloutSpec("euler", 3))
     (found,) = [number for number, line in enumerate(lines) if "load_lora_adapter" in line]
     names = {}
-    exec("\n".join(lines[: found + 1]).replace(".to(\"cuda\")", ""), names)
+    exec("\n".join(lines[: found + 1]).replace('.to("cuda")', ""), names)
     with torch.no_grad():
         given = inputs(policy)
         expected, network = policy(*given), names["pipe"].transformer

@@ -322,7 +322,7 @@ def test_a_full_disk_costs_lines_and_no_training(tiny_recipe, tmp_path, stop, ra
     assert done.returncode == 1, done.stderr
     assert told == ["0", "1"]
     assert "Everything" not in done.stdout
-    again = "Free some disk space, then continue the run with --resume."
+    again = "Free some disk space. Continue: lightning run runs/tiny/config.yaml --resume"
     assert f"Cannot write runs/tiny/summary.json: File too large. {again}" in done.stderr.splitlines()
     of_last = [line for line in failed if "runs/tiny/checkpoints/last.ckpt: File too large (" in line]
     assert len(of_last) == 2, done.stderr  # of one rank
