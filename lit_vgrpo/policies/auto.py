@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_vgrpo.core.noise import unit_noise
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.probability_paths import ProbabilityPath, RectifiedFlow, VariancePreserving
 from lit_vgrpo.core.ranges import Range, checked
@@ -776,6 +777,11 @@ class AutoPolicy(Policy):
         if height is None:
             raise LoadError(f"{self.checkpoint} does not show its images' size. Set model.policy.height and width.")
         return height // self.learned.latent_shape[-2]
+
+    def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
+        if not self.learned.draws_state:
+            return super().prior(generators)
+        return self._latents_of(unit_noise(generators, self.learned.state_shape).to(self.device))
 
     def pipeline_latents(self, noise: Tensor) -> Tensor:
         learned = self.learned

@@ -246,6 +246,7 @@ class Learned:
         vae_shape: Of the VAE's input, without the dimension of images.
         vae_options: Other arguments of the VAE's ``decode``.
         takes_one: Images need separate passes.
+        draws_state: The pipeline draws its noise in the scheduler's layout, which is another than the policy's.
         packs: The pipeline's call takes noise in the layout of the policy's latents; ``None`` while it is not known.
         example: A pass with one image.
         guidance: The rule of guidance.
@@ -268,6 +269,7 @@ class Learned:
     vae_options: dict[str, Any]
     takes_one: bool
     example: Pass
+    draws_state: bool = False
     guidance: Guidance = field(default_factory=Guidance)
     decoded_shape: tuple[int, ...] = ()
     packs: bool | None = None

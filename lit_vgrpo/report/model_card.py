@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import yaml
@@ -276,10 +277,13 @@ def sample_lines(policy: Policy, spec: RolloutSpec) -> list[str]:
         length = f"max_sequence_length={options['max_sequence_length']}"
         given.append(f"negative_prompt_embeds=pipe.encode_prompt({policy.negative_prompt!r}, {length})[0]")
     tiling = ["pipe.vae.enable_tiling()"] if policy.vae_tiling else []
-    name, kind = ("frames", "frames") if "num_frames" in options else ("image", "images")
+    name, kind = ("frames", "frames") if policy.num_frames is not None else ("image", "images")
     call = ", ".join(['prompt="a prompt"', *picture, *given])
     if is_modular(policy.pipeline):
         return [*scheduler, *tiling, f"{name} = pipe({call}, output={policy.pipeline.result!r})[0]"]
+    output = get_args(signature(type(policy.pipeline).__call__).return_annotation)[:1]
+    if output and is_dataclass(output[0]):  # of Kandinsky 5's pictures, it is image
+        kind = fields(output[0])[0].name
     return [*scheduler, *tiling, f"{name} = pipe({call}).{kind}[0]"]
 
 

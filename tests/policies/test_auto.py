@@ -147,6 +147,9 @@ def largest_difference(policy, guidance, prompt=PROMPT):
     steps = checks.STEPS[policy.path_kind]
     theirs, start = drawn_by(policy.pipeline, policy, guidance, steps, prompt)
     ours = drawn_by_policy(policy, start, guidance, steps, prompt)
+    if not policy.edits:  # its noise is the pipeline's of the same seed
+        noise = policy.prior([torch.Generator().manual_seed(1)])
+        assert torch.cosine_similarity(policy._latents_of(start).flatten(), noise.flatten(), dim=0) > 0.999
     return 255 * (ours - theirs.reshape(ours.shape)).abs().max().item()
 
 
