@@ -14,10 +14,10 @@
 # Picture 37 of the list is frame 21 of the file; imageio's get_reader(...).get_data(37) gives the same, and its
 # count_frames() gives 60. With equal times all agree. Nothing is logged.
 #
-# Why it matters: the list goes into video-to-video or becomes training data. 40% of it are copies, so that movement stops
-# and jumps, rewards for motion and smoothness measure the copies, and a video that is resampled by the returned rate is
-# too slow. Captions or keyframes with frame numbers from another reader point to other pictures. Read
-# such files with PyAV and choose frames by their times.
+# Why it matters: the list goes into video-to-video or becomes training data. 40% of it are copies: movement stops and
+# jumps, rewards for motion and smoothness measure the copies, and a video that is resampled by the returned rate is too
+# slow. Captions or keyframes with frame numbers from another reader point to other pictures. Read such files with PyAV
+# and choose frames by their times.
 set -euo pipefail
 
 folder=$(mktemp -d)
