@@ -166,8 +166,10 @@ def find_run(text: str) -> tuple[Path, Path | None]:
         training = shell_line("lightning", "run", text)
         raise UserError(f"{text} is not a run. If it is a recipe, train it first: {training}")
     places = (path.parent, typed_path("runs"))
-    known = [f"{file.parent}" for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
-    advice = suggestion(f"{path}", known) if known else "Train one first: lightning run tiny_shapes"
+    known = {file.parent.name: f"{file.parent}" for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))}
+    near = nearest(path.name, known)  # a shared runs/ makes no path alike
+    advice = suggestion("", known.values()) if near is None else f"Did you mean {known[near]}?"
+    advice = advice if known else "Train one first: lightning run tiny_shapes"
     error = f"is not a run folder: it has no {CONFIG_NAME}" if path.is_dir() else "is not a run"
     raise UserError(f"{text} {error}. {advice}")
 
@@ -214,7 +216,9 @@ def _find(text: str, names: dict[str, Path], what: str, hint: str) -> Path:
     if path.is_file():
         if path.suffix in SUFFIXES:
             return path
-        raise UserError(f"{text} is not {what}: its name does not end with {' or '.join(SUFFIXES)}.{hint}")
+        own = shell_line(f'model.reward={{python: "{path.stem}:NAME"}}')
+        reward = f" To train on a function in it, add {own} to a recipe's name." if path.suffix == ".py" else ""
+        raise UserError(f"{text} is not {what}: its name does not end with {' or '.join(SUFFIXES)}.{hint}{reward}")
     name = text.removesuffix(".yaml").removeprefix("recipes/")
     if name in names:
         return names[name]

@@ -47,15 +47,16 @@ def build_recipe(recipe: Recipe, make_folder: bool = True, elsewhere: bool = Fal
         elsewhere: Accept a GPU that this machine lacks.
 
     Raises:
-        UserError: The recipe has an error; the message is the first one, or those of all parts if a setting is wrong.
+        UserError: The recipe has an error; the message is the first one, or those of all parts if a package is missing.
     """
     # The run folder holds config.yaml before the loggers start.
     warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
     import_from_here()
-    if setting_errors(recipe.values):  # of which some take a while to mend, such as a package to install
-        raise UserError(*part_errors(recipe.values)[0])
+    if errors := setting_errors(recipe.values):
+        takes_long = any(" is not installed." in error for error in errors)  # other errors should not wait for it
+        raise UserError(*(part_errors(recipe.values)[0] if takes_long else errors))
     shows_bars.set(True)  # a module that was trained in this process without ProgressBar leaves them off
     try:
         with bar("Reading the recipe", total=1):

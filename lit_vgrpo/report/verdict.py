@@ -225,7 +225,9 @@ class Verdict:
         """The result without numbers."""
         ended = {"failed": "failed", "interrupted": "was interrupted"}.get(self.run.outcome)
         if ended is not None:
-            return f"The run {ended} after {counted(self.run.num_iterations, 'iteration')}"
+            done = self.run.num_iterations
+            last = f", last evaluated {self.evaluated}" if self.reward and self.compared[-1].iteration != done else ""
+            return f"The run {ended} after {counted(done, 'iteration')}{last}"
         if self.reward is None:
             return "No held-out evaluation yet"
         if self.reward.start is None:

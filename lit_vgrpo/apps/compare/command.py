@@ -76,7 +76,8 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
     waiting, errors = [run for run in runs if not is_finished(run)], dict[str, str]()
     active: dict[str, tuple[Run, subprocess.Popen[bytes]]] = {}
     caught: list[int] = []  # handled between polls, so that no started process is lost
-    say(f"{len(runs) - len(waiting)} of {len(runs)} runs are already finished.", error=True)
+    if len(waiting) < len(runs):
+        say(f"{len(runs) - len(waiting)} of {len(runs)} runs are already finished.", error=True)
     if others := sum(map(is_complete, waiting)):
         say(
             f"{counted(others, 'finished run')} had other settings: repeated; the old one is kept as NAME.old.",

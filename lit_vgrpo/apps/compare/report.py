@@ -48,10 +48,12 @@ PANELS = {
     "passes": "network passes (images)",
 }
 ONE_SEED = "**One seed: no conclusion.** Methods differ by chance too. Use --seeds 3 or more."
+OF_TARGETS = (
+    "Costs to a target are interpolated between two evaluations and averaged over the seeds if all reached it. "
+)
 NOTE = (
-    "Costs cover training only. They are interpolated between two evaluations and averaged over the seeds if all "
-    "reached the target. A network pass is one forward pass of one image; guidance counts twice, backward passes do "
-    "not count. In forward-pass equivalents, a pass with gradient counts three times. CPU seconds are measured for the "
+    "Costs cover training only. A network pass is one forward pass of one image; guidance counts twice, backward passes "
+    "do not count. In forward-pass equivalents, a pass with gradient counts three times. CPU seconds are measured for the "
     "process and depend on the machine and its load."
 )
 
@@ -189,7 +191,7 @@ def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Seq
     if len({budget and budget.prompts for budget in tuned.values()}) > 1:
         parts.append("**The searches had different tasks.** Compare published settings, or search on this task.")
     warning = [ONE_SEED] if len(options.seeds) == 1 else []
-    text = "\n\n".join([*warning, *parts, *_failed(curves), NOTE])
+    text = "\n\n".join([*warning, *parts, *_failed(curves), bool(options.targets) * OF_TARGETS + NOTE])
     evaluations = evaluation_table(curves)
     _write_csv(options.out / "compare.csv", evaluations)
     if options.targets:
