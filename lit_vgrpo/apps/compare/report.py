@@ -52,9 +52,9 @@ OF_TARGETS = (
     "Costs to a target are interpolated between two evaluations and averaged over the seeds if all reached it. "
 )
 NOTE = (
-    "Costs cover training only. A network pass is one forward pass of one image; guidance counts twice, backward passes "
-    "do not count. In forward-pass equivalents, a pass with gradient counts three times. CPU seconds are measured for the "
-    "process and depend on the machine and its load."
+    "Costs cover training only. A network pass is one forward pass of one image; guidance counts twice, backward "
+    "passes do not count. In forward-pass equivalents, a pass with gradient counts three times. CPU seconds are "
+    "measured for the process and depend on the machine and its load."
 )
 
 
