@@ -549,7 +549,7 @@ def number_of(value: Any) -> float | None:
 
 
 def is_drawn_in_order(state: Tensor) -> bool:
-    """Return whether a call with seed 0 drew its first latents in their own layout, up to a factor."""
+    """Return whether a call with seed 0 drew its first latents in their layout, up to a factor."""
     if state.is_meta:
         return False
     drawn = torch.randn(state.shape, generator=torch.Generator().manual_seed(SEED), dtype=state.dtype)

@@ -61,7 +61,7 @@ def limits() -> str:
         f"{MEANING[name].lower()} below {least:g}" + (f" or above {most:g}" if math.isfinite(most) else "")
         for name, (least, most, *_) in SIGNS.items()
     ]
-    usual = "Images of one prompt usually become more alike, which is no sign of it."
+    usual = "Images of one prompt usually become more alike: that is no sign."
     return f"Signs of cheating, as ratios to the start: {'; '.join(texts)}. {usual}"
 
 
