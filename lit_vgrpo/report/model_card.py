@@ -198,11 +198,21 @@ def _until(run: RunData, iterations: int) -> RunData:
 
 def loading_lines(policy: Policy, source: str, dtype: torch.dtype, index: Path | None = None) -> list[str]:
     """Return the lines of Python that load a pipeline from a hub name or folder, whose index is in ``index`` so far."""
+    import diffusers
+
     is_start, vae = source == _base(policy), policy.decode_dtype
     types = f"{dtype}" if vae == dtype else f'{{"default": {dtype}, "vae": {vae}}}'
     which = {name: getattr(policy, name) if is_start else None for name in ("variant", "revision")}
     if is_modular(policy.pipeline):
         return lines_that_load(policy.pipeline, _quoted(source), types, **which)
+    kinds = {type(part) for part in policy.pipeline.components.values()}
+    own = [kind.__name__ for kind in kinds if kind.__module__.startswith("diffusers.")]
+    if not is_start and not all(hasattr(diffusers, name) for name in own):
+        # diffusers 0.42.1 cannot load the pipeline that it saved: PRX's text encoder is of a class without public name.
+        networks = {name: type(network).__name__ for name, network in policy.networks().items()}
+        options = {name: f'{_quoted(source)}, subfolder="{name}", dtype={dtype}' for name in networks}
+        parts = [f"pipe.{name} = diffusers.{kind}.from_pretrained({options[name]})" for name, kind in networks.items()]
+        return [*loading_lines(policy, _base(policy), dtype), *parts]
     given = [f"{name}={_quoted(value)}" for name, value in which.items() if value is not None]
     for name in policy.components if is_start else ():
         given.append(component(policy, name, vae if name == "vae" else dtype))

@@ -7,6 +7,7 @@ from functools import wraps
 import pytest
 import torch
 import zoo
+from diffusers import DiffusionPipeline
 from policies.contract import inputs
 
 from lit_vgrpo.core.sampling import sample
@@ -445,6 +446,22 @@ def test_the_printed_lines_load_an_adapter_into_a_pipeline_without_load_lora_wei
             torch.testing.assert_close(policy(*given), expected, rtol=1e-4, atol=1e-5)
             network.disable_lora()
             assert (policy(*given) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_the_printed_lines_load_a_network_whose_saved_pipeline_diffusers_cannot_load(tmp_path):
+    zoo.save("PRXPipeline", tmp_path / "base")
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "base")
+    entry, export = zoo.ZOO["PRXPipeline"], tmp_path / "out"
+    policy = AutoPolicy(str(tmp_path / "base"), call=dict(entry.options), train_only=["*weight"], **entry.size)
+    with torch.no_grad():
+        next(policy.adopt(pipeline).network.parameters()).add_(1)
+    policy.save(export)
+    _, lines = add_card(export, tmp_path, policy, export, "trained", 1, spec=RolloutSpec("euler", 3))
+    names = {}
+    exec("\n".join(lines[:3]), names)
+    same = zip(names["pipe"].transformer.parameters(), policy.network.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in same), lines
 
 
 @pytest.mark.slow
