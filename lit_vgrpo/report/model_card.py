@@ -19,7 +19,7 @@ from lit_vgrpo.errors import one_line, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.components import component_folder
 from lit_vgrpo.policies.export import lora_calls
-from lit_vgrpo.policies.loading import call_parameters, config_folder
+from lit_vgrpo.policies.loading import call_parameters, config_folder, read_index
 from lit_vgrpo.policies.modular import is_modular, lines_that_load
 from lit_vgrpo.policies.trained import block_linears
 from lit_vgrpo.report.page import environment
@@ -205,9 +205,9 @@ def loading_lines(policy: Policy, source: str, dtype: torch.dtype, index: Path |
     which = {name: getattr(policy, name) if is_start else None for name in ("variant", "revision")}
     if is_modular(policy.pipeline):
         return lines_that_load(policy.pipeline, _quoted(source), types, **which)
-    kinds = {type(part) for part in policy.pipeline.components.values()}
-    own = [kind.__name__ for kind in kinds if kind.__module__.startswith("diffusers.")]
-    if not is_start and not all(hasattr(diffusers, name) for name in own):
+    saved = {} if is_start else read_index(index or Path(source))
+    named = [entry[1] for entry in saved.values() if isinstance(entry, list) and entry[0] == "diffusers"]
+    if not all(hasattr(diffusers, kind) for kind in named):
         # diffusers 0.42.1 cannot load the pipeline that it saved: PRX's text encoder is of a class without public name.
         networks = {name: type(network).__name__ for name, network in policy.networks().items()}
         options = {name: f'{_quoted(source)}, subfolder="{name}", dtype={dtype}' for name in networks}
