@@ -128,7 +128,7 @@ class RunCheckpoint(Checkpoint):
         self._is_through = False
         self._saved_step = -1
         self._seen: Any = None  # evaluation
-        self._saved_evaluation: Any = None  # newest in the checkpoint ``saved``
+        self._saved_evaluation: Any = None  # that of the weights in the checkpoint ``saved``, if it holds one
         self._aside: str | None = None  # name for a best checkpoint of other images or rewards
 
     # --- signals ---------------------------------------------------------------------------------------------------
@@ -236,7 +236,8 @@ class RunCheckpoint(Checkpoint):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._keep_best(trainer, pl_module)  # a final evaluation may have run
-        if self.saved is not None and self._newest(pl_module) is not self._saved_evaluation:
+        evaluator: Any = pl_module.evaluator
+        if self.saved is not None and evaluator.newer_than(self._saved_evaluation, trainer.global_step) is not None:
             saved, unsaved = self.saved, self.unsaved
             self._save(trainer, saved.name)  # a resumed run compares with that evaluation
             self.saved, self.unsaved = saved, unsaved
@@ -324,10 +325,6 @@ class RunCheckpoint(Checkpoint):
             self.best = before
         self.unsaved = unsaved  # it is about last.ckpt
 
-    @staticmethod
-    def _newest(module: Any) -> Any:
-        return next(reversed(module.evaluator.history), None)
-
     def _is_final(self, trainer: Trainer) -> bool:
         epochs_done = trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
         return epochs_done or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
@@ -347,7 +344,8 @@ class RunCheckpoint(Checkpoint):
             self.unsaved = trainer.strategy.broadcast(self._write(trainer, checkpoint, path))
             if name != BEST:
                 self.saved = None if self.unsaved is not None else path
-                self._saved_evaluation = self._newest(trainer.lightning_module)
+                evaluator: Any = trainer.lightning_module.evaluator
+                self._saved_evaluation = evaluator.newer_than(None, trainer.global_step)
             if self.unsaved is None:
                 self._saved_step = trainer.global_step
         if self.unsaved is not None and trainer.is_global_zero:
