@@ -377,7 +377,9 @@ class Evaluator:
             for batch in _batches(module.trainer):
                 self.add(batch)
             metrics = self.finish(module) if len(self._queue) else {}
-        if metrics:
+        if not metrics:
+            self.latest = {}  # not those of an earlier fit, or of the run that this one resumes
+        else:
             trainer = module.trainer
             epoch = {"epoch": module.iterations_done - 1} if module.iterations_done else {}
             for logger in module.loggers if logs else ():  # at the iteration's last step, as Lightning counts it
