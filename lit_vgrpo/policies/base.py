@@ -466,6 +466,11 @@ class Policy(nn.Module):
         if kind is not type(own) or any(config[name] != own.config.get(name) for name in defaults):
             given = [f"{name}={config[name]!r}" for name in defaults if config[name] != defaults[name]]
             lines.append(f"pipe.scheduler = diffusers.{kind.__name__}({', '.join(given)})")
+            call = inspect.getsource(type(self.pipeline).__call__)  # Bria's read more than other schedulers have
+            read = [name for name in own.config if name not in config and f"scheduler.config.{name}" in call]
+            if read:
+                kept = ", ".join(f"{name}={own.config[name]!r}" for name in read)
+                lines.append(f"pipe.scheduler.register_to_config({kept})")
         if (chosen.timesteps[:2].diff() == 0).any():  # most pipelines would start at the second of two that are equal
             lines.append("pipe.scheduler.index_for_timestep = lambda *_: 0")
         return lines

@@ -274,7 +274,8 @@ def sample_lines(policy: Policy, spec: RolloutSpec) -> list[str]:
         scheduler = policy.scheduler_lines(spec)
     known = call_parameters(policy.pipeline)
     options = policy.pipeline_references(torch.zeros(1, 3, height, width)) if policy.edits else {}
-    options |= {"height": height, "width": width}
+    if is_modular(policy.pipeline) or "height" in known:  # LongCat's edits have their picture's size
+        options |= {"height": height, "width": width}
     own = [name for name in ("max_sequence_length", "num_frames") if name in known and getattr(policy, name, None)]
     options |= {name: getattr(policy, name) for name in own}
     options |= {"num_inference_steps": spec.steps, **policy.pipeline_guidance(spec.guidance, 1)}

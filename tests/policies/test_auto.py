@@ -4,6 +4,7 @@ import inspect
 import re
 from functools import wraps
 
+import diffusers
 import pytest
 import torch
 import zoo
@@ -37,7 +38,7 @@ from lit_vgrpo.policies.meta import NotEstimated, flops_per_image
 from lit_vgrpo.policies.placement import restored_on_error
 from lit_vgrpo.policies.unet import vp_scheduler
 from lit_vgrpo.policies.watching import NEVER, PROJECTED, NotLearned
-from lit_vgrpo.report.model_card import add_card
+from lit_vgrpo.report.model_card import add_card, sample_lines
 from lit_vgrpo.system.hub import LoadError
 
 FAST = ("AuraFlowPipeline", "ZImagePipeline", "StableDiffusionXLPipeline", "Flux3ModularPipeline")
@@ -164,6 +165,9 @@ def test_it_draws_what_the_pipeline_draws(name):
     with torch.no_grad():
         for guidance in (1.0, 3.0) if policy.load().guidance_error() is None else (1.0,):
             assert largest_difference(policy, guidance) < 0.1
+    (printed,) = re.findall(r"pipe\((.*)\)", sample_lines(policy, RolloutSpec(policy.solvers[0], 20))[-1])
+    if "Modular" not in name:
+        eval(f"given({printed})", {"given": inspect.signature(policy.pipeline.__call__).bind, "picture": None})
     for title, check in checks.checks_of(policy):
         if name not in OMITTED or not title.startswith(OMITTED[name]):
             check(policy)
@@ -478,6 +482,14 @@ def test_a_solver_with_other_times_is_refused(name):
 def test_a_guider_is_set_in_lines_of_python(name, more):
     lines = built(name).load().scheduler_lines(RolloutSpec("euler", 3, 2.0))
     assert lines[0] == f"pipe.guider = pipe.guider.new(enabled=True, guidance_scale=2.0{more})"
+
+
+@pytest.mark.slow
+def test_another_scheduler_keeps_what_the_pipeline_reads_of_its_own():
+    policy = built("BriaFibo2Pipeline").load()
+    names = {"diffusers": diffusers, "pipe": policy.pipeline}
+    exec("\n".join(policy.scheduler_lines(RolloutSpec("unipc", 3))), names)
+    assert names["pipe"].scheduler.config.base_image_seq_len == 256
 
 
 def test_a_prompt_may_be_as_long_as_the_last_tokenizer_allows():
