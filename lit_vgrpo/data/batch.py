@@ -21,6 +21,7 @@ class PromptBatch:
     sources: list[str] = field(default_factory=list)  # names of the prompts' sources; empty if there is only one
     slots: list[int] = field(default_factory=list)  # over all ranks: the group's number 0..P-1, or the held-out image's
     group_size: int = 1  # images of a group over all ranks; 1 for held-out batches
+    images_per_prompt: int = 0  # of held-out batches; 0 if unknown
     images: int = 0  # of the whole iteration or held-out set, over all ranks; 0 if unknown
     members: list[int] = field(default_factory=lambda: [0])  # images of each group that this rank samples
     updates: int = 0  # optimizer steps of the iteration; 0 for held-out batches

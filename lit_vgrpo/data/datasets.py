@@ -92,6 +92,7 @@ class HeldOutDataset(Dataset[PromptBatch]):
             rows=rows,
             sources=[self.sources[image // self.images_per_prompt] for image in part if self.sources],
             slots=part,
+            images_per_prompt=self.images_per_prompt,
             images=self.images,
             micro_batch_size=self.largest[index],
         )

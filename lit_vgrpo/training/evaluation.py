@@ -197,7 +197,7 @@ class Evaluator:
         self._starts: dict[int, Tensor] = {}  # reduced images of the first evaluation with each fingerprint
         self._num_predicted = 0
         self._sources: list[str] = []
-        self._asked: dict[int, str] = {}  # hash of the row of each image
+        self._asked: dict[int, tuple[str, int]] = {}  # for each image, the hash of its row and its prompt's number
         self._bar: Any = None
         self._queue = ScoreQueue(self.observed, queue)
         self._of_images: dict[str, Tensor] = {}
@@ -290,7 +290,8 @@ class Evaluator:
 
     def _ask(self, batch: PromptBatch) -> None:
         hashes = {id(row): row_hash(row) for row in batch.rows}  # a prompt's images share its row
-        self._asked |= {slot: hashes[id(row)] for slot, row in zip(batch.slots, batch.rows, strict=True)}
+        number, asked = batch.images_per_prompt, zip(batch.slots, batch.rows, strict=True)
+        self._asked |= {slot: (hashes[id(row)], slot // number if number else 0) for slot, row in asked}
 
     def _read_contents(self, trainer: Trainer) -> tuple[dict[str, str], int]:
         """Return hashes of what the batches evaluate, and their fingerprint."""
@@ -299,7 +300,7 @@ class Evaluator:
         with self.policy.sized(*self.sides):
             size = dict(zip(("height", "width"), self.policy.image_size or (), strict=False))
         contents = {
-            "prompts": [row for row, _ in groupby(asked[slot] for slot in sorted(asked))],
+            "prompts": [row for (row, _), _ in groupby(asked[slot] for slot in sorted(asked))],
             "images": sorted(asked),  # by number: how many of each prompt, and which part of the set
             "sampling": [{**asdict(self.spec), **size}, self.policy.num_frames, self.seed],
             "weights": evaluated_weights(trainer),

@@ -19,6 +19,7 @@ from helpers import Brightness, make_data, make_module, make_trainer, prompt_fil
 from lit_vgrpo import VGRPO, EvaluationSpec, RolloutSpec, SD3Policy
 from lit_vgrpo.callbacks import EMA, CollapseStop, Report, RewardHackAlarm, RunSummary
 from lit_vgrpo.data import read_prompts
+from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.errors import RewardError
 from lit_vgrpo.report.curves import plots
 from lit_vgrpo.report.page import render
@@ -88,6 +89,21 @@ def test_a_fingerprint_is_of_what_is_evaluated(policy, tmp_path):
     found = {name: fingerprint(**make(tmp_path)) for name, make in (SAME | OTHER).items()}
     assert {name for name, number in found.items() if number == usual} == {*SAME}
     assert len({found[name] for name in OTHER}) == len(OTHER)
+
+
+def test_a_prompt_that_is_repeated_counts_each_time(policy, tmp_path):
+    evaluator = make_module(None, policy=policy).evaluator
+    evaluated = []
+    for prompts, number in (("aab", 1), ("abb", 1), ("aab", 2), ("ab", 3)):
+        rows = [{"prompt": prompt} for prompt in prompts]
+        batches = HeldOutDataset(rows, number, 2)
+        for batch in map(batches.__getitem__, range(len(batches))):
+            evaluator._ask(batch)
+        contents, fingerprint = evaluator._read_contents(make_trainer(tmp_path))
+        assert contents["prompts"] == hashed([row_hash(row) for row in rows])  # as in earlier versions without repeats
+        evaluated.append(fingerprint)
+        evaluator.start_over()
+    assert len({*evaluated}) == 4
 
 
 def score(images, prompts):
