@@ -17,6 +17,7 @@ from torch import Tensor
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.batches import BATCH_SIZE, at_most
 from lit_vgrpo.core.gather import count_ranks_of, image_ranks
+from lit_vgrpo.core.noise import seed_of_run
 from lit_vgrpo.core.ranges import BatchSize, NonNegativeFloat, Seed, checked
 from lit_vgrpo.core.records import IterationRecord, PassLedger
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
@@ -76,7 +77,7 @@ class VGRPOModule(L.LightningModule):
         failed_images: Leave images that a reward failed to score out of their group, or stop with the reason.
         evaluate_at_start: Evaluate on the held-out prompts before training, also when a run resumes with others.
         non_finite: Stop at an update whose loss or gradient is not finite on any rank, or skip it on all ranks.
-        seed: Seed of rollout noise, pairs and held-out noise.
+        seed: Seed of rollout noise, pairs and held-out noise; null uses that of ``seed_everything``, or 0.
         lr_scheduler: Any of torch's schedules, by ``class_path`` or as a function of the optimizer, stepped after every
             update; null keeps the rate constant after the warm-up.
         gradient_clip_val: Largest gradient of an update; null or 0 clips none.
@@ -105,7 +106,7 @@ class VGRPOModule(L.LightningModule):
         failed_images: Literal["leave_out", "stop"] = "leave_out",
         evaluate_at_start: bool = True,
         non_finite: NonFinite = "stop",
-        seed: Seed = 0,
+        seed: Seed | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         gradient_clip_val: NonNegativeFloat | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
@@ -113,7 +114,7 @@ class VGRPOModule(L.LightningModule):
         super().__init__()
         hide_expected_warnings()
         self.automatic_optimization = False
-        self.policy, self.objective, self.seed = policy, objective, seed
+        self.policy, self.objective, self.seed = policy, objective, seed_of_run(seed)
         self.reward = as_weighted(reward, "model.reward")
         if not objective.trains_on_reward:
             self.reward = self.reward.only_logged()
@@ -130,7 +131,8 @@ class VGRPOModule(L.LightningModule):
         stops = failed_images == "stop"
         self.scores = ScoreCollector(policy, self.reward, objective.needs_reward, stops, ledger)
         spec, queue = evaluation or objective.rollout_spec(0).as_ode(), self.scores.queue
-        self.evaluator = Evaluator(policy, self.reward, untrained_reward, spec, rollout_batch_size, seed, ledger, queue)
+        sampling = spec, rollout_batch_size, self.seed
+        self.evaluator = Evaluator(policy, self.reward, untrained_reward, *sampling, ledger, queue)
         self.guard, self.replay = UpdateGuard(non_finite), Replay()
         self.is_resumed = self.is_savable = False
         self.saved_iteration: dict[str, Any] | None = None  # from a checkpoint, until it continues

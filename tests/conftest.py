@@ -37,6 +37,14 @@ def own_signals():
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def own_seed():
+    """A recipe that was built in this process leaves its seed in the environment, as Lightning does."""
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)
+
+
 @pytest.fixture
 def logged(caplog):
     """The records that are logged in a test, also by loggers that do not propagate, such as Lightning's."""

@@ -19,6 +19,7 @@ from lit_vgrpo import VGRPO, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModu
 from lit_vgrpo.callbacks import EMA, Report, RewardLogger, RunSummary, reward_logger
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.training import settings
+from lit_vgrpo.training.evaluation import Evaluator
 from lit_vgrpo.training.loggers import read_table
 from lit_vgrpo.training.saved_weights import TRAINED, SavedWeights
 
@@ -130,6 +131,17 @@ def test_what_a_recipe_takes_python_takes(tiny_sd3):
     assert make_module(tiny_sd3, evaluation=RolloutSpec(steps=4)).evaluator.spec.steps == 4
 
 
+def test_the_seed_is_that_of_seed_everything_unless_it_is_given(tiny_sd3):
+    def seeds(**options):
+        module, data = make_module(tiny_sd3, **options), make_data(**options)
+        return {module.seed, module.evaluator.seed, Evaluator(module.policy, Brightness(), **options).seed, data.seed}
+
+    assert seeds() == {0}
+    L.seed_everything(5)
+    assert seeds() == {5}
+    assert seeds(seed=0) == {0}
+
+
 class Heads(VGRPOModule):
     """Trains a head besides the policy, with a schedule that waits for a metric; ``others`` replaces both."""
 
@@ -223,8 +235,9 @@ data: {{train: "shipped:prompts/shapes_train.jsonl", prompts_per_iteration: 2, g
 trainer: {{max_epochs: 1, accelerator: cpu, logger: false, enable_checkpointing: false, enable_progress_bar: false}}
 """
     )
-    cli = LightningCLI(VGRPOModule, PromptDataModule, save_config_callback=None, args=["fit", f"--config={config}"])
-    assert cli.trainer.global_step == 1
+    words = ["fit", f"--config={config}", "--seed_everything=3"]
+    cli = LightningCLI(VGRPOModule, PromptDataModule, save_config_callback=None, args=words)
+    assert (cli.trainer.global_step, cli.model.seed, cli.datamodule.seed) == (1, 3, 3)
     assert isinstance(cli.model.reward.rewards[0], Brightness)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,11 @@ STREAM_ACTIVE, STREAM_RENOISED, STREAM_CROPS = 12, 13, 14
 
 WORTH_A_THREAD = 2**18
 """Number of values below which one thread is faster than several: about 1 ms of work."""
+
+
+def seed_of_run(seed: int | None) -> int:
+    """Return the seed, or for ``None`` that of Lightning's ``seed_everything``, or 0 if it was not called."""
+    return int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
 
 
 def seeded_generator(*key: int) -> torch.Generator:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lit_vgrpo.core.gather import image_ranks
+from lit_vgrpo.core.noise import seed_of_run
 from lit_vgrpo.core.ranges import Count, GroupSize, PositiveInt, Range, Seed, checked
 from lit_vgrpo.core.sizes import MICRO_BATCH_SIZE, Sizes
 from lit_vgrpo.data.batch import PromptBatch
@@ -46,7 +47,7 @@ class PromptDataModule(L.LightningDataModule):
         heldout_images_per_prompt: Images per held-out prompt.
         heldout_limit: Use only the first N held-out prompts.
         eval_batch_size: Maximum number of held-out images in a rank's batch.
-        seed: Seed of the order of the training prompts.
+        seed: Seed of the order of the training prompts; null uses that of ``seed_everything``, or 0.
         heldout_fraction: Hold out this share of the training prompts for evaluation instead, chosen by hash.
         deduplicate: Keep only the first of equal prompts, and do not train on held-out prompts; prompts that differ
             only in case or white space are equal.
@@ -69,7 +70,7 @@ class PromptDataModule(L.LightningDataModule):
         heldout_images_per_prompt: Count = 1,
         heldout_limit: PositiveInt | None = None,
         eval_batch_size: Count = 32,
-        seed: Seed = 0,
+        seed: Seed | None = None,
         heldout_fraction: Annotated[float, Range(above=0, below=1)] | None = None,
         deduplicate: bool = False,
         exclude: Sources | None = None,
@@ -83,7 +84,7 @@ class PromptDataModule(L.LightningDataModule):
         self.choice = PromptChoice(as_sources(train), held_out, heldout_fraction, heldout_limit, **options)
         self.heldout_images_per_prompt = heldout_images_per_prompt
         self.eval_batch_size = eval_batch_size
-        self.seed = seed
+        self.seed = seed_of_run(seed)
         self.found_micro_batch_size: int | None = None
         """Replaces ``micro_batch_size="auto"``, once found."""
         self._sets: PromptSets | None = None

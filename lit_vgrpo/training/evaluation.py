@@ -17,7 +17,7 @@ from torch import Tensor
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import all_gather_objects, all_gather_rows, rank_and_world_size
-from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
+from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators, seed_of_run
 from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import strips
 from lit_vgrpo.core.ranges import Range, checked
@@ -149,7 +149,7 @@ class Evaluator:
         untrained: The untrained reward.
         spec: Sampling of the images; an ODE.
         batch_size: Images per forward pass, the last batch padded; ``None`` uses one batch.
-        seed: Seed that, with an image's number, determines its noise.
+        seed: Seed that, with an image's number, determines its noise; ``None`` uses that of ``seed_everything``, or 0.
         ledger: Counts the forward passes, under ``evaluation``.
         queue: Queue of the training images, whose threads are shared.
 
@@ -171,11 +171,11 @@ class Evaluator:
         untrained: RewardsLike | None = None,
         spec: RolloutSpec | None = None,
         batch_size: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         ledger: PassLedger | None = None,
         queue: ScoreQueue | None = None,
     ) -> None:
-        self.policy, self.batch_size, self.seed = policy, batch_size, seed
+        self.policy, self.batch_size, self.seed = policy, batch_size, seed_of_run(seed)
         spec = spec or RolloutSpec()
         self.spec = spec if spec.solver else replace(spec, solver=spec.ode_solver(policy.solvers))
         self.sides = sides_of(self.spec)

@@ -89,20 +89,13 @@ class ResumeGuard(Callback):
         with suppress(MisconfigurationException, NotImplementedError):
             if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
                 trainer.strategy.checkpoint_io = FileCheckpointIO()
-        first: dict[str, Any] = trainer.strategy.broadcast(self.recipe)
-        raise_together(self.difference(first, trainer.global_rank))
+        module, data = cast(Any, pl_module), declared(trainer).datamodule
+        seeds = {name: {"seed": getattr(part, "seed", None)} for name, part in (("model", module), ("data", data))}
+        own = self.recipe or seeds
+        raise_together(difference(trainer.strategy.broadcast(own), own, trainer.global_rank))
         if stage == "fit" and not self.recipe:  # the command logs the whole recipe
-            module, data = cast(Any, pl_module), declared(trainer).datamodule
             parts = {"model": module, "rewards": module.reward.weight_of, "optimizer": module.optimization.optimizer}
             log_settings(trainer.loggers, {**parts, "data": data, "sizes": getattr(data, "sizes", None)})
-
-    def difference(self, first: Mapping[str, Any], rank: int) -> RuntimeError | None:
-        """Return an error if a rank's settings differ from the first's; texts from the environment may differ."""
-        lines = [
-            line for line in changes(first, self.recipe, where=("on rank 0", f"on rank {rank}")) if "${" not in line
-        ]
-        advice = "Start all ranks with the same command, and seed_everything with a number."
-        return RuntimeError(f"The ranks have different settings. {'; '.join(lines)}. {advice}") if lines else None
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -128,6 +121,13 @@ class ResumeGuard(Callback):
         checkpoint[INPUTS_KEY] = self.inputs
         if self.recipe:
             checkpoint[RECIPE_KEY] = self.recipe
+
+
+def difference(first: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> RuntimeError | None:
+    """Return an error if a rank's settings differ from the first's; texts from the environment may differ."""
+    lines = [line for line in changes(first, own, where=("on rank 0", f"on rank {rank}")) if "${" not in line]
+    advice = "Start all ranks with the same command, and seed_everything with a number."
+    return RuntimeError(f"The ranks have different settings. {'; '.join(lines)}. {advice}") if lines else None
 
 
 def refuse_changes(

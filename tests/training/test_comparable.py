@@ -474,10 +474,16 @@ def test_a_rank_with_other_settings_is_refused_but_not_for_what_its_machine_has(
         guard.carry({"model": {}, "run_dir": "a", **recipe}, {("data", "train"): "${oc.env:PLACE}/x.jsonl"})
         return guard
 
+    def set_up(guard, first, **module):
+        strategy = SimpleNamespace(broadcast=lambda value: first, checkpoint_io=None)
+        guard.setup(
+            SimpleNamespace(strategy=strategy, global_rank=1, datamodule=None), SimpleNamespace(**module), "test"
+        )
+
     here, there = ({"train": f"/{machine}/x.jsonl"} for machine in "ab")
     first = guard(seed_everything=1, data=here)
-    assert guard(seed_everything=1, data=there, run_dir="b").difference(first.recipe, 1) is None
-    other = guard(seed_everything=2, data=there)
-    strategy = SimpleNamespace(broadcast=lambda value: first.recipe, checkpoint_io=None)
+    set_up(guard(seed_everything=1, data=there, run_dir="b"), first.recipe)
     with pytest.raises(RuntimeError, match=r"settings. seed_everything: 1 on rank 0, 2 on rank 1. Start all ranks"):
-        other.setup(SimpleNamespace(strategy=strategy, global_rank=1), None, "fit")
+        set_up(guard(seed_everything=2, data=there), first.recipe)
+    with pytest.raises(RuntimeError, match=r"settings. model.seed: 1 on rank 0, 2 on rank 1. Start all ranks"):
+        set_up(ResumeGuard(), {"model": {"seed": 1}, "data": {"seed": None}}, seed=2)  # without a recipe
