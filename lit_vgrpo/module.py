@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,7 +32,7 @@ from lit_vgrpo.rewards.function import RewardsLike
 from lit_vgrpo.rollout.iteration import Iteration, Replay
 from lit_vgrpo.rollout.scores import ScoreCollector
 from lit_vgrpo.system.process import bar, shows_bars
-from lit_vgrpo.training.checkpoint_file import read_sound
+from lit_vgrpo.training.checkpoint_file import is_plain, read_sound
 from lit_vgrpo.training.compilation import compile_if_it_pays
 from lit_vgrpo.training.evaluation import EvaluationSpec, Evaluator
 from lit_vgrpo.training.micro_batch import choose_micro_batch_size
@@ -55,6 +56,8 @@ from lit_vgrpo.training.update_guard import NonFinite, UpdateGuard
 
 PARTS = ("ledger", "evaluator", "guard", "objective", "replay")
 """Attributes of the module whose state is saved."""
+HYPERPARAMETERS = {"hyper_parameters", "datamodule_hyper_parameters"}
+"""Entries of a checkpoint that ``save_hyperparameters`` makes."""
 
 
 @checked
@@ -344,6 +347,12 @@ class VGRPOModule(L.LightningModule):
         checkpoint["lit_vgrpo"] = {name: getattr(self, name).state_dict() for name in PARTS} | {"iteration": iteration}
         checkpoint["lit_vgrpo"] |= {"pipeline": self.policy.description(), "lora_alpha": self.policy.lora_alpha}
         checkpoint["lit_vgrpo"] |= {"metrics": metrics}
+        for key in HYPERPARAMETERS & checkpoint.keys():
+            others = [name for name, value in checkpoint[key].items() if not is_plain(value)]
+            checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name not in others}
+            if others:  # such as the policy, if a subclass calls save_hyperparameters()
+                what = f"Checkpoints leave out hyperparameters that are not plain values: {', '.join(others)}"
+                rank_zero_warn(f"{what}. Pass them to load_from_checkpoint.")
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the state of the run, and let ``fit`` continue it.
@@ -385,8 +394,9 @@ class VGRPOModule(L.LightningModule):
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """Return the module with a checkpoint's weights, after checking the file; other arguments as the class's."""
-        read_sound(Path(checkpoint_path))
-        if missing := [name for name in ("policy", "objective", "reward") if name not in kwargs]:
+        given = {*kwargs, *read_sound(Path(checkpoint_path)).get("hyper_parameters", ())}
+        own = signature(cls).parameters.keys()
+        if missing := [name for name in ("policy", "objective", "reward") if name in own and name not in given]:
             call = f"{cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)})"
             raise TypeError(f"A checkpoint has the trained weights, but not the module's parts. Pass them: {call}")
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)

@@ -5,12 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import fit, make_module, read_csv, same, weights
+from helpers import Brightness, fit, make_data, make_module, make_trainer, read_csv, same, weights
 from lightning.pytorch.loggers import CSVLogger
 
-from lit_vgrpo import VGRPOModule
+from lit_vgrpo import OptimizerConfig, VGRPOModule
 from lit_vgrpo.callbacks import RewardLogger, SurrogateDiagnostics
 from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.training.checkpoint_file import read
 
 
 def test_the_gradient_is_that_of_the_whole_iteration(tiny_sd3, tmp_path):
@@ -63,6 +64,31 @@ def test_load_from_checkpoint_names_the_parts_that_it_needs(tiny_sd3, tmp_path):
         warnings.filterwarnings("error", ".*not in the checkpoint")  # frozen weights never are
         loaded = VGRPOModule.load_from_checkpoint(tmp_path / "one.ckpt", **parts)
     assert same(weights(loaded), weights(module))
+
+
+class SavingAll(VGRPOModule):
+    def __init__(self, policy, objective, reward, extra, **options):
+        super().__init__(policy, objective, reward, **options)
+        self.save_hyperparameters()
+
+
+def test_hyperparameters_that_a_checkpoint_cannot_hold_are_left_out(tiny_sd3, tmp_path):
+    fresh, data, trainer = make_module(tiny_sd3), make_data(), make_trainer(tmp_path, 1)
+    parts = {"policy": fresh.policy, "objective": fresh.objective, "reward": Brightness()}
+    module = SavingAll(**parts, extra=3, optimizer=OptimizerConfig(lr=1e-2))
+    data.save_hyperparameters({"train": tmp_path, "sizes": [1, {"a": None}]})
+    trainer.fit(module, datamodule=data)
+    with pytest.warns(UserWarning, match="not plain values: policy, objective, reward, optimizer. Pass them to load_"):
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+    content = read(tmp_path / "one.ckpt")
+    assert content["hyper_parameters"] == {"extra": 3}
+    assert content["datamodule_hyper_parameters"] == {"sizes": [1, {"a": None}]}
+    with pytest.raises(
+        TypeError, match=r"SavingAll.load_from_checkpoint\(path, policy=..., objective=..., "
+    ):
+        SavingAll.load_from_checkpoint(tmp_path / "one.ckpt")
+    loaded = SavingAll.load_from_checkpoint(tmp_path / "one.ckpt", **parts)
+    assert (loaded.hparams.extra, same(weights(loaded), weights(module))) == (3, True)
 
 
 def test_a_fit_in_python_ends_with_its_result(tiny_sd3, tmp_path, caplog):

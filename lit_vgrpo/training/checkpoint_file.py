@@ -153,6 +153,15 @@ def averages(content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     return [state["average"] for state in states if isinstance(state, dict) and "average" in state]
 
 
+def is_plain(value: Any) -> bool:
+    """Return True for a value that every checkpoint can hold: torch reads back no other classes by default."""
+    if isinstance(value, dict):
+        return all(is_plain(part) for item in value.items() for part in item)
+    if isinstance(value, list | tuple | set):
+        return type(value) in (list, tuple, set) and all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes, torch.dtype, torch.device, Tensor)
+
+
 _VERIFIED: set[tuple[object, ...]] = set()
 """Versions of files that this process has verified."""
 
