@@ -94,7 +94,7 @@ class ScoreAnswer(BaseModel):
 
     version: Literal[1] = 1
     scores: list[float | None]  # one per image; null if it could not be scored, never 0
-    errors: list[str | None] = []  # for each image the reason that its score is null, or null; may be left out
+    errors: list[str | None] = []  # for each image why it was not scored, whatever its score; may be left out
 
 
 def validation_message(error: ValidationError) -> str:
@@ -364,9 +364,10 @@ class HTTPReward(RemoteReward):
                 scores += [math.nan] * len(part[1])
                 self.failure = answer.reason
                 continue
-            scores += [math.nan if score is None else score for score in answer.scores]
-            pairs = zip(answer.scores, answer.errors, strict=False)  # errors may be left out
-            reasons = [reason for score, reason in pairs if score is None and reason]
+            errors = answer.errors or [None] * len(answer.scores)
+            pairs = zip(answer.scores, errors, strict=True)
+            scores += [math.nan if score is None or error else score for score, error in pairs]
+            reasons = [*filter(None, errors)]
             self.failure = reasons[-1][:SHOWN] if reasons else self.failure
         return torch.tensor(scores, dtype=torch.float32)
 

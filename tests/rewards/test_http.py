@@ -117,6 +117,13 @@ def test_null_and_numbers_that_are_not_finite_fail_their_image_alone():
         assert Weighted([reward]).score(*make_images(1)).errors == {"remote": "too dark"}
 
 
+def test_an_error_fails_its_image_whatever_the_score():
+    with FaultServer([answering({"scores": [0.1, 0.2, 0.3], "errors": ["out of memory", None, ""]})]) as server:
+        reward = HTTPReward(server.url, connection=patient())
+        assert reward(*make_images(3)).isfinite().tolist() == [False, True, True]
+        assert reward.failure == "out of memory"
+
+
 def test_the_pause_grows_within_limits_and_honours_the_server():
     reward = HTTPReward("http://127.0.0.1:1", connection=Connection(backoff_s=0.5))
 
