@@ -83,9 +83,7 @@ def test_hyperparameters_that_a_checkpoint_cannot_hold_are_left_out(tiny_sd3, tm
     content = read(tmp_path / "one.ckpt")
     assert content["hyper_parameters"] == {"extra": 3}
     assert content["datamodule_hyper_parameters"] == {"sizes": [1, {"a": None}]}
-    with pytest.raises(
-        TypeError, match=r"SavingAll.load_from_checkpoint\(path, policy=..., objective=..., "
-    ):
+    with pytest.raises(TypeError, match=r"SavingAll.load_from_checkpoint\(path, policy=..., objective=..., "):
         SavingAll.load_from_checkpoint(tmp_path / "one.ckpt")
     loaded = SavingAll.load_from_checkpoint(tmp_path / "one.ckpt", **parts)
     assert (loaded.hparams.extra, same(weights(loaded), weights(module))) == (3, True)

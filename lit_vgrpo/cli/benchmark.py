@@ -25,7 +25,7 @@ from lit_vgrpo.policies.loading import config_folder, find_pipeline_class
 from lit_vgrpo.policies.meta import NotEstimated, policy_on_meta
 from lit_vgrpo.report.run_data import BENCHMARKS
 from lit_vgrpo.system.hub import SMALL_FILES, LoadError, base_name, local_folder
-from lit_vgrpo.system.paths import import_from_here, typed_path, write_atomically
+from lit_vgrpo.system.paths import check_writable, import_from_here, typed_path, write_atomically
 from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights, checkpoint_hash, start_hashes
 from lit_vgrpo.training.settings import UnscorablePrompts
 
@@ -47,6 +47,8 @@ def evaluate_benchmark(options: Evaluate) -> int:
         raise UserError(f"--share {options.share} is not a share. Write --share 2/8 for the second of eight.")
     if options.named is not None and len(models) > 1:
         raise UserError("--checkpoint is for a single run. Name the checkpoint files as runs instead.")
+    if options.out is not None:
+        check_writable(options.out)
     import_from_here()
     names = {word: _name(word) for word in models}
     labels = {word: name if [*names.values()].count(name) == 1 else word for word, name in names.items()}

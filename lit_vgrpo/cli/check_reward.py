@@ -34,7 +34,7 @@ from lit_vgrpo.rewards.combine import Part
 from lit_vgrpo.rewards.function import is_custom
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import measured_memory
-from lit_vgrpo.system.paths import typed_path
+from lit_vgrpo.system.paths import check_writable, typed_path
 from lit_vgrpo.training.saved_weights import load_policy
 from lit_vgrpo.training.settings import find_unscorable, reward_errors
 
@@ -49,6 +49,7 @@ def check_reward(options: CheckReward) -> int:
     folder, num_prompts, each, out = options.images, options.num_prompts, options.images_per_prompt, options.out
     if out.suffix != ".png" or out.is_dir():
         raise UserError(f"--out {out} is not a .png file. Use {shell_line('--out', out.with_suffix('.png'))}.")
+    check_writable(out)
     files = [] if folder is None else find_images([folder], num_prompts * each, ignored=re.escape(out.name))
     cli = build([*options.words, *OVERRIDES], make_folder=False)
     reward = cli.model.evaluator.observed

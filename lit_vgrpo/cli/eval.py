@@ -33,7 +33,8 @@ from lit_vgrpo.metrics.statistics import LEVEL, RESAMPLES, bootstrap_interval
 from lit_vgrpo.options import Evaluate
 from lit_vgrpo.rewards import CLIPScore, Weighted, as_weighted
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.system.paths import typed_path, write_atomically
+from lit_vgrpo.system.paths import check_writable, typed_path, write_atomically
+from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.folder import CONFIG_NAME, candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 from lit_vgrpo.training.settings import module_errors
@@ -63,6 +64,9 @@ def evaluate(options: Evaluate) -> int:
     run = ChosenRun.of(options)
     refuse_overrides(run.words, UNUSED)
     saved, variant = run.read_weights()
+    out = options.out or run.folder / "eval.json"
+    if is_first_process():
+        check_writable(out)
     cli = build([f"{run.folder / CONFIG_NAME}", *run.words, *OVERRIDES], make_folder=False)
     if not options.reference:
         cli.model.policy.start_from = None  # the checkpoint replaces its weights
@@ -99,7 +103,7 @@ def evaluate(options: Evaluate) -> int:
         **results(module.scores, [text for row in rows for text in [text_of(row)] * per_prompt]),
     }
     say(table(report))
-    whole, table_file = write(report, module.scores, options.out or run.folder / "eval.json")
+    whole, table_file = write(report, module.scores, out)
     say(f"Written: {whole} and {table_file}")
     return int(any(scores.images["reward"].isna().all() for scores in module.scores.values()))
 

@@ -18,7 +18,7 @@ from lit_vgrpo.errors import UserError, counted, say, score_text, shell_line, sh
 from lit_vgrpo.launch.build import NO_REWARD, build_reward
 from lit_vgrpo.options import Score
 from lit_vgrpo.rewards import Scores
-from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.system.paths import check_writable, write_atomically
 from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.settings import UnscorablePrompts
 
@@ -35,6 +35,8 @@ def score(options: Score) -> int:
     if out is not None and (out.suffix not in OUT_KINDS or out.is_dir()):
         fitting = shell_line("--out", out.with_suffix(".json"))
         raise UserError(f"--out {out} is not a .json or .csv file. Use {fitting}.")
+    if out is not None:
+        check_writable(out)
     named, images, overlays = [words[0]], list[str](), shipped_overlays()
     for word in words[1:]:
         is_path = os.path.exists(os.path.expanduser(word))  # a Path refuses long names

@@ -14,6 +14,7 @@ from hashlib import file_digest
 from importlib.resources import files
 from pathlib import Path, PosixPath
 from secrets import token_hex
+from tempfile import NamedTemporaryFile
 from typing import IO, Any
 
 from safetensors import SafetensorError
@@ -143,6 +144,17 @@ def write_atomically(path: Path, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror}.") from error
+
+
+def check_writable(path: Path) -> None:
+    """Raise UserError if a file cannot be written, before the work whose result it takes; its folder may not exist."""
+    try:
+        place = next(parent for parent in typed_path(path).parents if parent.exists())
+        with NamedTemporaryFile(prefix=DRAFT_PREFIX, dir=place) as probe:
+            probe.write(bytes(2**16))  # a full disk takes an empty file
+            probe.flush()
+    except OSError as error:
+        raise UserError(f"Cannot write {path}: {error.strerror}. Choose another folder with --out.") from error
 
 
 def draft_of(path: Path) -> Path:

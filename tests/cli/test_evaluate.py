@@ -286,6 +286,7 @@ def test_a_clip_network_measures_the_similarity_of_image_and_prompt(inside, tiny
         (["runs/tny"], "runs/tny is not a run. Did you mean runs/tiny?"),
         (["tiny_shapes"], "tiny_shapes is not a run. If it is a recipe, train it first: lightning run tiny_shapes"),
         (["runs/tiny", "--out=x.csv"], "--out x.csv is not a JSON file. Use --out x.json."),
+        (["runs/tiny", "--out=train.txt/x.json"], "Cannot write train.txt/x.json: Not a directory. Choose another"),
         (["runs/tiny", "--checkpoint=lst.ckpt"], "--checkpoint lst.ckpt does not exist. Did you mean last.ckpt?"),
         (["runs/tiny", "model.optimizer.lr=1"], "model.optimizer.lr has no effect on an evaluation."),
         (["runs/tiny", "ckpt_path=x"], "ckpt_path has no effect on an evaluation. Use --checkpoint FILE."),

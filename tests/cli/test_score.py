@@ -142,6 +142,7 @@ def test_files_that_are_no_images_are_a_line_each(folder, capsys):
         (["JPEGCompressibility", "noise.png", "--prompt", "a", "--prompts", "b"], "--prompt and --prompts are both"),
         (["JPEGCompressibility", "noise.png", "--prompts", "two.txt"], "two.txt has 2 prompts for 1 image."),
         (["JPEGCompressibility", "noise.png", "--out", "x.txt"], "--out x.txt is not a .json or .csv file."),
+        (["JPEGCompressibility", "--out", "two.txt/x.csv"], "Cannot write two.txt/x.csv: Not a directory. Choose "),
     ],
 )
 def test_mistakes_are_one_line(folder, capsys, words, said):

@@ -8,6 +8,7 @@ import pytest
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import (
     DRAFT_PREFIX,
+    check_writable,
     copy_file,
     draft_of,
     new_file,
@@ -114,6 +115,14 @@ def test_a_folder_is_merged_file_by_file(tmp_path):
     ):
         (draft / "vae").write_text("a file")
     assert names(tmp_path) == ["out", "out/notes.txt", "out/vae", "out/vae/config.json", "out/vae/notes.txt"]
+
+
+def test_a_result_that_cannot_be_written_is_known_before_it_exists(tmp_path):
+    check_writable(tmp_path / "new" / "folder" / "eval.json")
+    assert [*tmp_path.iterdir()] == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="Cannot write .*eval.json: Not a directory. Choose another folder with --out."):
+        check_writable(tmp_path / "file" / "eval.json")
 
 
 def test_a_typed_path_stays_where_it_was_typed(here):
