@@ -40,6 +40,7 @@ from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, Opti
 from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import POLICY_PREFIX, load_policy, other_alpha, other_weights
 from lit_vgrpo.training.settings import fitting_callbacks, hide_expected_warnings, set_up, sizes_of
+from lit_vgrpo.training.strategies import precision_error
 from lit_vgrpo.training.teachers import load_teachers
 from lit_vgrpo.training.trainer_internals import (
     accumulating,
@@ -271,6 +272,8 @@ class VGRPOModule(L.LightningModule):
             self.is_resumed, self.saved_iteration = False, None
             set_up(self)
             read_optimizers(self, self.keep_optimizers)
+        elif error := precision_error(self.trainer.strategy):
+            raise ValueError(error)
 
     def configure_model(self) -> None:
         if self.reference is not None:

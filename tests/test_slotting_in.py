@@ -76,6 +76,13 @@ def test_another_default_type_of_torch_is_named_before_anything_is_loaded(tiny_s
         make_trainer(tmp_path).fit(make_module(tiny_sd3), datamodule=make_data())
 
 
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+def test_a_precision_that_casts_weights_is_named_before_anything_is_loaded(tiny_sd3, tmp_path, verb):
+    for precision in ("bf16-true", "16-true", "64-true"):
+        with pytest.raises(ValueError, match=f"^trainer.precision={precision} would cast the trained weights."):
+            getattr(make_trainer(tmp_path, precision=precision), verb)(make_module(tiny_sd3), datamodule=make_data())
+
+
 def test_our_warnings_are_one_line_and_others_keep_theirs():
     for module in (settings, reward_logger):
         assert warnings.formatwarning("a\nb", UserWarning, module.__file__, 1) == "Warning: a b\n"

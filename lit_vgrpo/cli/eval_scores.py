@@ -25,6 +25,7 @@ from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.rewards import Scores, Weighted
 from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights, load_policy
+from lit_vgrpo.training.strategies import precision_error
 
 
 @dataclass
@@ -88,6 +89,8 @@ class HeldOutEvaluation(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         count_ranks_of(self.trainer)
+        if error := precision_error(self.trainer.strategy):
+            raise UserError(error)
         path = self.saved.path
         if len(set(all_gather_objects((str(path), self.saved.progress)))) > 1:
             raise UserError(f"{path} was replaced while the ranks were reading it. Run the evaluation again.")

@@ -45,6 +45,15 @@ class AbsentGPU(CPUAccelerator, CUDAAccelerator):  # type: ignore[misc]
         return max(1, devices) if isinstance(devices, int) else len(devices)
 
 
+def precision_error(strategy: Strategy) -> str | None:
+    """Return why weights cannot keep their type under the trainer's precision, or ``None``."""
+    kept = PRECISIONS[:1] if isinstance(strategy, PortableCheckpoints) else PRECISIONS
+    if (precision := strategy.precision_plugin.precision) in kept:
+        return None
+    advice = "Leave it out and set model.policy.dtype, such as bfloat16."
+    return f"trainer.precision={precision} would cast the trained weights. {advice}"
+
+
 def strategy_errors(
     strategy: Strategy,
     policy: Policy,
@@ -59,12 +68,9 @@ def strategy_errors(
         yield f"trainer.strategy={name} writes checkpoints that only it can read. Use trainer.strategy={ours}."
     elif isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
         yield "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on disk. Leave it out."
-    elif (precision := strategy.precision_plugin.precision) not in (PRECISIONS[:1] if is_portable else PRECISIONS):
-        yield (
-            f"trainer.precision={precision} would cast the trained weights. Leave it out and set model.policy.dtype, "
-            "such as bfloat16."
-        )
-    elif precision == "bf16-mixed" and policy.dtype != torch.bfloat16:
+    elif (error := precision_error(strategy)) is not None:
+        yield error
+    elif (precision := strategy.precision_plugin.precision) == "bf16-mixed" and policy.dtype != torch.bfloat16:
         # Lightning replaces 16-mixed on a CPU
         typed = precision if strategy.root_device.type != "cpu" else "16-mixed or bf16-mixed"
         yield (

@@ -295,6 +295,7 @@ def test_a_clip_network_measures_the_similarity_of_image_and_prompt(inside, tiny
         (["runs/tiny", "data.heldout=null"], "The run's recipe has no held-out prompts. Set data.heldout=prompts.txt."),
         (["runs/tiny", "--features=none.pt"], "none.pt does not exist."),
         (["runs/tiny", "--fid-reference=none"], "reference=none is neither a folder nor"),
+        (["runs/tiny", "trainer.precision=bf16-true"], "trainer.precision=bf16-true would cast the trained weights."),
         (["runs/tiny", "model.policy.lora_rank=2"], "is a checkpoint of a different policy: "),
     ],
 )
