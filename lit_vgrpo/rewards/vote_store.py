@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import UserError, one_line
 
 FILE_NAME = "votes.sqlite3"
 BUSY_S = 30.0
@@ -41,11 +41,11 @@ _TABLES = (
 )
 
 
-class VoteStoreError(RuntimeError):
+class VoteStoreError(UserError):
     """The file cannot be used, with the reason in one line."""
 
 
-class VoteRefused(ValueError):
+class VoteRefused(Exception):
     """A vote that cannot be stored or undone, with the reason in one line."""
 
 
@@ -199,11 +199,11 @@ class VoteStore:
         """Return a voter's next comparison, if any: fewest votes first, among equals in each voter's own order."""
         with self._transaction() as db:
             groups = _groups(db)
-        groups.sort(key=lambda group: (group.given, random.Random(f"{voter}/{group.id}").random()))
-        for group in groups:
-            for number, images in group.comparisons.items():
-                if len(group.votes[number]) < group.voters and voter not in group.votes[number]:
-                    return Comparison(number, group.prompt, images)
+            groups.sort(key=lambda group: (group.given, random.Random(f"{voter}/{group.id}").random()))
+            for group in groups:
+                for number, images in group.comparisons.items():
+                    if len(group.votes[number]) < group.voters and voter not in group.votes[number]:
+                        return Comparison(number, group.prompt, images)
         return None
 
     def vote(self, number: int, voter: str, image: str | None) -> None:
@@ -260,9 +260,10 @@ class VoteStore:
                 db.execute("BEGIN IMMEDIATE")
                 with db:  # commits, or rolls back after an error
                     yield db
-        except sqlite3.Error as error:
+        except (sqlite3.Error, TypeError, ValueError, KeyError) as error:  # the latter of rows that are damaged
+            why = one_line(error) if isinstance(error, sqlite3.Error) else "its content is damaged"
             advice = "Check the disk, or move the file aside to start over"
-            raise VoteStoreError(f"{self.path} cannot be used: {one_line(error)}. {advice}.") from error
+            raise VoteStoreError(f"{self.path} cannot be used: {why}. {advice}.") from error
 
 
 def _groups(db: sqlite3.Connection, numbers: Sequence[int] | None = None) -> list[Group]:

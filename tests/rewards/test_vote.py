@@ -1,6 +1,7 @@
 """Votes in their file, and the reward that waits for them."""
 
 import math
+import sqlite3
 import threading
 import time
 from io import BytesIO
@@ -137,6 +138,25 @@ def test_an_unusable_file_is_refused_and_left_alone(tmp_path):
     with pytest.raises(VoteStoreError, match="is a link"):
         VoteStore(link)
     assert not (tmp_path / "other.sqlite3").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "use"),
+    [
+        ("DELETE FROM groups", lambda store: store.scores([1])),
+        ("UPDATE votes SET image = 'none'", lambda store: store.scores([1])),
+        ("UPDATE groups SET images = NULL", VoteStore.progress),
+        ("UPDATE groups SET images = 'x'", VoteStore.progress),
+        ("UPDATE groups SET voters = NULL", lambda store: store.next_comparison("bob")),
+    ],
+)
+def test_damaged_rows_are_one_line(store, change, use):
+    store.publish([("a cat", {"a": b"1", "b": b"2"})], voters=2)
+    store.vote(1, "ann", "a")
+    with sqlite3.connect(store.path) as db:
+        db.execute(change)
+    with pytest.raises(VoteStoreError, match="cannot be used: its content is damaged. Check the disk, or move"):
+        use(store)
 
 
 def reward_in(folder, **options):

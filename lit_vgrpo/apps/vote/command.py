@@ -19,7 +19,7 @@ from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.options import Vote
 from lit_vgrpo.rewards import VoteReward
 from lit_vgrpo.rewards.connection import is_loopback
-from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
+from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
 from lit_vgrpo.system.paths import typed_path
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.system.sockets import listening_socket, require_packages, web_address
@@ -57,7 +57,7 @@ def _serve(options: Vote, listener: socket.socket, run: Path) -> int:
 
     if not (run / FILE_NAME).is_file():
         raise UserError(f"{run} has no {FILE_NAME}. It has not started, or its reward does not ask people.")
-    store = _open(run)
+    store = VoteStore(run / FILE_NAME)
     serve_page(make_app(store, options.token, partial(has_ended, run, store)), listener, _listen(options, listener))
     progress = store.progress()
     left = progress.needed - progress.given
@@ -101,7 +101,7 @@ def _page(options: Vote, listener: socket.socket, folder: Path) -> Iterator[None
     from lit_vgrpo.system.server import served_in_thread
 
     is_over = threading.Event()
-    app = make_app(_open(folder), options.token, is_over.is_set)
+    app = make_app(VoteStore(folder / FILE_NAME), options.token, is_over.is_set)
     for line in _listen(options, listener):
         say(line)
     with served_in_thread(app, listener), trained_by("vote"):
@@ -118,10 +118,3 @@ def _listen(options: Vote, listener: socket.socket) -> list[str]:
     secret = "" if options.token is None else f"?token={options.token}"
     whom = "on this machine only" if options.token is None else "for everyone who has this address"
     return [f"Vote at {web_address(options.host, listener)}/{secret} {whom}. Ctrl-C stops it."]
-
-
-def _open(folder: Path) -> VoteStore:
-    try:
-        return VoteStore(folder / FILE_NAME)
-    except VoteStoreError as error:
-        raise UserError(str(error)) from error
