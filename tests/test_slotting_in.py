@@ -172,6 +172,19 @@ def test_weights_and_schedules_of_a_subclass_are_kept(tiny_sd3, tmp_path, recwar
     assert SavedWeights.read(tmp_path / "last.ckpt").difference(TRAINED, module.policy) is None
 
 
+def test_a_hook_without_super_is_refused_where_it_is_written():
+    def forgets(self, optimizer):
+        self.log("norm", 1.0)
+
+    def calls(self, optimizer):
+        VGRPOModule.on_before_optimizer_step(self, optimizer)
+
+    type("Calls", (VGRPOModule,), {"on_before_optimizer_step": calls, "on_train_end": forgets})
+    mixin = type("Mixin", (), {"on_before_optimizer_step": forgets})
+    with pytest.raises(TypeError, match=r"Mixin.on_before_optimizer_step replaces .* Call super\(\).on_before_optimi"):
+        type("Forgets", (mixin, VGRPOModule), {})
+
+
 def test_optimizers_that_cannot_be_used_are_refused_before_training(tiny_sd3, tmp_path):
     def lone(optimizer):
         return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1)), *optimizer.param_groups[0]["params"]])
