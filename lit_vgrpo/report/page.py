@@ -24,7 +24,7 @@ from lit_vgrpo.report.curves import plots
 from lit_vgrpo.report.run_data import TO_EDIT, RunData, Say
 from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.paths import read_regular, write_atomically
-from lit_vgrpo.training.resume import how_to_resume, newest_checkpoint, next_commands
+from lit_vgrpo.training.resume import newest_checkpoint, next_commands
 
 PHASES = {
     "time/rollout_s": "Sampling",
@@ -287,9 +287,9 @@ class RunPage:
         folder, run = self.run.folder, self.run
         if not run.recipe or newest_checkpoint(folder) is None:
             return []
-        steps = {"Continue the run": how_to_resume(folder).partition(": ")[2]} if run.outcome in UNDONE else {}
         prompt = self.pairs[0].prompt if self.pairs and self.pairs[0].edited is None else None
-        return [*(steps | next_commands(folder, prompt, bool(self.verdict.compared))).items()]
+        has_heldout, is_undone = bool(self.verdict.compared), run.outcome in UNDONE
+        return [*next_commands(folder, prompt, has_heldout, is_undone).items()]
 
     @property
     def facts(self) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """``lightning vote``: the page's server, beside a run and with a recipe."""
 
 import json
+import re
 import signal
 import socket
 import sqlite3
@@ -269,7 +270,8 @@ def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
     assert job.returncode == 130
     assert "Saving without waiting for the votes." in err
     assert "Finishing" not in err
-    assert "interrupted.ckpt is saved. Continue: lightning run" in err
+    assert "interrupted.ckpt is saved." in err
+    assert re.search(r"Next:\n  lightning run \S+ --resume  # Continue the run\n", out)
     assert "Traceback" not in err
 
 
