@@ -90,7 +90,7 @@ def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):
     with pytest.raises(ValueError, match='"a cat" names the reward brigthness .* Did you mean brightness?'):
         make_trainer(tmp_path).fit(make_module(tiny_sd3), datamodule=make_data(train=rows))
     for policy in ("hub/name", SD3Policy):
-        with pytest.raises(TypeError, match=r"policy=.*: Input should be an instance of Policy\. Wrap .*AutoPolicy\("):
+        with pytest.raises(TypeError, match=r"policy=.*: Use an instance of Policy\. Wrap .*AutoPolicy\("):
             VGRPOModule(policy, VGRPO(), Brightness())
     for swapped in (VGRPO(), Brightness()):
         shown = f"policy={type(swapped).__name__}: .* an instance of Policy. The order is policy, objective, reward."
@@ -112,7 +112,7 @@ def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):
             "^lr_scheduler='cosine' builds nothing. Pass a class .*CosineAnnealingLR",
         ),
         ({"lr": 1e-3}, TypeError, r"^lr is not an option of VGRPOModule. Pass optimizer=OptimizerConfig\(lr=...\).$"),
-        ({"evaluation": 5}, TypeError, "^evaluation=5: Input should be an instance of RolloutSpec"),
+        ({"evaluation": 5}, TypeError, "^evaluation=5: Use an instance of RolloutSpec"),
         ({"untrained_reward": []}, ValueError, r"^rewards=\[\] is empty. Name at least one reward"),
     ):
         with pytest.raises(kind, match=line):

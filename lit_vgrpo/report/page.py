@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -272,7 +273,7 @@ class RunPage:
         spent = seconds if is_gpu else summary.get("cpu_seconds")
         shown = {
             "Iterations": verdict.amount(run.num_iterations),
-            "Images": verdict.amount(run.total("images")),
+            "Images": self._images,
             "Training time": verdict.duration(seconds),
             "GPU time" if is_gpu else "CPU time": spent and verdict.duration(spent * summary.get("world_size", 1)),
             "Network passes": verdict.amount(run.total("passes")),
@@ -280,6 +281,16 @@ class RunPage:
             "Commit": summary.get("commit"),
         }
         return [(name, value) for name, value in shown.items() if value]
+
+    @property
+    def _images(self) -> str | None:
+        """The images of all iterations, and how many are of one that was interrupted."""
+        run, data = self.run, self.run.recipe.get("data") or {}
+        images, sizes = run.total("images"), [data.get(name) for name in ("prompts_per_iteration", "group_size")]
+        if not images or run.outcome not in UNDONE or not all(isinstance(size, int) for size in sizes):
+            return verdict.amount(images)
+        rest = int(images) - run.num_iterations * math.prod(sizes)
+        return verdict.amount(images) + (f", {rest} of an unfinished iteration" if 0 < rest <= math.prod(sizes) else "")
 
     @property
     def commands(self) -> list[tuple[str, str]]:
