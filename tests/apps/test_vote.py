@@ -235,6 +235,7 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("Vote at http") == job.stdout.count("Waiting for ") == 1
     assert "Open the voting page" not in job.stdout  # which this command serves
+    assert re.search(rf"^Waiting for \d votes at http://127.0.0.1:{port}/$", job.stdout, re.MULTILINE)
     assert len(voted) == 4
     assert [path.name for path in RUN.parent.iterdir()] == [RUN.name]
     assert json.loads((RUN / "summary.json").read_text())["world_size"] == 2
