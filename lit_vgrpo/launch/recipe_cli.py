@@ -51,10 +51,9 @@ from lit_vgrpo.training.resume import (
     resumed_folder,
 )
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
-from lit_vgrpo.training.settings import errors_under, gradient_note, prompt_errors
+from lit_vgrpo.training.settings import TRAINER_DEFAULTS, errors_under, gradient_note, prompt_errors
 from lit_vgrpo.training.strategies import AbsentGPU
 
-TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 # For the default of Lightning's Timer, an Enum, in config.yaml.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 

@@ -22,6 +22,7 @@ from lit_vgrpo.core.pixels import save_webp
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.report import run_data, verdict
 from lit_vgrpo.report.curves import plots
+from lit_vgrpo.report.defaults import own_settings
 from lit_vgrpo.report.run_data import TO_EDIT, RunData, Say
 from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.paths import read_regular, write_atomically
@@ -291,6 +292,11 @@ class RunPage:
             return verdict.amount(images)
         rest = int(images) - run.num_iterations * math.prod(sizes)
         return verdict.amount(images) + (f", {rest} of an unfinished iteration" if 0 < rest <= math.prod(sizes) else "")
+
+    @property
+    def settings(self) -> list[tuple[str, str]]:
+        """The recipe's settings that differ from the defaults."""
+        return own_settings(self.run.recipe)
 
     @property
     def commands(self) -> list[tuple[str, str]]:
