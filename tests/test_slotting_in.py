@@ -308,8 +308,11 @@ def test_the_documented_objective_trains_and_costs_what_it_says(tiny_sd3, tmp_pa
 
 def test_the_example_of_the_readme_runs_as_it_is(here):
     text = (Path(__file__).parents[1] / "README.md").read_text()
-    code = text.partition("```python\n")[2].partition("```")[0]
-    assert "max_epochs=20" in code
+    code, with_report = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
     found = {}
-    exec(code.replace("max_epochs=20", "max_epochs=1"), found)
+    for block in (code, with_report):
+        assert "max_epochs=20" in block
+        exec(block.replace("max_epochs=20", "max_epochs=1"), found)
     assert found["model"].evaluator.history[-1].reward >= 0
+    found["trainer"].fit(found["model"], datamodule=found["data"])
+    assert Path("my_run/report.html").is_file()
