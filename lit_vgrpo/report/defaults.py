@@ -28,7 +28,7 @@ TOP = {"name": None, "run_dir": None, "ckpt_path": None, "allow_changes": False,
 def own_settings(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the settings of a full recipe that differ from their defaults, and their values as text.
 
-    Those of classes from other packages, which are not imported for this, are all returned.
+    Classes of other packages are not imported for this: all their settings are returned.
     """
     defaults: dict[str, str] = {}
     for section in SECTIONS:

@@ -284,14 +284,14 @@ class RunPage:
         return [(name, value) for name, value in shown.items() if value]
 
     @property
-    def _images(self) -> str | None:
+    def _images(self) -> str:
         """The images of all iterations, and how many are of one that was interrupted."""
         run, data = self.run, self.run.recipe.get("data") or {}
         images, sizes = run.total("images"), [data.get(name) for name in ("prompts_per_iteration", "group_size")]
-        if not images or run.outcome not in UNDONE or not all(isinstance(size, int) for size in sizes):
-            return verdict.amount(images)
-        rest = int(images) - run.num_iterations * math.prod(sizes)
-        return verdict.amount(images) + (f", {rest} of an unfinished iteration" if 0 < rest <= math.prod(sizes) else "")
+        each = math.prod(size if isinstance(size, int) else 0 for size in sizes)
+        rest = int(images or 0) - run.num_iterations * each
+        is_cut = run.outcome in UNDONE and 0 < rest <= each
+        return verdict.amount(images) + (f", {rest} of an unfinished iteration" if is_cut else "")
 
     @property
     def settings(self) -> list[tuple[str, str]]:

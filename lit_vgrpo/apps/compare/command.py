@@ -116,7 +116,7 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
 
 
 def _time_left(elapsed_s: float, todo: int, left: int) -> str:
-    """Return the time that the runs left will take at the pace so far, in words; nothing if none is left.
+    """Return the time that the runs left will take at the pace so far, as text; nothing if none is left.
 
     >>> _time_left(90.0, todo=4, left=1)
     ', 00:30 left'
