@@ -13,6 +13,7 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import one_line, shell_line
 from lit_vgrpo.policies.modular import readdress
 from lit_vgrpo.system.paths import write_new_folder
+from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.folder import EXPORT
 from lit_vgrpo.training.saved_weights import averaged_weights, evaluated_weights
 from lit_vgrpo.training.trainer_internals import run_folder
@@ -42,7 +43,7 @@ class Export(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         policy, root = pl_module.policy, run_folder(trainer)
-        with averaged_weights(trainer, pl_module):
+        with bar("Exporting the weights", total=1), averaged_weights(trainer, pl_module):
             # All ranks gather sharded weights, rank 0 writes them: an adapter, or a pipeline with its frozen weights.
             adapter = policy.lora_rank is not None
             written = trainable_parameters(policy.network) if adapter else dict(policy.network.named_parameters())

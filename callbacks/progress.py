@@ -13,11 +13,23 @@ from tqdm import tqdm
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.errors import say, score_text
-from lit_vgrpo.system.process import bar, shows_bars
+from lit_vgrpo.system.process import BAR, bar, shows_bars
+from lit_vgrpo.system.signals import is_stop_requested
 from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
+
+
+class IterationBar(tqdm):
+    """A bar that shows no time left once the run ends before its last iteration, as after Ctrl-C."""
+
+    is_cut_short = False
+
+    @property
+    def format_dict(self) -> Any:
+        ends = self.is_cut_short or is_stop_requested()
+        return super().format_dict | ({"bar_format": BAR.replace("<{remaining}", "")} if ends else {})
 
 
 @checked
@@ -34,7 +46,7 @@ class ProgressBar(LightningProgressBar):
         super().__init__()
         self.lines = lines
         self._enabled = True
-        self._bar: tqdm[Any] | None = None
+        self._bar: IterationBar | None = None
         self._shown: dict[str, str] = {}
         self._first = 0
         self._started = self._train_s = 0.0
@@ -52,7 +64,7 @@ class ProgressBar(LightningProgressBar):
         self._first, self._started = trainer.current_epoch, time.monotonic()
         if self._enabled and trainer.is_global_zero and sys.stderr.isatty():
             total = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
-            self._bar = bar("iteration", total=total, initial=self._first, leave=True)
+            self._bar = bar("iteration", kind=IterationBar, total=total, initial=self._first, leave=True)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._train_s = pl_module.ledger.stopwatch.wall_s
@@ -97,6 +109,7 @@ class ProgressBar(LightningProgressBar):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if self._bar is not None:
+            self._bar.is_cut_short = self._bar.total is not None and self._bar.n < self._bar.total
             self._show_heldout(pl_module)  # the evaluation at the end
             self._bar.close()
         self._bar = None

@@ -30,6 +30,7 @@ from lit_vgrpo.data.prompts import PROMPT
 from lit_vgrpo.errors import UserError, one_line, shell_line
 from lit_vgrpo.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME
 from lit_vgrpo.system.paths import new_file, write_atomically
+from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.trainer_internals import run_folder
 
 if TYPE_CHECKING:
@@ -103,9 +104,10 @@ class Report(L.Callback):
         for logger in trainer.loggers:  # Lightning's CSVLogger holds back a hundred rows
             logger.save()
         try:
-            from lit_vgrpo.report.page import write_report  # imports matplotlib
+            with bar("Writing the report", total=1):
+                from lit_vgrpo.report.page import write_report  # imports matplotlib
 
-            write_report(folder, folder / REPORT_NAME, is_running)
+                write_report(folder, folder / REPORT_NAME, is_running)
         except Exception as error:  # no error of the page is a reason to end a training run
             what = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
             again = shell_line("lightning", "report", folder)

@@ -21,6 +21,7 @@ from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.report.run_data import LAYOUT, TO_EDIT
 from lit_vgrpo.system.paths import new_file, write_error
+from lit_vgrpo.system.process import bar
 from lit_vgrpo.training.loggers import log_picture
 from lit_vgrpo.training.saved_weights import averaged_weights
 from lit_vgrpo.training.trainer_internals import run_folder
@@ -136,7 +137,8 @@ class SampleGrid(L.Callback):
 
 def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
     """Return held-out images ``(B, 3, H, W)``, or videos ``(B, F, 3, H, W)``, of rows, on the CPU."""
-    return module.evaluator.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows)).cpu()
+    with bar("Drawing samples", total=1):
+        return module.evaluator.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows)).cpu()
 
 
 def draw_grid(images: Tensor, prompts: list[str], labels: list[str], below: Sequence[str] = ()) -> Image.Image:

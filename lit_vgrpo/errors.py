@@ -17,7 +17,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-LONGEST_LIST = 12
+LONGEST_LIST, CLOSEST = 12, 5
 HIDDEN = "(hidden)"
 """Replacement for values that may be secret."""
 PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/?#\s]+@")
@@ -212,25 +212,32 @@ def _likeness(word: str, name: str, change: Callable[[str], str]) -> float:
     return score if score >= (0.7 if len(word) > 3 else 0.66) else 0.0  # one letter of three may differ
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return ``Did you mean X?`` if a known word is similar, else the list of known words."""
+def suggestion(word: str, known: Iterable[str], page: str = "") -> str:
+    """Return ``Did you mean X?`` if a known word is similar, else the known words, or the closest and a page.
+
+    >>> suggestion("PPO", ["DDPO", *(f"Method{n}" for n in range(30))], "docs/all.md")
+    'Use one of: DDPO, Method0, Method1, Method2, Method3, ... All 31 are in docs/all.md.'
+    """
     known = list(dict.fromkeys(known))
     guess = nearest(word, known)
     if guess is not None:
         return f"Did you mean {guess}?"
     if not known:
         return "It takes no options."
-    shown = ", ".join(known[:LONGEST_LIST])
-    return f"Use one of: {shown}." if len(known) <= LONGEST_LIST else f"Use one of: {shown}, ..."
+    if len(known) <= LONGEST_LIST:
+        return f"Use one of: {', '.join(known)}."
+    known.sort(key=lambda name: -SequenceMatcher(None, name.lower(), word.lower()).ratio())
+    rest = f"All {len(known)} are in {page}." if page else f"There are {len(known)}."
+    return f"Use one of: {', '.join(known[:CLOSEST])}, ... {rest}"
 
 
-def unknown_option(key: str, owner: str, options: Iterable[str]) -> str:
+def unknown_option(key: str, owner: str, options: Iterable[str], page: str = "") -> str:
     """Return the message for a key that ``owner`` does not have.
 
     >>> unknown_option("model.objective.num_mc_sample", "VGRPO", ["num_mc_samples", "clip"])
     'model.objective.num_mc_sample is not an option of VGRPO. Did you mean num_mc_samples?'
     """
-    return f"{key} is not an option of {owner}. {suggestion(key.rsplit('.', 1)[-1], options)}"
+    return f"{key} is not an option of {owner}. {suggestion(key.rsplit('.', 1)[-1], options, page)}"
 
 
 def setting(section: str, **options: Any) -> str:

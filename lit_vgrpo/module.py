@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
@@ -59,6 +60,10 @@ PARTS = ("ledger", "evaluator", "guard", "objective", "replay")
 """Attributes of the module whose state is saved."""
 HYPERPARAMETERS = {"hyper_parameters", "datamodule_hyper_parameters"}
 """Entries of a checkpoint that ``save_hyperparameters`` makes."""
+NEEDED_HOOKS = {"setup", "configure_model", "configure_callbacks", "on_fit_start", "on_train_start"}
+NEEDED_HOOKS |= {"on_train_epoch_start", "on_before_optimizer_step", "on_train_epoch_end"}
+NEEDED_HOOKS |= {"on_validation_start", "on_validation_epoch_end", "on_save_checkpoint", "on_load_checkpoint"}
+"""Hooks that check and clip gradients, evaluate, resume and save."""
 
 
 @checked
@@ -94,6 +99,20 @@ class VGRPOModule(L.LightningModule):
         record: Metrics of the current or last iteration, for callbacks.
         weights_source: Another object after weights are loaded, so that what was made of the earlier ones is not used.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a subclass whose hook replaces one that a run needs: Lightning's own are empty, but not these.
+
+        Raises:
+            TypeError: A hook does not call the one that it overrides.
+        """
+        super().__init_subclass__(**options)
+        for kind in cls.__mro__[: cls.__mro__.index(VGRPOModule)]:
+            for name in NEEDED_HOOKS & vars(kind).keys():
+                code = getattr(inspect.unwrap(vars(kind)[name]), "__code__", None)
+                if code is not None and name not in code.co_names:
+                    needed = f"{kind.__name__}.{name} replaces the method of VGRPOModule, which a run needs"
+                    raise TypeError(f"{needed}. Call super().{name}(...) in it.")
 
     def __init__(
         self,
@@ -319,6 +338,8 @@ class VGRPOModule(L.LightningModule):
         if not self.is_resumed and self.trainer.global_step == 0:  # no state of an earlier fit
             self.evaluator.load_state_dict({"history": [], "contents": {}, "starts": {}})
             self.ledger.load_state_dict(PassLedger().state_dict())
+            self.guard.load_state_dict(UpdateGuard().state_dict())
+            self.objective.start_over(self.policy)
             self.replay = Replay()
         elif not self.is_resumed and self.ledger.images:
             known = f"This fit continues after {counted(self.trainer.global_step, 'optimizer step')}"
@@ -375,10 +396,15 @@ class VGRPOModule(L.LightningModule):
                     f"The pipeline is used in another way than in the run so far: {now!r}, but {before!r} before. "
                     "Resume with the same diffusers version and model.policy.checkpoint."
                 )
+        stage: str | None = "fit"
+        with suppress(RuntimeError):  # without a trainer
+            stage = self.trainer.state.fn
+            self.is_resumed = stage == "fit"
+        if stage != "fit":  # an evaluation does not change the run's history
+            self.evaluator.add_starts(state["evaluator"])
+            return
         for name in PARTS:
             getattr(self, name).load_state_dict(state[name])
-        with suppress(RuntimeError):  # without a trainer, only the weights are needed
-            self.is_resumed = self.trainer.state.fn == "fit"
         if self.is_resumed:
             self.saved_iteration = state["iteration"]
             self.saved_metrics = state.get("metrics", {})  # an earlier version saved none

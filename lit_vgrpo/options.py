@@ -110,7 +110,8 @@ class Vote:
     """Show the page on which people choose the best images.
 
     To train on their votes: lightning vote tiny_shapes model.reward=VoteReward model.untrained_reward=ShapesReward.
-    The untrained reward scores the held-out images, which nobody votes on.
+    The untrained reward scores the held-out images, which nobody votes on. For a run that lightning run trains, give
+    its folder: lightning vote runs/tiny_shapes, in another terminal.
     """
 
     words: list[str]

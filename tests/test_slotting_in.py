@@ -98,7 +98,7 @@ def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):
     with pytest.raises(ValueError, match='"a cat" names the reward brigthness .* Did you mean brightness?'):
         make_trainer(tmp_path).fit(make_module(tiny_sd3), datamodule=make_data(train=rows))
     for policy in ("hub/name", SD3Policy):
-        with pytest.raises(TypeError, match=r"policy=.*: Input should be an instance of Policy\. Wrap .*AutoPolicy\("):
+        with pytest.raises(TypeError, match=r"policy=.*: Use an instance of Policy\. Wrap .*AutoPolicy\("):
             VGRPOModule(policy, VGRPO(), Brightness())
     for swapped in (VGRPO(), Brightness()):
         shown = f"policy={type(swapped).__name__}: .* an instance of Policy. The order is policy, objective, reward."
@@ -120,7 +120,7 @@ def test_a_wrong_object_is_named_with_what_to_pass(tiny_sd3, tmp_path):
             "^lr_scheduler='cosine' builds nothing. Pass a class .*CosineAnnealingLR",
         ),
         ({"lr": 1e-3}, TypeError, r"^lr is not an option of VGRPOModule. Pass optimizer=OptimizerConfig\(lr=...\).$"),
-        ({"evaluation": 5}, TypeError, "^evaluation=5: Input should be an instance of RolloutSpec"),
+        ({"evaluation": 5}, TypeError, "^evaluation=5: Use an instance of RolloutSpec"),
         ({"untrained_reward": []}, ValueError, r"^rewards=\[\] is empty. Name at least one reward"),
     ):
         with pytest.raises(kind, match=line):
@@ -189,6 +189,19 @@ def test_weights_and_schedules_of_a_subclass_are_kept(tiny_sd3, tmp_path, recwar
     assert torch.equal(again.head.weight, module.head.weight)
     assert not torch.equal(again.head.weight, start)
     assert SavedWeights.read(tmp_path / "last.ckpt").difference(TRAINED, module.policy) is None
+
+
+def test_a_hook_without_super_is_refused_where_it_is_written():
+    def forgets(self, optimizer):
+        self.log("norm", 1.0)
+
+    def calls(self, optimizer):
+        VGRPOModule.on_before_optimizer_step(self, optimizer)
+
+    type("Calls", (VGRPOModule,), {"on_before_optimizer_step": calls, "on_train_end": forgets})
+    mixin = type("Mixin", (), {"on_before_optimizer_step": forgets})
+    with pytest.raises(TypeError, match=r"Mixin.on_before_optimizer_step replaces .* Call super\(\).on_before_optimi"):
+        type("Forgets", (mixin, VGRPOModule), {})
 
 
 def test_optimizers_that_cannot_be_used_are_refused_before_training(tiny_sd3, tmp_path):
@@ -328,8 +341,11 @@ def test_the_documented_objective_trains_and_costs_what_it_says(tiny_sd3, tmp_pa
 
 def test_the_example_of_the_readme_runs_as_it_is(here):
     text = (Path(__file__).parents[1] / "README.md").read_text()
-    code = text.partition("```python\n")[2].partition("```")[0]
-    assert "max_epochs=20" in code
+    code, with_report = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
     found = {}
-    exec(code.replace("max_epochs=20", "max_epochs=1"), found)
+    for block in (code, with_report):
+        assert "max_epochs=20" in block
+        exec(block.replace("max_epochs=20", "max_epochs=1"), found)
     assert found["model"].evaluator.history[-1].reward >= 0
+    found["trainer"].fit(found["model"], datamodule=found["data"])
+    assert Path("my_run/report.html").is_file()

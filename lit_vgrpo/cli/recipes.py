@@ -41,7 +41,7 @@ def list_recipes(names: Sequence[str], task: str | None = None, gpu: int | None 
     recipes = sorted((*_group(path), name, path) for name, path in shipped().items())
     fitting = [one for one in recipes if least <= one[1] <= size and task in (None, [*TASKS][one[0]])]
     if task is None and gpu is None:
-        say("Begin with: lightning run tiny_shapes. Details: lightning recipes NAME, or with --task or --gpu")
+        say("Begin with: lightning run tiny_shapes (one minute on a CPU). More: lightning recipes NAME, --task, --gpu")
         for (title, _), group in groupby(fitting, key=lambda one: [*TASKS.values()][one[0]]):
             say(f"\n{title}")
             for _, _, card, name, path in group:

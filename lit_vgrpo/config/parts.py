@@ -41,9 +41,14 @@ GIVEN = re.compile(r"(?:Given value|Got value): (.*?)(?:\. Got value: .*)?$", re
 REQUIRED = re.compile(r"the following arguments are required: (.+)")
 NAMED_IN = ("lit_vgrpo.", "lightning.", "torch.")
 """Packages of the classes that a recipe names."""
+PAGES = {
+    **{kind: f"docs/reference/{kind.lower()}s.md" for kind in ("Objective", "Reward", "Callback")},
+    "Policy": "docs/reference/policies.md",
+}
+"""Pages that list the classes of a kind."""
 TYPES = {
     **{"NoneType": "null", "bool": "true or false", "str": "text", "dict": "a mapping"},
-    **{"int": "a valid integer", "float": "a valid number", "list": "a valid list"},  # pydantic's words
+    **{"int": "an integer", "float": "a number", "list": "a list", "tuple": "a list"},  # as in ranges.WORDS
 }
 
 
@@ -166,7 +171,7 @@ def _misnamed_option(node: Mapping[Any, Any], owner: Any, place: Place) -> str |
             hints |= typing.get_type_hints(base.__init__)
     for option, value in options.items():
         if option not in known:
-            message = unknown_option(f"{key}.{option}", owner.__name__, known)
+            message = unknown_option(f"{key}.{option}", owner.__name__, known, "docs/reference")
             of_auto = "" if "call" in known else " of AutoPolicy"
             way = f" For an argument of the pipeline's call, set {key}.call.{option}{of_auto}."
             way = " The device is the trainer's: trainer.accelerator=gpu." if option == "device" else way
@@ -202,7 +207,8 @@ def _class_named(name: str, kinds: Sequence[type], key: str) -> type | str | Non
         by_name = {kind.__name__: kind.__name__ for kind in known}
         by_pipeline = {str(vars(kind).get("pipeline_class", "")): kind.__name__ for kind in known}
         meant = (by_pipeline | by_name).get(nearest(name, [*by_name, *by_pipeline]) or name, name)
-        hint = "Write it as package.module.Class." if matches else suggestion(meant, by_name)
+        page = next((PAGES[kind.__name__] for kind in kinds if kind.__name__ in PAGES), "")
+        hint = "Write it as package.module.Class." if matches else suggestion(meant, by_name, page)
         return f"={name} is not a known class. {hint}"
     try:
         found = resolve_name(name)

@@ -20,7 +20,9 @@ from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 from lit_vgrpo.errors import nearest, shortened, unknown_option
 
 T = TypeVar("T", bound=type)
-SHOULD = "Input should be "
+SHOULD = "Use "
+WORDS = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "text"}
+WORDS |= {"list": "a list", "tuple": "a list", "dictionary": "a mapping"}
 
 
 class OnlyWith:
@@ -77,7 +79,7 @@ def checked(cls: T) -> T:
     ...     def __init__(self, seconds: PositiveFloat | None = None) -> None: ...
     >>> Timer(seconds=0)
     Traceback (most recent call last):
-    ValueError: seconds=0: Input should be greater than 0.
+    ValueError: seconds=0: Use a number above 0.
     """
     init = vars(cls)["__init__"]
     signature = inspect.signature(init)
@@ -121,7 +123,7 @@ def should_be(value: Any, messages: Iterable[str]) -> str:
     """Return pydantic's messages on a value as one sentence, and the word that was probably meant.
 
     >>> should_be("float6", ["Input should be 'float32' or 'float16'", "Input should be a valid integer"])
-    "Input should be 'float32' or 'float16', or a valid integer. Did you mean float16?"
+    "Use 'float32' or 'float16', or an integer. Did you mean float16?"
     """
     first, *others = dict.fromkeys(map(limit_in_words, messages))
     text = ", or ".join([first, *(message.removeprefix(SHOULD) for message in others)])
@@ -130,13 +132,22 @@ def should_be(value: Any, messages: Iterable[str]) -> str:
 
 
 def limit_in_words(message: str) -> str:
-    """Return pydantic's message with a limit as a value to use.
+    """Return pydantic's message as a value to use.
 
     >>> limit_in_words("Input should be greater than or equal to 2")
-    'Input should be 2 or more'
+    'Use 2 or more'
+    >>> limit_in_words("Input should be a valid number, unable to parse string as a number")
+    'Use a number'
     """
+    if "Input should be " not in message:
+        return message
     message = re.sub(r"greater than or equal to (\S+)", r"\1 or more", message)
-    return re.sub(r"less than or equal to (\S+)", r"\1 or less", message)
+    message = re.sub(r"less than or equal to (\S+)", r"\1 or less", message)
+    message = message.replace("should be greater than ", "should be a number above ")
+    message = message.replace("should be less than ", "should be a number below ")
+    message = re.sub(r"(?:, unable to parse|; got|, got) .*", "", message)
+    message = re.sub(r"a valid (\w+)", lambda found: WORDS.get(found[1], found[0]), message)
+    return message.replace("Input should be ", SHOULD)
 
 
 def _refuse_unknown(cls: type, signature: inspect.Signature, given: Iterable[str]) -> None:
@@ -145,7 +156,7 @@ def _refuse_unknown(cls: type, signature: inspect.Signature, given: Iterable[str
     for name in (name for name in given if name not in known):
         owners = [f"{option}={kind.__name__}" for option, kind in parts.items() if name in _hints(kind)]  # type: ignore[union-attr,arg-type]
         message = f"{name} is not an option of {cls.__name__}. Pass {owners[0]}({name}=...)." if owners else None
-        raise TypeError(message or unknown_option(name, cls.__name__, known)) from None
+        raise TypeError(message or unknown_option(name, cls.__name__, known, "docs/reference")) from None
 
 
 def _refuse_unused(cls: type, signature: inspect.Signature, given: Mapping[str, Any]) -> None:

@@ -66,7 +66,9 @@ def open_prompts(source: PromptSource, edits: bool = True) -> Rows | TableRows:
     else:
         rows = TableRows(source, opened, edits)
     if not len(rows):
-        raise PromptError(f"{source.path} has no prompts.")
+        forms = {"txt": "a red circle", "jsonl": '{"prompt": "a red circle"}'}
+        form = "" if source.prompts is not None else forms.get(kind_of(source), "")
+        raise PromptError(f"{source.path} has no prompts.{form and f' Write one per line, such as: {form}'}")
     return rows
 
 

@@ -35,7 +35,7 @@ from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.hub import with_commands
 from lit_vgrpo.system.memory import device_name, idle_gpu
 from lit_vgrpo.system.paths import remove_drafts, start_folder, typed_path
-from lit_vgrpo.system.process import is_first_process, report_on_first
+from lit_vgrpo.system.process import bar, is_first_process, report_on_first
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, FolderLock, RunFolder, release, reserve
@@ -51,10 +51,9 @@ from lit_vgrpo.training.resume import (
     resumed_folder,
 )
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
-from lit_vgrpo.training.settings import errors_under, gradient_note, prompt_errors
+from lit_vgrpo.training.settings import TRAINER_DEFAULTS, errors_under, gradient_note, prompt_errors
 from lit_vgrpo.training.strategies import AbsentGPU
 
-TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 # For the default of Lightning's Timer, an Enum, in config.yaml.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
@@ -222,7 +221,8 @@ class RecipeCLI(LightningCLI):
         """Return all errors that can be found without loading weights."""
         ranks, data, model = image_ranks(self.trainer)[1], self.datamodule, self.model
         chosen = as_list(self.config_init.trainer.callbacks, Callback)
-        errors = errors_under(model, self.trainer, data.sizes, data.has_heldout)
+        with bar("Checking the recipe", total=1):  # imports the pipeline's classes
+            errors = errors_under(model, self.trainer, data.sizes, data.has_heldout)
         of_data = data.check(ranks) or self._picture_errors()
         errors += [*(of_data or prompt_errors(model, data)), *callback_errors(chosen)]
         errors += metric_errors(chosen, model.optimization.make_schedule, data.has_heldout)

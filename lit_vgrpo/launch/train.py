@@ -153,18 +153,18 @@ def _report_outcome(cli: RecipeCLI) -> int:
                 say(f"The weights for diffusers: {cli.folder / EXPORT} (see its README.md)")
             more = ", ".join(name for name in made if name != REPORT_NAME and (stopped or name != EXPORT))
             say(f"{'What was saved since' if is_lost else 'More'} is in {cli.folder}: {more}.")
-            if not stopped and newest_checkpoint(cli.folder) is not None:
-                rows = [] if cli.model.policy.edits else cli.datamodule.heldout_samples(1)
-                prompt = rows[0]["prompt"] if rows else None
-                commands = next_commands(cli.folder, prompt, cli.datamodule.has_heldout)
-                say("\n  ".join(["Next:", *(f"{line}  # {what}" for what, line in commands.items())]))
+        has_next = not unwritten and checkpoints.unsaved is None and newest_checkpoint(cli.folder) is not None
         if stopped:
             word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"
-            path = checkpoints.saved
-            what = "nothing new was saved." if path is None else f"{path} is saved."
-            say(f"{word}: {what} {how_to_resume(cli.folder)}", error=True)
+            what = "nothing new was saved." if checkpoints.saved is None else f"{checkpoints.saved} is saved."
+            say(f"{word}: {what}" if has_next else f"{word}: {what} {how_to_resume(cli.folder)}", error=True)
             if checkpoints.requeues:
                 requeue_job()
+        if has_next:
+            rows = [] if cli.model.policy.edits else cli.datamodule.heldout_samples(1)
+            prompt = rows[0]["prompt"] if rows else None
+            commands = next_commands(cli.folder, prompt, cli.datamodule.has_heldout, is_undone=stopped)
+            say("\n  ".join(["Next:", *(f"{line}  # {what}" for what, line in commands.items())]))
     if checkpoints.unsaved is not None or unwritten or is_lost or (not stopped and _nothing_was_scored(cli)):
         return FAILED
     return status if stopped else FINISHED

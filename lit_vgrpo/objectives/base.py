@@ -456,6 +456,12 @@ class Objective(ABC):
         for name, copy in copies.items():
             copy.load_state_dict(state["copies"][name])
 
+    def start_over(self, policy: Policy) -> None:
+        """Start as in a first run: no gradient step, and copies that move equal to the current weights."""
+        self.num_updates = 0
+        for copy in self._moving_copies().values():
+            copy.move_towards(policy, decay=0.0)
+
     def _moving_copies(self) -> dict[str, Snapshot]:
         needed = self.copies_needed()
         return {name: copy for name, copy in self.copies.items() if needed[name].decay != 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,10 +22,11 @@ from lit_vgrpo.core.pixels import save_webp
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.report import run_data, verdict
 from lit_vgrpo.report.curves import plots
+from lit_vgrpo.report.defaults import own_settings
 from lit_vgrpo.report.run_data import TO_EDIT, RunData, Say
 from lit_vgrpo.report.verdict import Verdict
 from lit_vgrpo.system.paths import read_regular, write_atomically
-from lit_vgrpo.training.resume import how_to_resume, newest_checkpoint, next_commands
+from lit_vgrpo.training.resume import newest_checkpoint, next_commands
 
 PHASES = {
     "time/rollout_s": "Sampling",
@@ -272,7 +274,7 @@ class RunPage:
         spent = seconds if is_gpu else summary.get("cpu_seconds")
         shown = {
             "Iterations": verdict.amount(run.num_iterations),
-            "Images": verdict.amount(run.total("images")),
+            "Images": self._images,
             "Training time": verdict.duration(seconds),
             "GPU time" if is_gpu else "CPU time": spent and verdict.duration(spent * summary.get("world_size", 1)),
             "Network passes": verdict.amount(run.total("passes")),
@@ -282,14 +284,29 @@ class RunPage:
         return [(name, value) for name, value in shown.items() if value]
 
     @property
+    def _images(self) -> str:
+        """The images of all iterations, and how many are of one that was interrupted."""
+        run, data = self.run, self.run.recipe.get("data") or {}
+        images, sizes = run.total("images"), [data.get(name) for name in ("prompts_per_iteration", "group_size")]
+        each = math.prod(size if isinstance(size, int) else 0 for size in sizes)
+        rest = int(images or 0) - run.num_iterations * each
+        is_cut = run.outcome in UNDONE and 0 < rest <= each
+        return verdict.amount(images) + (f", {rest} of an unfinished iteration" if is_cut else "")
+
+    @property
+    def settings(self) -> list[tuple[str, str]]:
+        """The recipe's settings that differ from the defaults."""
+        return own_settings(self.run.recipe)
+
+    @property
     def commands(self) -> list[tuple[str, str]]:
         """Next steps that are possible in the run's state, and their commands."""
         folder, run = self.run.folder, self.run
         if not run.recipe or newest_checkpoint(folder) is None:
             return []
-        steps = {"Continue the run": how_to_resume(folder).partition(": ")[2]} if run.outcome in UNDONE else {}
         prompt = self.pairs[0].prompt if self.pairs and self.pairs[0].edited is None else None
-        return [*(steps | next_commands(folder, prompt, bool(self.verdict.compared))).items()]
+        has_heldout, is_undone = bool(self.verdict.compared), run.outcome in UNDONE
+        return [*next_commands(folder, prompt, has_heldout, is_undone).items()]
 
     @property
     def facts(self) -> list[tuple[str, str]]:

@@ -315,23 +315,23 @@ def difference(before: list[tuple[float, int]] | None, after: list[tuple[float, 
 
 def differences(recipes: Sequence[Mapping[Any, Any]]) -> list[tuple[str, list[str]]]:
     """Return the settings in which several recipes differ, with the value of each."""
-    settings = [_settings(recipe) for recipe in recipes]
+    settings = [flat_settings(recipe) for recipe in recipes]
     keys = dict.fromkeys(key for each in settings for key in each)
     rows = [(key, [each.get(key, ABSENT) for each in settings]) for key in keys]
     return [(key, texts) for key, texts in rows if len(set(texts)) > 1]
 
 
-def _settings(node: Any, key: str = "") -> dict[str, str]:
+def flat_settings(node: Any, key: str = "") -> dict[str, str]:
     """Return each setting's value as text, by its key as a user types it."""
     settings: dict[str, str] = {}
     if isinstance(node, Mapping):
         if "class_path" in node:
-            return {key: _text(node["class_path"])} | _settings(node.get("init_args") or {}, key)
+            return {key: _text(node["class_path"])} | flat_settings(node.get("init_args") or {}, key)
         for name, value in node.items():
-            settings |= _settings(value, f"{key}.{name}" if key else str(name))
+            settings |= flat_settings(value, f"{key}.{name}" if key else str(name))
     elif isinstance(node, list) and any(isinstance(entry, Mapping | str) for entry in node):
         for number, entry in enumerate(node):
-            settings |= _settings(entry, f"{key}[{number}]")
+            settings |= flat_settings(entry, f"{key}[{number}]")
     elif key not in NOT_COMPARED:
         settings[key] = without_secrets(f"{key.rpartition('.')[2]}: {_text(node)}").partition(": ")[2]
     return settings

@@ -60,7 +60,7 @@ class VoteReward(Reward):
         self._is_closed = threading.Event()
         self._counts: dict[str, float] = {}
         self._was_announced = False
-        self.is_served = False  # the command that trains also serves the page
+        self.page: str | None = None  # its address, if the command that trains also serves it
 
     def enter_run(self, folder: Path) -> None:
         """Open the votes of a run; raise RewardOutage if that fails."""
@@ -108,6 +108,8 @@ class VoteReward(Reward):
         """
         self._is_closed.clear()
         started, reminder_s = time.monotonic(), REMINDER_S
+        where = f". Open the voting page: {shell_line('lightning', 'vote', store.path.parent)}"
+        where = where if self.page is None else f" at {self.page}"
         with bar("Votes", total=0, is_brief=True) if announces else nullcontext() as shown:
             while (given := store.close(numbers)) is None:
                 if shown is not None:
@@ -116,12 +118,10 @@ class VoteReward(Reward):
                     shown.refresh()
                     left = counted(progress.needed - progress.given, "vote")
                     if not self._was_announced:
-                        opening = shell_line("lightning", "vote", store.path.parent)
-                        page = "" if self.is_served else f" Open the voting page: {opening}"
-                        say(f"Waiting for {left}.{page}")
+                        say(f"Waiting for {left}{where}")
                         self._was_announced = True
                     elif time.monotonic() - started > reminder_s:
-                        say(f"Still waiting for {left}.")
+                        say(f"Still waiting for {left}{where}")
                         reminder_s *= 2
                 if self._is_closed.wait(POLL_S) or is_stop_requested():
                     raise KeyboardInterrupt  # people may take hours: save the run and ask again on resume

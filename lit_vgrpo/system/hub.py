@@ -254,6 +254,8 @@ def with_commands(errors: list[str]) -> list[str]:
     Cannot load models: not in the local cache and it is late. Run these commands, or set the options to local folders:
     hf download a/b # or set x
     hf download c/d # or set y, z
+    >>> print("\\n".join(with_commands([lacks.format("c/d", "y"), lacks.format("c/d", "z")])))
+    Cannot load c/d: not in the local cache and it is late. Run: hf download c/d # or set y, z to a local folder
     """
     lacking: dict[str, dict[str, list[str]]] = {}
     reasons: list[str | None] = []
@@ -267,7 +269,10 @@ def with_commands(errors: list[str]) -> list[str]:
         advice = "Run these commands, or set the options to local folders:"
         lines = [f"{command} # or set {', '.join(keys)}" for command, keys in commands.items()]
         what = f"Cannot load models: not in the local cache and {reason}. {advice}"
-        shown += [what, *lines] if len(lines) > 1 else [error]
+        start = f"{error.partition(':')[0]}: not in the local cache and {reason}. Run:"
+        one = [f"{start} {line} to a local folder" for line in lines]
+        is_double = sum(map(len, commands.values())) > 1
+        shown += [what, *lines] if len(lines) > 1 else one if is_double else [error]
     return list(dict.fromkeys(shown))
 
 

@@ -44,10 +44,11 @@ def report_on_first(line: str) -> None:
         report([line])
 
 
-def bar(title: str, items: Any = None, is_brief: bool = False, **options: Any) -> Any:
+def bar(title: str, items: Any = None, is_brief: bool = False, kind: Any = None, **options: Any) -> Any:
     """Return tqdm's bar on a terminal's stderr, removed at its end; elsewhere, or on another rank, it shows nothing.
 
-    Most waits that are ``is_brief`` end before a bar would be shown; other options are tqdm's, such as ``total``.
+    Most waits that are ``is_brief`` end before a bar would be shown; ``kind`` is a subclass of tqdm. Other options are
+    tqdm's, such as ``total``.
     """
     from tqdm import tqdm
 
@@ -56,7 +57,7 @@ def bar(title: str, items: Any = None, is_brief: bool = False, **options: Any) -
         options["disable"] = True  # otherwise not given, so that TQDM_DISABLE works
     options |= {"delay": DELAY_S} if is_brief else {}
     options = {"leave": False, "file": sys.stderr, "ncols": columns, "nrows": rows, "bar_format": BAR, **options}
-    return tqdm(items, title, **options)
+    return (kind or tqdm)(items, title, **options)
 
 
 def requeue_job() -> None:

@@ -36,6 +36,7 @@ RUN_OPTIONS = {"WandbLogger": "version", "MLFlowLogger": "run_id", "CometLogger"
 TRACKERS = "trackers.json"
 NOT_LOGGED = {"connection", "key", "token", "url"}
 MARK = f"heldout/{FINGERPRINT}"
+FIRST_COLUMNS = ("iteration", "step", "reward/mean", "heldout/reward", "heldout/untrained_reward")
 
 
 class MetricsTable(Logger):
@@ -92,7 +93,7 @@ class MetricsTable(Logger):
         if not (new := self._rows[self._num_written :]):
             return
         names = {*self._columns, *(name for row in new for name in row)}
-        columns = sorted(names, key=lambda name: (name != "iteration", name))
+        columns = [*(name for name in FIRST_COLUMNS if name in names), *sorted(names.difference(FIRST_COLUMNS))]
         replaces = columns != self._columns or not self._file.exists()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -147,6 +148,7 @@ class TensorBoard(TensorBoardLogger):
     """Lightning's logger, which stops with a warning when its files cannot be written, instead of ending the run.
 
     A row's step is the number of optimizer steps done, as an image's: 0 is before training. Lightning's is one less.
+    The epoch and the fingerprint of the evaluation get no curves.
     Under Custom Scalars are the charts of ``WATCHED``.
     """
 
@@ -165,7 +167,8 @@ class TensorBoard(TensorBoardLogger):
     @override
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         is_start = _numbered(metrics).get("iteration") == 0
-        self._attempt(super().log_metrics, metrics, step if step is None or is_start else step + 1)
+        curves = {name: value for name, value in metrics.items() if name not in ("epoch", MARK)}
+        self._attempt(super().log_metrics, curves, step if step is None or is_start else step + 1)
 
     @override
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:

@@ -229,9 +229,16 @@ def trained_by(command: str) -> Iterator[None]:
         _trained_by.pop()
 
 
-def next_commands(folder: Path, prompt: str | None, has_heldout: bool) -> dict[str, str]:
-    """Return the commands that use a run's weights, by their purpose; ``None`` leaves out drawing a prompt."""
+def next_commands(folder: Path, prompt: str | None, has_heldout: bool, is_undone: bool) -> dict[str, str]:
+    """Return the commands that continue a run or use its weights, by their purpose.
+
+    Args:
+        prompt: ``None`` leaves out drawing a prompt.
+        is_undone: The run can continue.
+    """
     name, use = folder.resolve().name, dict[str, str]()
+    if is_undone:
+        use["Continue the run"] = how_to_resume(folder).partition(": ")[2]
     if has_heldout:
         what = "Score before and after, with confidence intervals"
         use[what] = shell_line("lightning", "eval", folder, "--reference")

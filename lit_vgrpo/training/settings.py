@@ -33,6 +33,8 @@ from lit_vgrpo.training.strategies import launcher_error, strategy_errors
 from lit_vgrpo.training.teachers import teacher_errors
 from lit_vgrpo.training.trainer_internals import callbacks_of, declared, saves_by_time
 
+TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
+"""Defaults of the Trainer's options for a recipe, where they differ from Lightning's."""
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
     ".*module\\(s\\) in eval mode at the start.*",  # a policy is trained as it samples, without dropout

@@ -98,7 +98,7 @@ def test_check_names_the_stages_of_each_error(here, tiny_recipe, capsys):
     assert check(["both.yaml", "model.objective.num_mc_sample=2", "stage2.model.reward.checkpoint=x"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert any(line.startswith("Stages 1, 2: model.objective.num_mc_sample is not an option") for line in errors)
-    assert any(line.startswith("Stage 1: data.group_size=1: Input should be") for line in errors), errors
+    assert any(line.startswith("Stage 1: data.group_size=1: Use") for line in errors), errors
     assert any(line.startswith("Stage 2: model.reward.checkpoint is not an option") for line in errors), errors
 
 

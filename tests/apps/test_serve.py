@@ -308,8 +308,8 @@ def test_a_slow_request_that_goes_on_is_scored(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--port=70000"], "--port: Input should be 65535 or less"),
-        (["--max-megapixels=100"], "--max-megapixels: Input should be 85 or less"),
+        (["--port=70000"], "--port: Use 65535 or less"),
+        (["--max-megapixels=100"], "--max-megapixels: Use 85 or less"),
         (["--token-env=NOT_SET_ANYWHERE"], "export NOT_SET_ANYWHERE="),
         (["--port=0", "--host=203.0.113.77"], "203.0.113.77"),
         (["--port=0", "--device=gpu9"], "gpu9"),

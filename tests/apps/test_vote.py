@@ -1,6 +1,7 @@
 """``lightning vote``: the page's server, beside a run and with a recipe."""
 
 import json
+import re
 import signal
 import socket
 import sqlite3
@@ -234,6 +235,7 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("Vote at http") == job.stdout.count("Waiting for ") == 1
     assert "Open the voting page" not in job.stdout  # which this command serves
+    assert re.search(rf"^Waiting for \d votes at http://127.0.0.1:{port}/$", job.stdout, re.MULTILINE)
     assert len(voted) == 4
     assert [path.name for path in RUN.parent.iterdir()] == [RUN.name]
     assert json.loads((RUN / "summary.json").read_text())["world_size"] == 2
@@ -269,7 +271,8 @@ def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
     assert job.returncode == 130
     assert "Saving without waiting for the votes." in err
     assert "Finishing" not in err
-    assert "interrupted.ckpt is saved. Continue: lightning run" in err
+    assert "interrupted.ckpt is saved." in err
+    assert re.search(r"Next:\n  lightning run \S+ --resume  # Continue the run\n", out)
     assert "Traceback" not in err
 
 

@@ -6,11 +6,12 @@ import sys
 import threading
 from contextlib import contextmanager
 
+import lightning as L
 import pytest
 from commands import evaluate, run, sample_images
 from helpers import fit
 
-from lit_vgrpo.callbacks import ProgressBar
+from lit_vgrpo.callbacks import ProgressBar, progress
 from lit_vgrpo.system import process
 
 pty = pytest.importorskip("pty", reason="needs a Unix terminal")
@@ -60,10 +61,12 @@ def test_on_a_terminal_every_wait_has_a_bar_with_a_word(tiny_recipe, tiny_sd3, t
     loaded = [f"Loading {part}" for part in ("text_encoder 0/4", "text_encoder_2 1/4", "transformer 2/4", "vae 3/4")]
     work = ["Encoding prompts 0/2", "Sampling 0/2"]
     recipe = "Reading the recipe 0/1"
-    first = [recipe, *loaded, "Evaluating 0/2", *work, "iteration 0/2", "Rollout 0/4", "Updating 0/2", "iteration 2/2"]
+    start = [recipe, "Checking the recipe 0/1", *loaded, "Evaluating 0/2", *work, "Drawing samples 0/1"]
+    training = ["iteration 0/2", "Writing the report 0/1", "Rollout 0/4", "Updating 0/2"]
+    first = [*start, *training, "iteration 2/2", "Exporting the weights 0/1"]
     ends = r"iteration 2/2 \|█+\| \d\d:\d\d<00:00, reward=-?[\d.]+, images/s=[\d.]+, held-out=-?[\d.]+\s*$"
     for command, words, bars in (
-        (run, [str(tiny_recipe)], first),
+        (run, [str(tiny_recipe), "trainer.callbacks=[SampleGrid,Export]"], first),
         (evaluate, ["runs/tiny"], [recipe, *loaded, "Evaluating trained 0/2", *work]),
         (sample_images, ["runs/tiny", "--prompt", "a circle"], [*loaded, "Images 0/1", "Encoding prompts 0/1"]),
     ):
@@ -75,3 +78,17 @@ def test_on_a_terminal_every_wait_has_a_bar_with_a_word(tiny_recipe, tiny_sd3, t
     with terminal(monkeypatch) as sent:
         fit(tiny_sd3, tmp_path, trainer={"enable_progress_bar": False})
     assert sent == b""
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_run_that_ends_early_shows_no_time_left(tiny_sd3, tmp_path, monkeypatch, is_asked):
+    class Stops(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.should_stop = trainer.current_epoch == 1
+            if is_asked:
+                monkeypatch.setattr(progress, "is_stop_requested", lambda: True)
+
+    with terminal(monkeypatch) as sent:
+        fit(tiny_sd3, tmp_path, [Stops(), ProgressBar()], iterations=4, trainer=WITH_BAR)
+    last = {done: line for line, done in re.findall(r"(iteration (\d)/4 [^\r\n]*)", sent.decode())}
+    assert [bool(re.search(r"\d\d:\d\d<", last[done])) for done in "12"] == [not is_asked, False]

@@ -41,7 +41,7 @@ def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
     found = "\n".join(lines(capsys))
     assert "trainer.max_epoch is not an option of Trainer. Did you mean max_epochs?" in found
     assert "model.objective.clp is not an option of VGRPO. Did you mean clip?" in found
-    assert "data.group_size=1: Input should be 2 or more" in found
+    assert "data.group_size=1: Use 2 or more" in found
     assert "none.txt does not exist" in found
     assert "/none is not a folder. Set model.policy.checkpoint" in found
 

@@ -142,7 +142,7 @@ def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
         patch.setattr("sys.stdout.isatty", lambda: True)
         assert main(["recipes"]) == 0
     first, *parts = capsys.readouterr().out.strip().split("\n\n")
-    assert first.startswith("Begin with: lightning run tiny_shapes. ")
+    assert first.startswith("Begin with: lightning run tiny_shapes (one minute on a CPU). ")
     assert "lightning recipes NAME" in first
     groups = dict(zip(get_args(Task), (part.splitlines()[1:] for part in parts), strict=True))
     lines = [line for group in groups.values() for line in group]

@@ -78,7 +78,7 @@ def test_the_key_of_the_file_is_an_override(recipe):
     [
         ([], "No reward given"),
         (["PickScor"], "reward=PickScor is not a known class. Did you mean PickScore?"),
-        (["JPEGCompressibility", "quality=0"], "reward.quality=0: Input should be 1 or more"),
+        (["JPEGCompressibility", "quality=0"], "reward.quality=0: Use 1 or more"),
         (["JPEGCompressibility", "photo.png"], "photo.png is not an option of a reward"),
         (["no_such.yaml"], "no_such.yaml is not a recipe"),
         (["none.yaml"], "no model.reward"),

@@ -161,7 +161,7 @@ def test_a_picture_is_edited(here, capsys):
         ([], 'No prompt given. Add --prompt "a red circle", or --prompts FILE.'),
         (["--prompts=none.txt"], "none.txt does not exist."),
         (["--prompt=x", "--no-ema", "--reference"], "--no-ema and --reference are both given. Sample once "),
-        (["--prompt=x", "--guidance=nan"], "--guidance: Input should be"),
+        (["--prompt=x", "--guidance=nan"], "--guidance: Use"),
         (["--prompt=x", "--out=train.txt"], "train.txt is a file and will not be overwritten."),
         (["--prompt=x", "--steps=1", "--out=train.txt/y"], "Cannot write train.txt/y/001_seed0.png: "),
         (["--prompt=x", "trainer.devices=2"], "trainer.devices=2 has no effect on sampling, which uses only "),

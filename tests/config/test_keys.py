@@ -9,7 +9,7 @@ SEVERAL = "model.reward={class_path: Weighted, init_args: {rewards: [JPEGCompres
 STEPS = "model.lr_scheduler=torch.optim.lr_scheduler.StepLR"
 ADAM = "{class_path: torch.optim.AdamW}"
 CYCLE = "model.lr_scheduler={class_path: torch.optim.lr_scheduler.OneCycleLR, init_args: {max_lr: 0.1}}"
-FLOATS = "Input should be 'float32', 'bfloat16' or 'float16'."
+FLOATS = "Use 'float32', 'bfloat16' or 'float16'."
 LINES = [
     ("model.objective.num_mc_sample=3", "model.objective.num_mc_sample is not an option of VGRPO. Did you mean num"),
     ("model.objective.rollout.stepz=3", "model.objective.rollout.stepz is not an option of RolloutSpec. Did you"),
@@ -24,7 +24,7 @@ LINES = [
     ("model.objective=VGRP", "model.objective=VGRP is not a known class. Did you mean VGRPO?"),
     ("model.policy=StableDiffusionXL", "model.policy=StableDiffusionXL is not a known class. Did you mean SDXLPolicy?"),
     ("model.policy=FluxPipeline", "model.policy=FluxPipeline is not a known class. Did you mean FluxPolicy?"),
-    ("model.objective.times=grid", "model.objective.times=grid: Input should be 'sampler' or 'uniform', or a mapping."),
+    ("model.objective.times=grid", "model.objective.times=grid: Use 'sampler' or 'uniform', or a mapping."),
     (
         "model.policy.dtype=float6",
         f"model.policy.dtype=float6: {FLOATS} Did you mean float16?",
@@ -45,7 +45,7 @@ LINES = [
         (f"model.policy.dtype={short}", f"model.policy.dtype={short}: {FLOATS} Did you mean {meant}?")
         for short, meant in (("fp16", "float16"), ("bf16", "bfloat16"), ("half", "float16"))
     ],
-    ("model.objective=PPO", "model.objective=PPO is not a known class. Use one of: "),
+    ("model.objective=PPO", "model.objective=PPO is not a known class. Use one of: DGPO, "),
     ("model.reward=Redness", "model.reward=Redness is not a known class. Use one of: "),
     ("rollout=3", "rollout is not an option of a recipe. Did you mean model.objective.rollout?"),
     ("model.reward=PickScore,HPSv2", "model.reward=PickScore,HPSv2 is not a known class. Did you mean PickScore?"),
@@ -66,9 +66,9 @@ LINES = [
     ),
     (
         ["model.objective=DGPO", "model.objective.old_decay=abc"],
-        "model.objective.old_decay='abc': Input should be a valid number",
+        "model.objective.old_decay='abc': Use a number",
     ),
-    ("model.evaluation.steps=a", "model.evaluation.steps=a: Input should be a valid integer."),
+    ("model.evaluation.steps=a", "model.evaluation.steps=a: Use an integer."),
     ("model.optimizer.lrr=3", "model.optimizer.lrr is not an option of OptimizerConfig. Did you mean lr?"),
     (
         [f"model.optimizer={ADAM}", "model.optimizer.lrr=3"],
@@ -78,10 +78,10 @@ LINES = [
         "model.optimizer=torch.optim.Adamm",
         "model.optimizer: module 'torch.optim' has no attribute 'Adamm'. Did you mean Adam?",
     ),
-    ("model.optimizer.lr=small", "model.optimizer.lr=small: Input should be a valid number."),
+    ("model.optimizer.lr=small", "model.optimizer.lr=small: Use a number."),
     ("steps=3", "steps is not an option of a recipe. Did you mean model.objective.rollout.steps?"),
     (["model.policy=SD3Policy", "model.policy.init_args={}"], "The recipe lacks model.policy.checkpoint."),
-    ("data.group_size=x", "data.group_size=x: Input should be a valid integer."),
+    ("data.group_size=x", "data.group_size=x: Use an integer."),
     ("data.micro_batch_size=3", "data.micro_batch_size=3 cannot split"),
     ("model.seed=3", "model.seed follows seed_everything. Set seed_everything=3 instead."),
     ("seed_everything=-1", "seed_everything=-1 is invalid."),
@@ -92,12 +92,12 @@ LINES = [
     (".max_epochs=3", ".max_epochs is not an option of a recipe. Did you mean trainer.max_epochs?"),
     ("model.policy.checkpoint=", "model.policy.checkpoint= is empty. Name a pipeline"),
     ("model.reward=torch.nn.Linear", "model.reward=torch.nn.Linear is not a Reward."),
-    ("data.train=3", "data.train=3: Input should be text, or a mapping"),
+    ("data.train=3", "data.train=3: Use text, or a mapping"),
     ("data.train=[a.txt", "data.train=[a.txt is not YAML: "),
     ("seed=3", "seed is not an option of a recipe. Did you mean seed_everything?"),
     ("trainer.logger=WandbLoger", "trainer.logger=WandbLoger is not a known class. Did you mean WandbLogger?"),
     ("model.reward=a:score", "model.reward=a:score names no class. For a function, write model.reward.python=a:score."),
-    ("model.optimizer={class_path: torch.optim.SGD, init_args: {lr: a}}", "model.optimizer.lr=a: Input should"),
+    ("model.optimizer={class_path: torch.optim.SGD, init_args: {lr: a}}", "model.optimizer.lr=a: Use"),
     ("trainer.callbacks=[[EMA]]", "trainer.callbacks[0]=['EMA'] names no class. Write {class_path: "),
     ("trainer.logger=[helpers.Unreachable, csv]", "trainer.logger: no server at localhost:1"),
     ("trainer.callbacks=[EMA, EarlyStopping]", "The recipe lacks monitor of one of trainer.callbacks. Write it as {"),

@@ -117,10 +117,10 @@ def test_a_number_outside_its_range_is_refused(cls):
     needed |= {"checkpoint": GOOD["checkpoint"]} if issubclass(cls, policies.Policy) else {}
     cases = [(name, value) for owner, name, value in OPTIONS if owner is cls]
     for name, value in cases:
-        with pytest.raises(ValueError, match=rf"^{name}={value!r}: Input should be "):
+        with pytest.raises(ValueError, match=rf"^{name}={value!r}: Use "):
             cls(**needed | {name: value})
     name, value = cases[0]
-    with pytest.raises(UserError, match=rf"^part\.{name}={value!r}: Input should be "):
+    with pytest.raises(UserError, match=rf"^part\.{name}={value!r}: Use "):
         built_part(
             {"part": {"class_path": f"{cls.__module__}.{cls.__name__}", "init_args": needed | {name: value}}},
             "part",
@@ -156,28 +156,28 @@ Timer = checked(Timer)
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        ({"seconds": 0}, ValueError, "seconds=0: Input should be greater than 0"),
-        ({"seconds": 10.5}, ValueError, "seconds=10.5: Input should be 10 or less"),
-        ({"seconds": math.nan}, ValueError, "seconds=nan: Input should be a finite number"),
-        ({"seconds": "3"}, TypeError, "seconds='3': Input should be a valid number"),
-        ({"size": True}, ValueError, "size=True: Input should be a valid integer, or 'auto'"),
-        ({"size": "aut"}, ValueError, "size='aut': Input should be a valid integer, or 'auto'"),
-        ({"pair": [1, 0]}, ValueError, "pair=[1, 0]: Input should be 1 or more"),
+        ({"seconds": 0}, ValueError, "seconds=0: Use a number above 0"),
+        ({"seconds": 10.5}, ValueError, "seconds=10.5: Use 10 or less"),
+        ({"seconds": math.nan}, ValueError, "seconds=nan: Use a finite number"),
+        ({"seconds": "3"}, TypeError, "seconds='3': Use a number"),
+        ({"size": True}, ValueError, "size=True: Use an integer, or 'auto'"),
+        ({"size": "aut"}, ValueError, "size='aut': Use an integer, or 'auto'"),
+        ({"pair": [1, 0]}, ValueError, "pair=[1, 0]: Use 1 or more"),
         ({"digits": 2}, ValueError, "digits=2 has no effect with unit=s. Set digits=1, or unit=min."),
         ({"copies": 2}, ValueError, "copies=2 has no effect with part=None. Set copies=None, or part."),
-        ({"part": Part}, TypeError, ": Input should be an instance of Part"),
-        ({"part": "hub/name"}, TypeError, "part='hub/name': Input should be an instance of"),
+        ({"part": Part}, TypeError, ": Use an instance of Part"),
+        ({"part": "hub/name"}, TypeError, "part='hub/name': Use an instance of"),
         (
             {"part": nn.Sequential(nn.ReLU())},
             TypeError,
-            "part=Sequential( (0): ReLU() ): Input should be an instance of",
+            "part=Sequential( (0): ReLU() ): Use an instance of",
         ),
-        ({"spec": 5}, TypeError, "spec=5: Input should be an instance of RolloutSpec"),
-        ({"spec": RolloutSpec}, TypeError, ": Input should be an instance of RolloutSpec"),
-        ({"spec": {"steps": 0}}, ValueError, "steps=0: Input should be 1 or more"),
+        ({"spec": 5}, TypeError, "spec=5: Use an instance of RolloutSpec"),
+        ({"spec": RolloutSpec}, TypeError, ": Use an instance of RolloutSpec"),
+        ({"spec": {"steps": 0}}, ValueError, "steps=0: Use 1 or more"),
         ({"spec": {"stepz": 1}}, TypeError, "stepz is not an option of RolloutSpec. Did you mean steps?"),
-        ({"names": "to_q"}, TypeError, "names='to_q': Input should be a valid list"),
-        ({"quiet": "false"}, TypeError, "quiet='false': Input should be a valid boolean"),
+        ({"names": "to_q"}, TypeError, "names='to_q': Use a list"),
+        ({"quiet": "false"}, TypeError, "quiet='false': Use true or false"),
         ({"second": 1}, TypeError, "second is not an option of Timer. Did you mean seconds?"),
         ({"spec": {"solver": "ueler"}}, ValueError, "solver=ueler does not exist. Did you mean euler?"),
         ({"steps": 1}, TypeError, "steps is not an option of Timer. Pass spec=RolloutSpec(steps=...)."),

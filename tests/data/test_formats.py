@@ -124,6 +124,14 @@ def test_a_wrong_csv_is_refused_with_its_line(write, content, said):
     assert refused(path).startswith(f"{path} {said}")
 
 
+@pytest.mark.parametrize(("name", "form"), [("p.txt", "a red circle"), ("p.jsonl", '{"prompt": "a red circle"}')])
+def test_an_empty_file_is_told_what_to_write(write, name, form):
+    path = write(name, "\n")
+    assert refused(path) == f"{path} has no prompts. Write one per line, such as: {form}"
+    path.write_text(form)
+    assert read_prompts(path) == [{"prompt": "a red circle"}]
+
+
 def test_another_column_can_hold_the_prompt(write):
     path = write("p.csv", "id,caption,prompt\n1,a cat,old\n")
     assert read_prompts(PromptSource(str(path), column="caption")) == [{"prompt": "a cat", "id": "1"}]

@@ -110,7 +110,7 @@ def test_the_report_plots_each_source():
     ("second", "said"),
     [
         ({"name": "shapes"}, "name=shapes occurs in 2 sources. Give each a different name."),
-        ({"weight": -1}, "weight=-1: Input should be greater than 0"),
+        ({"weight": -1}, "weight=-1: Use a number above 0"),
         ({"wieght": 1}, "wieght"),
         ({"column": "text"}, 'no column "text"'),
         ({"rewards": []}, "no reward applies. Name one, or leave it out."),

@@ -186,10 +186,10 @@ def test_it_draws_what_the_pipeline_draws(name):
     with torch.no_grad():
         for guidance in (1.0, 3.0) if policy.load().guidance_error() is None else (1.0,):
             assert largest_difference(policy, guidance) < 0.1
-        for solver in checks.solvers_of(policy):
-            if name not in SEEDED and not OMITTED.get(name, "").endswith(solver):
-                ours, theirs = drawn_by_printed_lines(policy, RolloutSpec(solver, 4, guidance))
-                assert 255 * (ours - theirs.reshape(ours.shape)).abs().max() < 0.2, solver
+        if name not in SEEDED:
+            solvers = [s for s in checks.solvers_of(policy) if not OMITTED.get(name, "").endswith(s)]
+            ours, theirs = drawn_by_printed_lines(policy, RolloutSpec(solvers[-1], 4, guidance))
+            assert 255 * (ours - theirs.reshape(ours.shape)).abs().max() < 0.2
     for title, check in checks.checks_of(policy):
         if name not in OMITTED or not title.startswith(OMITTED[name]):
             check(policy)

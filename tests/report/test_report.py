@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.report import verdict
 from lit_vgrpo.report.curves import plots
-from lit_vgrpo.report.page import read_kept, read_pairs, render
+from lit_vgrpo.report.defaults import own_settings
+from lit_vgrpo.report.page import RunPage, read_kept, read_pairs, render
 from lit_vgrpo.report.run_data import Point, RunData, by_task, difference, interval, read_run, read_scores
 from lit_vgrpo.report.verdict import Change, Verdict
 
@@ -74,6 +76,29 @@ def trained(tmp_path_factory, tiny_sd3):
 def inside(trained, here):
     """A copy of it as the working directory."""
     shutil.copytree(trained / "runs", here / "runs")
+
+
+def test_a_recipe_begins_with_the_settings_that_differ_from_the_defaults(inside):
+    assert report(["runs/tiny"]) == 0
+    assert "Settings that differ from the defaults" in Parsed("runs/tiny/report.html").text
+    found = dict(own_settings(read_run(Path("runs/tiny")).recipe))
+    expected = {"trainer.callbacks[0].num_prompts": "2", "model.objective.rollout.steps": "2", "data.group_size": "2"}
+    expected |= {"model.optimizer.lr": "0.01", "model.reward.rewards[0]": "helpers.Brightness", "seed_everything": "7"}
+    assert expected.items() <= found.items()
+    assert len(found) <= 35
+    usual = ("trainer.log_every_n_steps", "model.objective.rollout.guidance", "model.optimizer.betas", "run_dir")
+    assert not found.keys() & {*usual, "model.objective.clip", "data.deduplicate"}
+
+
+def test_images_of_an_unfinished_iteration_are_told_apart(inside):
+    run = read_run(Path("runs/tiny"))
+    for outcome, images, said in (
+        ("finished", 16, "16"),
+        ("interrupted", 16, "16"),
+        ("interrupted", 20, "20, 4 of an unfinished iteration"),
+    ):
+        seen = RunPage(replace(run, summary={**run.summary, "outcome": outcome, "images": images}))
+        assert dict(seen.figures)["Images"] == said
 
 
 def summary(name="tiny"):

@@ -107,7 +107,7 @@ def test_captions_are_swapped_at_the_given_rate_and_pictures_stay_true() -> None
 
 
 def test_bad_values_are_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match=r"caption_noise=2: Input should be 1 or less"):
+    with pytest.raises(ValueError, match=r"caption_noise=2: Use 1 or less"):
         ShapesImages(caption_noise=2)
     with pytest.raises(ValueError, match=r"prompt 'a house' does not belong to the shapes task"):
         ShapesImages()(["a house"], [{}], generators(1))

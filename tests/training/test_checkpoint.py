@@ -43,9 +43,13 @@ def test_ctrl_c_while_a_checkpoint_is_written_counts(tiny_recipe, capfd, times):
     assert [path] == list(path.parent.iterdir())  # no second file for what this one holds, and no draft
     read_sound(path)
     assert torch.load(path, weights_only=True)["global_step"] == 2
-    err = capfd.readouterr().err.splitlines()
-    assert FIRST_CTRL_C.format("iteration", SAVING) in err
-    assert err[-1] == f"Interrupted: {path} is saved. Continue: lightning run runs/tiny/config.yaml --resume"
+    out, err = capfd.readouterr()
+    assert FIRST_CTRL_C.format("iteration", SAVING) in err.splitlines()
+    assert err.splitlines()[-1] == f"Interrupted: {path} is saved."
+    assert re.findall(r"^  (.+?)  #", out.partition("Next:\n")[2], re.MULTILINE) == [
+        "lightning run runs/tiny/config.yaml --resume",
+        "lightning export runs/tiny --to tiny_export",
+    ]
 
 
 @pytest.mark.slow
@@ -193,10 +197,9 @@ def test_sigterm_saves_after_the_micro_batch_under_way_and_the_run_goes_on_bit_f
     assert train(cli) == 143
     cli.give_back()
     assert signal.getsignal(signal.SIGTERM) == before
-    err = capfd.readouterr().err.strip()
-    assert err.splitlines()[-1] == (
-        "Terminated: cut/checkpoints/interrupted.ckpt is saved. Continue: lightning run cut/config.yaml --resume"
-    )
+    out, err = capfd.readouterr()
+    assert err.splitlines()[-1] == "Terminated: cut/checkpoints/interrupted.ckpt is saved."
+    assert "Next:\n  lightning run cut/config.yaml --resume  # Continue the run\n" in out
     assert "Traceback" not in err
     assert torch.load("cut/checkpoints/interrupted.ckpt", weights_only=True)["global_step"] == updates_done
     assert json.loads((cli.folder / "summary.json").read_text())["outcome"] == "interrupted"

@@ -18,6 +18,7 @@ from helpers import Brightness, make_data, make_module, make_trainer, prompt_fil
 
 from lit_vgrpo import VGRPO, EvaluationSpec, RolloutSpec, SD3Policy
 from lit_vgrpo.callbacks import EMA, CollapseStop, Report, RewardHackAlarm, RunSummary
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.errors import RewardError
@@ -246,7 +247,7 @@ def test_a_sanity_check_leaves_no_trace(tiny_sd3, tmp_path):
     assert best_of(tmp_path)[1]["value"] == max(one.reward for one in evaluator.history)
 
 
-def test_validate_and_test_leave_no_trace(tiny_sd3, tmp_path):
+def test_validate_and_test_leave_no_trace(tiny_sd3, tmp_path, trained):
     module, part = make_module(tiny_sd3, evaluate_at_start=False), {"limit_val_batches": 1, "limit_test_batches": 1}
     make_trainer(tmp_path, **part).validate(module, datamodule=make_data(**HELDOUT), verbose=False)
     evaluator, summary = fit(None, tmp_path, callbacks=[Report(kept_images=0)], module=module)
@@ -254,9 +255,11 @@ def test_validate_and_test_leave_no_trace(tiny_sd3, tmp_path):
     assert best_of(tmp_path)[0] == 1
     assert summary["did_it_cheat"]["words"].startswith("Not checked: that needs an evaluation at the start")
     history, latest, scores = [*evaluator.history], dict(evaluator.latest), read_scores(tmp_path)
-    for verb in ("validate", "test"):
-        getattr(make_trainer(tmp_path, **part), verb)(module, datamodule=make_data(**HELDOUT), verbose=False)
+    for verb, checkpoint in (("validate", None), ("test", None), ("test", trained / "checkpoints/last.ckpt")):
+        given = {"datamodule": make_data(**HELDOUT), "ckpt_path": checkpoint, "verbose": False}
+        getattr(make_trainer(tmp_path, **part), verb)(module, **given)
     assert (evaluator.history, evaluator.latest, read_scores(tmp_path)) == (history, latest, scores)
+    assert (module.objective.num_updates, module.ledger.images) == (1, 8)
 
 
 def test_a_second_fit_starts_a_new_history(tiny_sd3, tmp_path):
@@ -267,6 +270,21 @@ def test_a_second_fit_starts_a_new_history(tiny_sd3, tmp_path):
     assert numbers(evaluator) == [0, 1]
     assert summary["heldout_metrics_start"]["distance_to_start"] == 0
     assert best_of(tmp_path / "two")[1]["iteration"] in (0, 1)
+
+
+def test_a_second_fit_starts_the_method_over(tiny_sd3, tmp_path):
+    class Looks(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            objective, now = pl_module.objective, trainable_parameters(pl_module.policy)
+            same = [torch.equal(old, now[name]) for name, old in objective.copies["anchor"].tensors.items()]
+            seen.append((objective.num_updates, pl_module.guard.skipped, all(same)))
+
+    objective, seen = VGRPO(RolloutSpec(steps=2), 2, anchor_weight=1.0, anchor_decay=0.5), []
+    module = make_module(tiny_sd3, objective=objective)
+    for _ in range(2):
+        make_trainer(tmp_path, 2, [Looks()]).fit(module, datamodule=make_data())
+        module.guard.skipped = 1
+    assert seen == [(0, 0, True)] * 2
 
 
 def test_a_second_fit_trains_on_none_of_the_firsts_images(tiny_sd3, tmp_path):

@@ -55,5 +55,5 @@ def test_a_size_that_the_family_cannot_make_is_one_line(tiny_recipe):
     for size, said in (("height: 20", ".height=20 is not a multiple of 8"), ("width: 48", ".height and width of")):
         (line,) = build([str(tiny_recipe), f"model.evaluation={{{size}}}"], make_folder=False).errors()
         assert f"model.evaluation{said}" in line
-    with pytest.raises(UserError, match="height=0: Input should be"):
+    with pytest.raises(UserError, match="height=0: Use"):
         build([str(tiny_recipe), "model.evaluation={height: 0}"], make_folder=False)

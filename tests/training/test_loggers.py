@@ -42,7 +42,7 @@ def test_rows_go_on_after_the_checkpoint_and_new_columns_join(tmp_path):
     again = MetricsTable(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, logged=2)))
     log(again, {"a": 4.0, "epoch": 2}, {"b": 5.0, "epoch": 3})
     columns, rows = read_table(tmp_path / "metrics.csv")
-    assert columns == ["iteration", "a", "b", "epoch", "heldout/fingerprint", "step"]
+    assert columns == ["iteration", "step", "a", "b", "epoch", "heldout/fingerprint"]
     assert [(row["epoch"], row["a"], row["b"], row["heldout/fingerprint"]) for row in rows] == [
         ("", "", "", "5"),
         ("0", "1.0", "", ""),
@@ -65,19 +65,19 @@ def test_an_iteration_is_one_row(tmp_path):
     table.log_metrics({"late": 1.0}, 1)
     table.log_metrics({mark: 7, "epoch": 1}, 1)
     columns, rows = read_table(tmp_path / "metrics.csv")
-    assert columns == ["iteration", "a", "epoch", mark, "late", "lr", "size", "step"]
+    assert columns == ["iteration", "step", "a", "epoch", mark, "late", "lr", "size"]
     assert [[row[name] for name in columns] for row in rows] == [
-        ["0", "", "", "5", "", "", "4.0", "0"],
-        ["1", "1.0", "0", "5", "", "0.5", "", "0"],
-        ["2", "1.0", "1", "5", "1.0", "0.5", "", "1"],
-        ["2", "", "1", "7", "", "", "", "1"],
+        ["0", "0", "", "", "5", "", "", "4.0"],
+        ["1", "0", "1.0", "0", "5", "", "0.5", ""],
+        ["2", "1", "1.0", "1", "5", "1.0", "0.5", ""],
+        ["2", "1", "", "1", "7", "", "", ""],
     ]
 
 
 def test_a_new_run_starts_a_new_table(tmp_path):
     log(MetricsTable(tmp_path), {"a": 1.0})
     log(MetricsTable(tmp_path), {"b": 2.0})
-    assert read_table(tmp_path / "metrics.csv") == (["b", "step"], [{"b": "2.0", "step": "0"}])
+    assert read_table(tmp_path / "metrics.csv") == (["step", "b"], [{"b": "2.0", "step": "0"}])
 
 
 def test_nothing_is_lost_while_the_header_changes(tmp_path, monkeypatch):
@@ -147,6 +147,22 @@ def test_trackers_get_pictures(tmp_path):
         logger.experiment.flush()
         (image,) = EventAccumulator(logger.log_dir).Reload().Images("samples")
         assert (image.step, image.width, image.height) == (3 if logger is board else 2, 4, 2)
+
+
+def test_tensorboard_draws_no_curve_of_the_epoch_or_the_fingerprint(tmp_path):
+    board = TensorBoard(tmp_path, "", "")
+    log(board, {"heldout/reward": 0.5, "heldout/fingerprint": 5}, {"heldout/reward": 0.75, "epoch": 1})
+    board.experiment.flush()
+    written = EventAccumulator(board.log_dir).Reload()
+    assert written.Tags()["scalars"] == ["heldout/reward"]
+    assert [(row.step, row.value) for row in written.Scalars("heldout/reward")] == [(0, 0.5), (3, 0.75)]
+
+
+def test_columns_of_the_rewards_come_first(tmp_path):
+    row = {"b": 1.0, "heldout/reward": 0.5, "a": 1.0, "reward/mean": 0.25, "epoch": 0}
+    log(MetricsTable(tmp_path), row)
+    first = ["iteration", "step", "reward/mean", "heldout/reward"]
+    assert read_table(tmp_path / "metrics.csv")[0] == [*first, "a", "b", "epoch"]
 
 
 def test_mlflow_and_comet_get_pictures(monkeypatch):

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tqdm import tqdm
+
 from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.plan import Run, entrants, runs_of
 from lit_vgrpo.apps.compare.report import Curve, write_race, write_sweep
@@ -83,7 +85,11 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
             f"{counted(others, 'finished run')} had other settings: repeated; the old one is kept as NAME.old.",
             error=True,
         )
-    ended = bar("Runs", total=len(runs), initial=len(runs) - len(waiting))
+    ended, started, todo = (
+        bar("Runs", total=len(runs), initial=len(runs) - len(waiting)),
+        time.monotonic(),
+        len(waiting),
+    )
     with handle_stop_signals(lambda signum, frame: caught.append(signum)):
         try:
             while waiting or active:
@@ -94,17 +100,28 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
                     active[run.name] = run, _start(run)
                     ended.set_postfix_str(", ".join(active))
                 time.sleep(POLL_S)
+                ended.refresh()  # its clock
                 for name, (run, process) in list(active.items()):
                     if process.poll() is not None:
                         del active[name]
                         ended.update()
                         if error := _error_of(run, process.returncode):
                             errors[name] = error
-                        say(f"{name}: {error or 'finished'} (log: {run.log})", error=True)
+                        left = _time_left(time.monotonic() - started, todo, len(waiting) + len(active))
+                        say(f"{name}: {error or 'finished'} (log: {run.log}){left}", error=True)
         finally:
             ended.close()
             _stop([process for _, process in active.values()])
     return errors
+
+
+def _time_left(elapsed_s: float, todo: int, left: int) -> str:
+    """Return the time that the runs left will take at the pace so far, as text; nothing if none is left.
+
+    >>> _time_left(90.0, todo=4, left=1)
+    ', 00:30 left'
+    """
+    return f", {tqdm.format_interval(elapsed_s / (todo - left) * left)} left" if left else ""
 
 
 def _start(run: Run) -> subprocess.Popen[bytes]:

@@ -158,6 +158,20 @@ def reward_table(runs: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index()
 
 
+def differing_seeds(runs: pd.DataFrame) -> list[str]:
+    """Return a sentence on the seeds of the method with the highest mean final reward, if another one finished."""
+    finals = runs.dropna(subset="final").groupby(ENTRANT, sort=False)["final"]
+    ends = finals.agg(["mean", "min", "max"]).sort_values("mean", ascending=False, kind="stable")
+    if len(ends) < 2:
+        return []
+    best, lowest, highest = " ".join(ends.index[0]), ends["min"].iloc[0], ends["max"].iloc[0]
+    close = [" ".join(entrant) for entrant in ends.index[1:] if ends["max"][entrant] >= lowest]
+    seeds = f"The final reward of {best} is {reward_cell(lowest)} to {reward_cell(highest)} over its seeds"
+    if not close:
+        return [f"{seeds}; no seed of another method reaches this range."]
+    return [f"**{seeds}; seeds of {', '.join(close)} reach this range, so their order may be chance.**"]
+
+
 def target_table(each: pd.DataFrame, mean: pd.DataFrame, target: float, base: str) -> pd.DataFrame:
     """Return the cost of each method to reach a held-out reward, and each seed's iterations."""
     each, mean = (frame[frame["target"] == target] for frame in (each, mean))
@@ -190,8 +204,8 @@ def write_race(options: CompareOptions, entrants: Sequence[Entrant], curves: Seq
         parts += ["## Search for the tuned settings", "\n".join(searches)]
     if len({budget and budget.prompts for budget in tuned.values()}) > 1:
         parts.append("**The searches had different tasks.** Compare published settings, or search on this task.")
-    warning = [ONE_SEED] if len(options.seeds) == 1 else []
-    text = "\n\n".join([*warning, *parts, *_failed(curves), bool(options.targets) * OF_TARGETS + NOTE])
+    about_seeds = [ONE_SEED] if len(options.seeds) == 1 else differing_seeds(runs)
+    text = "\n\n".join([*about_seeds, *parts, *_failed(curves), bool(options.targets) * OF_TARGETS + NOTE])
     evaluations = evaluation_table(curves)
     _write_csv(options.out / "compare.csv", evaluations)
     if options.targets:

@@ -90,7 +90,7 @@ def _page_during(options: Vote, listener: socket.socket, cli: RecipeCLI) -> Abst
         again = shell_line("lightning", "vote", *options.words, "model.reward=VoteReward", *untrained)
         raise UserError(f"The reward of {options.words[0]} does not ask people. Run: {again}")
     for reward in asking:
-        reward.is_served = True
+        reward.page = _address(options, listener)
     return _page(options, listener, cli.folder)
 
 
@@ -115,6 +115,10 @@ def _listen(options: Vote, listener: socket.socket) -> list[str]:
     from lit_vgrpo.system.server import BACKLOG
 
     listener.listen(BACKLOG)
-    secret = "" if options.token is None else f"?token={options.token}"
     whom = "on this machine only" if options.token is None else "for everyone who has this address"
-    return [f"Vote at {web_address(options.host, listener)}/{secret} {whom}. Ctrl-C stops it."]
+    return [f"Vote at {_address(options, listener)} {whom}. Ctrl-C stops it."]
+
+
+def _address(options: Vote, listener: socket.socket) -> str:
+    secret = "" if options.token is None else f"?token={options.token}"
+    return f"{web_address(options.host, listener)}/{secret}"

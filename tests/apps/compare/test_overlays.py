@@ -210,7 +210,7 @@ def test_all_errors_come_before_the_first_run(tmp_path, tiny_recipe):
     options = compare_options([str(tiny_recipe), "--methods", ",".join(map(str, paths))])
     errors = errors_of(entrants, options)
     assert errors[0] == "wrong: model.objective.clipp is not an option of VGRPO. Did you mean clip?"
-    assert errors[1].startswith("odd: data.updates_per_iteration=0: Input should be")
+    assert errors[1].startswith("odd: data.updates_per_iteration=0: Use")
     assert not (tmp_path / "runs").exists()
 
 

@@ -9,7 +9,16 @@ from PIL import Image
 
 from lit_vgrpo.apps.compare import report
 from lit_vgrpo.apps.compare.plan import Budget, Entrant, Run
-from lit_vgrpo.apps.compare.report import Curve, cost_of, costs_by_seed, mean_costs, reward_table, summaries, write_race
+from lit_vgrpo.apps.compare.report import (
+    Curve,
+    cost_of,
+    costs_by_seed,
+    differing_seeds,
+    mean_costs,
+    reward_table,
+    summaries,
+    write_race,
+)
 
 
 def evaluations(rewards, seconds=10.0, every=5):
@@ -73,6 +82,18 @@ def test_means_over_seeds_and_the_ratio():
     assert list(cells(rewards, "nft").values())[2:6] == ["2/2", "0.200", "0.500", "0.500"]
     assert cells(rewards, "vgrpo")["final"] == "0.800"
     assert cells(rewards, "vgrpo")["each seed"] == "0.900 / 0.700"
+
+
+@pytest.mark.parametrize(
+    ("nft", "said"),
+    [([0.5, 0.6], "{}; no seed of another method"), ([0.5, 0.75], "**{}; seeds of nft published reach this range")],
+)
+def test_it_tells_whether_the_seeds_of_two_methods_overlap(nft, said):
+    curves = [curve("nft", seed, [0.2, end]) for seed, end in enumerate(nft)]
+    curves += [curve("vgrpo", seed, [0.2, end]) for seed, end in enumerate([0.9, 0.7])]
+    (sentence,) = differing_seeds(summaries(curves))
+    assert sentence.startswith(said.format("The final reward of vgrpo published is 0.700 to 0.900 over its seeds"))
+    assert differing_seeds(summaries(curves[:2])) == []
 
 
 def test_the_ratio_is_to_the_base_with_the_same_settings():
