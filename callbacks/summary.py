@@ -116,6 +116,7 @@ class RunSummary(L.Callback):
             "unscored_images": {"training": module.ledger.unscored, "heldout": int(end.get("failed", 0))},
             "heldout_reward_start": _plain(_start(module).get("reward")),
             "heldout_reward_end": _plain(end.get("reward")),
+            "rewards": list(module.reward.part_names),
             "reward_parts_end": {name: _plain(end[name]) for name in module.reward.part_names if name in end},
             "heldout_metrics_start": {name: _plain(value) for name, value in _start(module).items() if name in end},
             "heldout_metrics_end": {name: _plain(value) for name, value in end.items()},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache, wraps
 from types import NoneType, UnionType
@@ -62,6 +62,8 @@ GroupSize = Annotated[int, Range(2, 10_000)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Other names of number types, for suggestions."""
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""Kinds of parameters that a name may be given for."""
 
 
 def checked(cls: T) -> T:
@@ -90,6 +92,7 @@ def checked(cls: T) -> T:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
             _refuse_unknown(cls, signature, kwargs)
+            _refuse_incomplete(cls, signature, (self, *args), kwargs)
             return init(self, *args, **kwargs)  # it raises Python's usual error
         for name, value in bound.arguments.items():
             kinds = [kind for kind in _members(_hints(cls).get(name)) if is_dataclass(kind)]
@@ -157,6 +160,15 @@ def _refuse_unknown(cls: type, signature: inspect.Signature, given: Iterable[str
         owners = [f"{option}={kind.__name__}" for option, kind in parts.items() if name in _hints(kind)]  # type: ignore[union-attr,arg-type]
         message = f"{name} is not an option of {cls.__name__}. Pass {owners[0]}({name}=...)." if owners else None
         raise TypeError(message or unknown_option(name, cls.__name__, known, "docs/reference")) from None
+
+
+def _refuse_incomplete(cls: type, signature: inspect.Signature, args: Sequence[Any], given: Mapping[str, Any]) -> None:
+    """Name the arguments that are missing; those that come in excess are left to Python."""
+    options = [*signature.parameters.values()][len(args) :]
+    missing = [one.name for one in options if one.default is one.empty and one.kind in NAMED and one.name not in given]
+    if missing:
+        shown = ", ".join(f"{name}=..." for name in missing)
+        raise TypeError(f"{cls.__name__} lacks {' and '.join(missing)}. Pass {cls.__name__}(..., {shown}).") from None
 
 
 def _refuse_unused(cls: type, signature: inspect.Signature, given: Mapping[str, Any]) -> None:

@@ -149,7 +149,8 @@ class RunData:
         parts = [name.split("/") for name in newest if name.startswith("reward/") and name.endswith("/std")]
         trained = [part[1] for part in parts if len(part) == 3]
         scored = [name for scores in self.scores.values() for name in scores]
-        names = dict.fromkeys([*self.summary.get("reward_parts_end", {}), *trained, *scored])
+        known = [*self.summary.get("rewards", ()), *self.summary.get("reward_parts_end", {})]
+        names = dict.fromkeys([*known, *trained, *scored])
         return [name for name in names if name not in ("reward", "untrained_reward")]
 
     @property

@@ -39,7 +39,7 @@ OF_SUMMARY: dict[str, Any] = {
     "peak_memory_bytes_by_phase": dict[str, Whole],
     "evaluations": list[Evaluation],
     "versions": dict[str, str],
-    "alarms": list[str],
+    **dict.fromkeys(("alarms", "rewards"), list[str]),
 }
 """Types of the entries of ``summary.json`` that are read again."""
 SUMMARY: Any = TypeAdapter(with_config(extra="allow")(TypedDict("Summary", OF_SUMMARY, total=False)))  # type: ignore[operator]

@@ -189,6 +189,11 @@ def test_a_message_names_the_argument(given, kind, message):
     assert message in str(caught.value)
 
 
+def test_missing_arguments_are_named():
+    with pytest.raises(TypeError, match=re.escape("Both lacks one and two. Pass Both(..., one=..., two=...).")):
+        checked(type("Both", (), {"__init__": lambda self, first, one, two, third=1: None}))(0)
+
+
 SDES = "flow_sde or cps or dance_sde or ddim_sde"
 
 

@@ -266,7 +266,7 @@ def test_every_layer_of_this_network_alone_takes_the_backend(flux):
 
 UNUSABLE = {
     "_sage_qk_int8_pv_fp16_cuda": "has no backward pass. Use flash",
-    "cosmic": "does not exist. Use one of: flash",
+    "cosmic": "does not exist. Use one of: .*xformers.* There are 27",
     "Xformer": "does not exist. Did you mean xformers?",
     "_native_npu": ": .*missing package",
 }

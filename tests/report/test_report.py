@@ -560,6 +560,13 @@ def test_a_run_without_an_evaluation_is_the_reason_that_it_is_not_compared():
     assert by_task([stopped])[0] == [[stopped]]
 
 
+def test_a_run_that_stopped_before_its_first_iteration_has_the_same_rewards():
+    start, prompts = Point({"iterations": 0}, {"reward": 0.1, **HONEST}), {"heldout_prompts": "1", "rewards": ["votes"]}
+    trained = Point({"iterations": 1}, {"reward/mean": 0.0, "reward/votes/std": 1.0, "time/iteration_s": 1.0})
+    runs = [RunData(Path(name), {}, prompts, rows, [start]) for name, rows in (("done", [trained]), ("stopped", []))]
+    assert by_task(runs)[0] == [runs]
+
+
 def test_runs_of_several_tasks_are_grouped_in_one_page(tmp_path):
     """Of three runs, two have the same held-out prompts; the third has others and another reward."""
     rows = [Point({"iterations": n}, {"reward/mean": n / 9, "time/iteration_s": 1.0}) for n in range(1, 5)]
