@@ -79,7 +79,8 @@ class ProgressBar(LightningProgressBar):
         elif "loss" in record.metrics:
             self._shown["loss"] = f"{float(record.metrics['loss'][-1][-1]):.4f}"
         seconds = pl_module.ledger.stopwatch.wall_s - self._train_s
-        self._shown["images/s"] = f"{record.images / max(seconds, 1e-9):.3g}"
+        speed = record.images / max(seconds, 1e-9)
+        self._shown["images/s"] = f"{speed:.{2 if speed < 10 else 1}f}"
         self._show_heldout(pl_module)
 
     def _show_heldout(self, module: VGRPOModule) -> None:
