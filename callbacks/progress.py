@@ -74,7 +74,10 @@ class ProgressBar(LightningProgressBar):
     ) -> None:
         record = pl_module.record
         assert record is not None
-        if pl_module.objective.needs_reward:
+        votes = [part["given"] for part in record.parts.values() if "given" in part]
+        if votes and len(record.parts) == 1:  # whose strengths have a mean of 0 in each group
+            self._shown["votes"] = f"{votes[0]:.0f}"
+        elif pl_module.objective.needs_reward:
             self._shown["reward"] = score_text(float(record.rewards.nanmean()))
         elif "loss" in record.metrics:
             self._shown["loss"] = f"{float(record.metrics['loss'][-1][-1]):.4f}"
