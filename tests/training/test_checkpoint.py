@@ -105,7 +105,7 @@ def test_an_interrupted_run_says_what_it_reached_and_a_resumed_one_what_is_known
     assert re.search(result, out, re.MULTILINE)
     assert "\nThe result: runs/tiny/report.html\n" in out
     assert out.count("report.html") == 1
-    assert max(map(len, out.splitlines())) <= 100  # also the answer to "Did it cheat?"
+    assert re.search(r"^Did it cheat\? .*\.$", out, re.MULTILINE)
     assert run(["runs/tiny", "--resume"]) == 0
     assert re.search(r"^iteration 2/2, reward .*, held-out -?[\d.]+$", capsys.readouterr().err, re.MULTILINE)
     evaluations = json.loads((cli.folder / "summary.json").read_text())["evaluations"]
