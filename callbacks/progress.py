@@ -74,12 +74,16 @@ class ProgressBar(LightningProgressBar):
     ) -> None:
         record = pl_module.record
         assert record is not None
-        if pl_module.objective.needs_reward:
+        votes = [part["given"] for part in record.parts.values() if "given" in part]
+        if votes and len(record.parts) == 1:  # whose strengths have a mean of 0 in each group
+            self._shown["votes"] = f"{votes[0]:.0f}"
+        elif pl_module.objective.needs_reward:
             self._shown["reward"] = score_text(float(record.rewards.nanmean()))
         elif "loss" in record.metrics:
             self._shown["loss"] = f"{float(record.metrics['loss'][-1][-1]):.4f}"
         seconds = pl_module.ledger.stopwatch.wall_s - self._train_s
-        self._shown["images/s"] = f"{record.images / max(seconds, 1e-9):.3g}"
+        speed = record.images / max(seconds, 1e-9)
+        self._shown["images/s"] = f"{speed:.{2 if speed < 10 else 1}f}"
         self._show_heldout(pl_module)
 
     def _show_heldout(self, module: VGRPOModule) -> None:

@@ -91,12 +91,12 @@ def shell_line(*words: object) -> str:
 
 
 def wrapped(text: str, width: int = 100) -> str:
-    """Return a paragraph in lines of at most ``width`` characters, indented after the first; intervals stay whole.
+    """Return a paragraph, on a terminal in lines of at most ``width`` characters; intervals stay whole.
 
-    >>> print(wrapped("rose by 0.5 [0.25, 0.75]", 20))
-    rose by 0.5
-      [0.25, 0.75]
+    Elsewhere, it stays one line, which ``grep`` finds. Lines after the first are indented.
     """
+    if not sys.stdout.isatty():
+        return text
     text = re.sub(r"(\[\S+,) (?=\S+\])", "\\1\u00a0", text)
     lines = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return lines.replace("\u00a0", " ")

@@ -109,9 +109,13 @@ class Compare:
 class Vote:
     """Show the page on which people choose the best images.
 
-    To train on their votes: lightning vote tiny_shapes model.reward=VoteReward model.untrained_reward=ShapesReward.
-    The untrained reward scores the held-out images, which nobody votes on. For a run that lightning run trains, give
-    its folder: lightning vote runs/tiny_shapes, in another terminal.
+    To train on their votes, with another reward for the held-out images, which nobody votes on:
+
+    lightning vote tiny_shapes model.reward=VoteReward model.untrained_reward=ShapesReward
+
+    For a run that lightning run trains, in another terminal:
+
+    lightning vote runs/tiny_shapes
     """
 
     words: list[str]

@@ -7,7 +7,7 @@ import pytest
 
 import lit_vgrpo
 from lit_vgrpo import callbacks
-from lit_vgrpo.errors import UserError, nearest, one_line, printable, report, say, suggestion, without_controls
+from lit_vgrpo.errors import UserError, nearest, one_line, printable, report, say, suggestion, without_controls, wrapped
 
 PRINT_THEMSELVES = ("errors.py", "cli/commands.py", "policies/verify.py")
 """Files that make text safe or print no text of others."""
@@ -85,3 +85,10 @@ def test_all_that_is_printed_goes_through_one_place():
             calls = [node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
             prints = [call.lineno for call in calls if isinstance(call, ast.Name) and call.id == "print"]
             assert not prints, f"{file}:{prints[0]}: use lit_vgrpo.errors.say"
+
+
+def test_a_paragraph_is_wrapped_on_a_terminal_only(monkeypatch):
+    text = "rose by 0.5 [0.25, 0.75]"
+    assert wrapped(text, 20) == text
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert wrapped(text, 20) == "rose by 0.5\n  [0.25, 0.75]"

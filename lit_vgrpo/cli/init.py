@@ -55,7 +55,8 @@ def write_starter(text: str, source: str | None = None, checkpoint: str | None =
         say(f"  lightning run {RECIPE_NAME}")
         return 0
     say(
-        f"Train on the tiny pipeline:\n  {enter} && lightning run {RECIPE_NAME}\n"
+        f"Try the reward on a few images, then train on the tiny pipeline:\n  {enter} && lightning check-reward "
+        f"{RECIPE_NAME}\n  lightning run {RECIPE_NAME}\n"
         f"For a real model, change the lines marked CHANGE in {RECIPE_NAME}, then the prompts, reward.py, steps and "
         "iterations.\nOr start from a real recipe: lightning init FOLDER --from sd3_pickscore"
     )

@@ -163,7 +163,8 @@ def _report_outcome(cli: RecipeCLI) -> int:
         if has_next:
             rows = [] if cli.model.policy.edits else cli.datamodule.heldout_samples(1)
             prompt = rows[0]["prompt"] if rows else None
-            commands = next_commands(cli.folder, prompt, cli.datamodule.has_heldout, is_undone=stopped)
+            is_unchecked = cli.model.evaluator.untrained is None
+            commands = next_commands(cli.folder, prompt, cli.datamodule.has_heldout, stopped, is_unchecked)
             say("\n  ".join(["Next:", *(f"{line}  # {what}" for what, line in commands.items())]))
     if checkpoints.unsaved is not None or unwritten or is_lost or (not stopped and _nothing_was_scored(cli)):
         return FAILED

@@ -306,7 +306,7 @@ class RunPage:
             return []
         prompt = self.pairs[0].prompt if self.pairs and self.pairs[0].edited is None else None
         has_heldout, is_undone = bool(self.verdict.compared), run.outcome in UNDONE
-        return [*next_commands(folder, prompt, has_heldout, is_undone).items()]
+        return [*next_commands(folder, prompt, has_heldout, is_undone, not self.verdict.unseen).items()]
 
     @property
     def facts(self) -> list[tuple[str, str]]:

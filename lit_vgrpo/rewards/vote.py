@@ -23,6 +23,8 @@ from lit_vgrpo.system.process import bar
 from lit_vgrpo.system.signals import is_stop_requested, waiting_for
 
 POLL_S = 0.25
+VOTE_S = 5
+"""Time that a person takes for a vote. A choice, not a measurement."""
 REMINDER_S = 60.0
 """Time after which a wait is reported again, then after twice as long, and so on."""
 
@@ -116,7 +118,10 @@ class VoteReward(Reward):
                     progress = store.progress()
                     shown.n, shown.total = progress.given, progress.needed
                     shown.refresh()
-                    left = counted(progress.needed - progress.given, "vote")
+                    needed = progress.needed - progress.given
+                    time_s = needed * VOTE_S
+                    about = f"{time_s} s" if time_s < 120 else f"{time_s / 60:.0f} min"
+                    left = f"{counted(needed, 'vote')} (about {about} at {VOTE_S} s per vote)"
                     if not self._was_announced:
                         say(f"Waiting for {left}{where}")
                         self._was_announced = True

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_vgrpo.core.gather import rank_and_world_size
 from lit_vgrpo.core.ranges import NonNegativeInt, checked
 from lit_vgrpo.core.records import FINGERPRINT
 from lit_vgrpo.errors import RaisedOnAllRanks, counted, one_line, say, suggestion
@@ -35,7 +36,9 @@ from lit_vgrpo.training.watchdog import Watch
 AUTO = "auto"
 UNTRAINED, TRAINED = "heldout/untrained_reward", "heldout/reward"
 DISTANCES = ("heldout/fid", "heldout/kid")
-FIRST_CTRL_C = "Finishing this {}, then {}. Ctrl-C again stops at once."
+FIRST_CTRL_C = "Finishing this {}, then {}. Ctrl-C again {}."
+SAVES_AND_STOPS = "saves and stops at once; a third time ends without saving"
+STOPS = "stops at once, without saving"  # several processes
 SAVING = "saving, evaluating and drawing samples"
 CTRL_C_IN_A_WAIT = "Saving without waiting for {}. Ctrl-C again stops at once."
 
@@ -389,8 +392,9 @@ class _Requests(StopRequests):
     def answer(self, signum: int) -> None:
         if signum == signal.SIGINT:
             ends = ("micro-batch", "saving") if self._has_30_s else ("iteration", SAVING)
-            line = FIRST_CTRL_C.format(*ends) if self.ended_wait is None else CTRL_C_IN_A_WAIT.format(self.ended_wait)
-            say(line, error=True)
+            again = SAVES_AND_STOPS if rank_and_world_size()[1] == 1 else STOPS
+            waited = self.ended_wait
+            say(CTRL_C_IN_A_WAIT.format(waited) if waited else FIRST_CTRL_C.format(*ends, again), error=True)
 
     @override
     def obey(self, signum: int) -> None:

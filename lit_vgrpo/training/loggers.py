@@ -173,6 +173,7 @@ class TensorBoard(TensorBoardLogger):
     @override
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Write the recipe as text; the tab of hyperparameters would show each key as a column."""
+        self.hparams.update(params)  # for hparams.yaml
         text = yaml.safe_dump(params, sort_keys=False, allow_unicode=True)
         self._attempt(lambda: self.experiment.add_text("recipe", f"```yaml\n{text}```"))
         charts = {title: ["Multiline", [f"{tag}$" for tag in tags]] for title, tags in WATCHED.items()}  # as patterns

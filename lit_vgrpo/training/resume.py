@@ -229,12 +229,15 @@ def trained_by(command: str) -> Iterator[None]:
         _trained_by.pop()
 
 
-def next_commands(folder: Path, prompt: str | None, has_heldout: bool, is_undone: bool) -> dict[str, str]:
+def next_commands(
+    folder: Path, prompt: str | None, has_heldout: bool, is_undone: bool, is_unchecked: bool
+) -> dict[str, str]:
     """Return the commands that continue a run or use its weights, by their purpose.
 
     Args:
         prompt: ``None`` leaves out drawing a prompt.
         is_undone: The run can continue.
+        is_unchecked: No reward that was not trained on has scored the held-out images.
     """
     name, use = folder.resolve().name, dict[str, str]()
     if is_undone:
@@ -242,6 +245,9 @@ def next_commands(folder: Path, prompt: str | None, has_heldout: bool, is_undone
     if has_heldout:
         what = "Score before and after, with confidence intervals"
         use[what] = shell_line("lightning", "eval", folder, "--reference")
+        if is_unchecked:
+            what = "Check for cheating with another reward (needs its weights)"
+            use[what] = shell_line("lightning", "eval", folder, "--reference", "model.untrained_reward=CLIPScore")
     if prompt is not None:
         use["Draw a prompt"] = shell_line("lightning", "sample", folder, "--prompt", prompt)
     what, to = "Write the weights for diffusers", f"{name}_export"

@@ -199,7 +199,9 @@ def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(ti
     assert [float(row["reward/votes/given"]) for row in rows] == [2, 2]
     assert float(rows[0]["reward/votes/std"]) > 0
     assert "heldout/JPEGCompressibility" not in rows[0]
-    assert f"Vote at http://127.0.0.1:{port}/ on this machine only. Ctrl-C stops it." in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert f"Vote at http://127.0.0.1:{port}/ on this machine only. Ctrl-C stops it." in out
+    assert re.search(r"^iteration 2/2, votes 2, images/s", err, re.MULTILINE)  # the reward's mean is 0
 
 
 def test_a_run_has_ended_by_its_summary_unless_it_asks_again(store):
@@ -235,7 +237,8 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("Vote at http") == job.stdout.count("Waiting for ") == 1
     assert "Open the voting page" not in job.stdout  # which this command serves
-    assert re.search(rf"^Waiting for \d votes at http://127.0.0.1:{port}/$", job.stdout, re.MULTILINE)
+    waiting = rf"^Waiting for \d votes \(about \d+ s at 5 s per vote\) at http://127.0.0.1:{port}/$"
+    assert re.search(waiting, job.stdout, re.MULTILINE)
     assert len(voted) == 4
     assert [path.name for path in RUN.parent.iterdir()] == [RUN.name]
     assert json.loads((RUN / "summary.json").read_text())["world_size"] == 2
@@ -250,7 +253,7 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
 def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
     with started("run", "tiny.yaml", *SETTINGS, stderr=subprocess.PIPE) as job:
         line = ""
-        while "Waiting for 2 votes." not in line:
+        while "Waiting for 2 votes (about 10 s at 5 s per vote)." not in line:
             line = job.stdout.readline()
             assert line, job.stderr.read()
         with started("vote", str(RUN), "--port=0", stderr=subprocess.PIPE) as page:

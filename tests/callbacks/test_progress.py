@@ -48,7 +48,7 @@ def test_without_a_terminal_it_prints_lines(tiny_sd3, tmp_path, capsys):
     assert "\r" not in err
     assert "Loading" not in err
     lines = [line for line in err.splitlines() if line.startswith("iteration")]
-    rest = r"iteration {}/3, reward 0\.\d{{3}}, images/s [\d.]+, held-out 0\.\d{{3}}{}"
+    rest = r"iteration {}/3, reward 0\.\d{{3}}, images/s (?:\d\.\d\d|\d{{2,}}\.\d), held-out 0\.\d{{3}}{}"
     assert len(lines) == 3
     for number, line in enumerate(lines, start=1):
         assert re.fullmatch(rest.format(number, r", \d+:\d\d left" if number < 3 else ""), line)

@@ -23,7 +23,9 @@ MARKED = re.compile(r"^( *# CHANGE \d of 2:.*\n)( *)(\w+: .*)\n *# (\3|\w+: .*)\
 @pytest.fixture
 def written(here, monkeypatch, capsys):
     assert main(["init", "first"]) == 0
-    assert "cd first && lightning run recipe.yaml" in capsys.readouterr().out
+    assert (
+        "\n  cd first && lightning check-reward recipe.yaml\n  lightning run recipe.yaml\n" in capsys.readouterr().out
+    )
     monkeypatch.chdir(here / "first")
     return here / "first"
 
@@ -52,7 +54,7 @@ def test_two_marked_lines_make_it_a_real_recipe(written, tmp_path):
 
 def test_a_folder_may_have_any_name(here, capsys):
     assert main(["init", "my run (2)"]) == 0
-    enter, out = "cd 'my run (2)' && lightning run recipe.yaml\n", capsys.readouterr().out
+    enter, out = "cd 'my run (2)' && lightning check-reward recipe.yaml", capsys.readouterr().out
     assert " to 'my run (2)'.\n" in out
     assert enter in out
     assert enter in Path("my run (2)/recipe.yaml").read_text()

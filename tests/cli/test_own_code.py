@@ -241,9 +241,11 @@ def test_the_end_names_what_was_written(recipe, capsys):
     assert run([recipe, "trainer.fast_dev_run=true", "run_dir=my runs"]) == 0
     said = "The result: my runs/report.html\nMore is in my runs: summary.json, checkpoints.\n"
     score = "lightning eval 'my runs' --reference  # Score before and after, with confidence intervals"
+    words = "--reference model.untrained_reward=CLIPScore"
+    check = f"lightning eval 'my runs' {words}  # Check for cheating with another reward (needs its weights)"
     draw = "lightning sample 'my runs' --prompt 'a red circle on the left'  # Draw a prompt"
     export = "lightning export 'my runs' --to 'my runs_export'  # Write the weights for diffusers"
-    assert capsys.readouterr().out.endswith(f"{said}Next:\n  {score}\n  {draw}\n  {export}\n")
+    assert capsys.readouterr().out.endswith(f"{said}Next:\n  {score}\n  {check}\n  {draw}\n  {export}\n")
     written = {".lock", "config.yaml", "report", "report.html", "summary.json", "checkpoints"}
     assert {path.name for path in Path("my runs").iterdir()} == written
     header = Path("my runs/config.yaml").read_text().splitlines()[0]

@@ -211,7 +211,7 @@ def test_a_long_wait_is_reported_again_after_twice_the_time(tmp_path, monkeypatc
     reward_in(tmp_path)(grey(0.1, 0.9), ["a"] * 2, [{}] * 2)
     voter.join()
     first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith("Waiting for 1 vote. Open the voting page: lightning vote ")
+    assert first.startswith("Waiting for 1 vote (about 5 s at 5 s per vote). Open the voting page: lightning vote ")
     assert set(others) == {f"Still w{first[1:]}"}
     assert 1 <= len(others) <= 4  # after 0.02, 0.04, 0.08, 0.16 s
 

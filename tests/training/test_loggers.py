@@ -303,6 +303,7 @@ def test_a_run_gives_tensorboard_its_recipe_and_grids(tiny_recipe, monkeypatch):
     (text,) = events.Tensors("recipe/text_summary")
     recipe = yaml.safe_load(text.tensor_proto.string_val[0].decode().removeprefix("```yaml\n").removesuffix("```"))
     assert recipe["trainer"]["max_epochs"] == 2
+    assert yaml.safe_load(Path("runs/tiny/tensorboard/hparams.yaml").read_text()) == recipe
     assert recipe["data"]["heldout"] == "${oc.env:SECRET}"
     (charts,) = events.Tensors("custom_scalars__config__")
     assert b"heldout/reward$" in charts.tensor_proto.string_val[0]

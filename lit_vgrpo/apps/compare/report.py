@@ -17,6 +17,7 @@ import pandas as pd
 import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from pydantic_core import to_json
 
 from lit_vgrpo.apps.compare.options import CompareOptions
@@ -367,6 +368,8 @@ def draw(path: Path, evaluations: pd.DataFrame, targets: Sequence[float], title:
                 axis.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
                 axis.annotate(f"target {target:g}", (0.01, target), **label_of_target)
             axis.set(xlabel=label, ylabel=f"held-out reward, {kind}", ylim=(min(ends) - margin, max(ends) + margin))
+            if cost == "iteration":
+                axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.grid(alpha=0.25)
         part.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     with new_file(path) as file:
