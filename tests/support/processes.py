@@ -99,6 +99,7 @@ def _run_rank(rank, variables, logs, timeout_s, script, *args):
         os.dup2(file.fileno(), 2)
     faulthandler.enable(2)
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of the test in which the server of forks was started
     os.environ |= {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
     os.chdir(logs)
     sys.argv = [script, *args]
