@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -424,7 +423,7 @@ class VGRPOModule(L.LightningModule):
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """Return the module with a checkpoint's weights, after checking the file; other arguments as the class's."""
         given = {*kwargs, *read_sound(Path(checkpoint_path)).get("hyper_parameters", ())}
-        own = signature(cls).parameters.keys()
+        own = inspect.signature(cls).parameters.keys()
         if missing := [name for name in ("policy", "objective", "reward") if name in own and name not in given]:
             call = f"{cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)})"
             raise TypeError(f"A checkpoint has the trained weights, but not the module's parts. Pass them: {call}")

@@ -26,7 +26,7 @@ from jsonargparse import ArgumentParser
 from pydantic import ValidationError
 
 from lit_vgrpo.config.tree import CLASS_KEYS, Place, apply_override, class_name, expanded, leaves, typed_key
-from lit_vgrpo.core.ranges import SHOULD, should_be
+from lit_vgrpo.core.ranges import SHOULD, WORDS, should_be
 from lit_vgrpo.errors import UserError, causes, error_in_user_code, nearest, one_line, suggestion, unknown_option
 from lit_vgrpo.system.paths import missing_module, without_ending
 
@@ -46,10 +46,8 @@ PAGES = {
     "Policy": "docs/reference/policies.md",
 }
 """Pages that list the classes of a kind."""
-TYPES = {
-    **{"NoneType": "null", "bool": "true or false", "str": "text", "dict": "a mapping"},
-    **{"int": "an integer", "float": "a number", "list": "a list", "tuple": "a list"},  # as in ranges.WORDS
-}
+TYPES = {"NoneType": "null", "list": WORDS["list"], "tuple": WORDS["tuple"], "dict": WORDS["dictionary"]}
+TYPES |= {"int": WORDS["integer"], "float": WORDS["number"], "bool": WORDS["boolean"], "str": WORDS["string"]}
 
 
 def built_part(tree: Mapping[str, Any], key: str, hint: Any, parse_only: bool = False) -> Any:

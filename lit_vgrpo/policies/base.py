@@ -466,8 +466,8 @@ class Policy(nn.Module):
         if kind is not type(own) or any(config[name] != own.config.get(name) for name in defaults):
             given = [f"{name}={config[name]!r}" for name in defaults if config[name] != defaults[name]]
             lines.append(f"pipe.scheduler = diffusers.{kind.__name__}({', '.join(given)})")
-            call = inspect.getsource(type(self.pipeline).__call__)  # Bria's read more than other schedulers have
-            read = [name for name in own.config if name not in config and f"scheduler.config.{name}" in call]
+            call = inspect.unwrap(type(self.pipeline).__call__).__code__  # Bria's reads more than other schedulers have
+            read = [name for name in own.config if name not in config and name in call.co_names]
             if read:
                 kept = ", ".join(f"{name}={own.config[name]!r}" for name in read)
                 lines.append(f"pipe.scheduler.register_to_config({kept})")

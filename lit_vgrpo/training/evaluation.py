@@ -466,8 +466,7 @@ class Evaluator:
         self.latest = {
             f"heldout/{name}": value for name, value in newest.items() if name not in ("reward_std", FINGERPRINT)
         }
-        self.contents, self._starts = dict(state["contents"]), {}
-        self.add_starts(state)
+        self.contents, self._starts = dict(state["contents"]), dict(state["starts"])
 
     def add_starts(self, state: Mapping[str, Any]) -> None:
         """Compare later images also with those of a saved state's first evaluations."""

@@ -141,10 +141,9 @@ def drawn_by(pipeline, policy, guidance, steps=3, prompt=PROMPT):
     return (picture if isinstance(picture, torch.Tensor) else torch.stack(list(picture))).float(), states[0]
 
 
-def drawn_by_policy(policy, start, guidance, steps=3, prompt=PROMPT):
-    """Return the picture that a policy draws from its scheduler's first latents."""
+def drawn_by_policy(policy, noise, spec, prompt=PROMPT):
+    """Return the picture that a policy draws from noise."""
     cond = policy.encode([prompt], policy.blank_references(1))
-    spec, noise = RolloutSpec(policy.solvers[0], steps, guidance), policy._latents_of(start)
     return policy.decode(sample(policy, cond, torch.zeros(1, dtype=torch.long), spec, noise)[0]).float()
 
 
@@ -152,7 +151,8 @@ def largest_difference(policy, guidance, prompt=PROMPT):
     """The largest difference between the policy's picture and its pipeline's, of 255."""
     steps = checks.STEPS[policy.path_kind]
     theirs, start = drawn_by(policy.pipeline, policy, guidance, steps, prompt)
-    ours = drawn_by_policy(policy, start, guidance, steps, prompt)
+    spec = RolloutSpec(policy.solvers[0], steps, guidance)
+    ours = drawn_by_policy(policy, policy._latents_of(start), spec, prompt)
     if not policy.edits:  # its noise is the pipeline's of the same seed
         noise = policy.prior([torch.Generator().manual_seed(1)])
         assert torch.cosine_similarity(policy._latents_of(start).flatten(), noise.flatten(), dim=0) > 0.999
@@ -167,8 +167,7 @@ def drawn_by_printed_lines(policy, spec):
     lines[-1] = re.sub(", output='[a-z]+'", "", lines[-1])  # which the policy's modular pipelines add themselves
     names = {"torch": torch, "diffusers": diffusers, "pipe": pipe}
     names["picture"] = Image.new("RGB", policy.image_size[::-1]) if policy.edits else None
-    noise, cond = policy.prior([torch.Generator().manual_seed(3)]), policy.encode([PROMPT], policy.blank_references(1))
-    ours = policy.decode(sample(policy, cond, torch.zeros(1, dtype=torch.long), spec, noise)[0])[0].float()
+    ours = drawn_by_policy(policy, policy.prior([torch.Generator().manual_seed(3)]), spec)[0]
     with pytest.MonkeyPatch.context() as patch:
         for part in {"scheduler", "guider"} & pipe.components.keys():
             patch.setattr(pipe, part, deepcopy(getattr(pipe, part)))

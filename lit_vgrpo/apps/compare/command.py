@@ -85,11 +85,8 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
             f"{counted(others, 'finished run')} had other settings: repeated; the old one is kept as NAME.old.",
             error=True,
         )
-    ended, started, todo = (
-        bar("Runs", total=len(runs), initial=len(runs) - len(waiting)),
-        time.monotonic(),
-        len(waiting),
-    )
+    ended = bar("Runs", total=len(runs), initial=len(runs) - len(waiting))
+    started, todo = time.monotonic(), len(waiting)
     with handle_stop_signals(lambda signum, frame: caught.append(signum)):
         try:
             while waiting or active:
