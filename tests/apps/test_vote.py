@@ -27,6 +27,12 @@ from lit_vgrpo.training.resume import how_to_resume
 
 RUN = Path("runs/tiny")
 PAUSE_S = 25
+SHORT_TIMEOUT = f"""
+import datetime, lightning, torch
+class ShortTimeout(lightning.Callback):
+    def on_train_start(self, *args):
+        torch.distributed.set_timeout(datetime.timedelta(seconds={PAUSE_S - 5}))
+"""
 SETTINGS = ["model.reward=VoteReward", "model.untrained_reward=JPEGCompressibility"]
 
 
@@ -228,8 +234,8 @@ def test_a_run_that_serves_the_page_continues_with_it(tmp_path, monkeypatch):
 def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
     port, done = free_port(), threading.Event()
     thread, voted = vote_over_http(port, done, pause_s=PAUSE_S)
-    strategy = "{class_path: lightning.pytorch.strategies.DDPStrategy, init_args: {timeout: '0:00:%d'}}"
-    ranks = ["trainer.devices=2", f"trainer.strategy={strategy % (PAUSE_S - 5)}"]
+    Path("short.py").write_text(SHORT_TIMEOUT)  # once both ranks have started, however long that takes
+    ranks = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.callbacks+=short.ShortTimeout"]
     words = ["vote", "tiny.yaml", *SETTINGS, f"--port={port}", *ranks]
     job = run_command(*words)
     done.set()

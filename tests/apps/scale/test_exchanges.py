@@ -17,11 +17,12 @@ LORA = ["model.policy.lora_rank=8", "model.policy.dtype=bfloat16"]
 CHAIN = ["model.objective=FlowGRPO", "model.objective.rollout.solver=flow_sde", "model.objective.rollout.steps=3"]
 ZERO3 = "trainer.strategy={class_path: ZeRO, init_args: {stage: 3, bucket_size: 20000, zero_options: {%s}}}"
 ZERO3 %= "stage3_max_reuse_distance: 0, stage3_param_persistence_threshold: 0, stage3_max_live_parameters: %d"
-FIVE = "trainer.max_epochs=5"  # replay begins in the second; DeepSpeed records the third, and compares it in the fourth
+# replay begins in the second iteration; DeepSpeed records the third, and compares it in the fourth
+FIVE = ["trainer.max_epochs=5", "model.objective.rollout.steps=2", "data.prompts_per_iteration=2"]
 HSDP = "{class_path: FSDP2, init_args: {shard_size: 2}}"
 CASES = {
-    1: {"ddp": ["trainer.strategy=ddp"]},
-    2: {
+    "1 rank": {"ddp": ["trainer.strategy=ddp"]},
+    "2 ranks": {
         "ddp": ["trainer.strategy=ddp"],
         "ddp-lora": ["trainer.strategy=ddp", *LORA],
         "fsdp2": ["trainer.strategy=fsdp2"],
@@ -30,10 +31,12 @@ CASES = {
         "fsdp2-chain": ["trainer.strategy=fsdp2", *CHAIN],
         "zero1": ["trainer.strategy=zero1"],
         "zero2-lora": ["trainer.strategy=zero2", *LORA],
-        "zero3": [ZERO3 % 600_000, FIVE],  # all 589,472 weights
-        "zero3-live": [ZERO3 % 300_000, FIVE],
     },
-    4: {
+    "2 ranks of zero3": {
+        "zero3": [ZERO3 % 600_000, *FIVE],  # all 589,472 weights
+        "zero3-live": [ZERO3 % 300_000, *FIVE],
+    },
+    "4 ranks": {
         "ddp-lora": ["trainer.strategy=ddp", *LORA],
         "fsdp2-lora": ["trainer.strategy=fsdp2", *LORA],
         "hsdp": [f"trainer.strategy={HSDP}"],
@@ -44,11 +47,11 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def counts(request, tmp_path_factory):
-    folder, world = tmp_path_factory.mktemp("exchanges"), request.param
-    cases = [{"name": n, "words": [*SMALL, f"trainer.devices={world}", *w]} for n, w in CASES[world].items()]
+    folder, world, found = tmp_path_factory.mktemp("exchanges"), int(request.param[0]), CASES[request.param]
+    cases = [{"name": name, "words": [*SMALL, f"trainer.devices={world}", *words]} for name, words in found.items()]
     (folder / "spec.json").write_text(json.dumps({"folder": str(folder), "cases": cases}))
     run_ranks(WORKER, folder / "spec.json", world=world, logs=folder)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in CASES[world]}
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in found}
 
 
 def sent(counted):
