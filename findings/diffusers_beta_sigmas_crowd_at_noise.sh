@@ -2,7 +2,7 @@
 # diffusers: use_beta_sigmas spends half of its steps above time 900, and at 50 steps DPM-Solver, DEIS and UniPC raise
 #
 # One would guess: use_beta_sigmas=True, "proposed in Beta Sampling is All You Need", takes times from a beta
-# distribution, which is dense at the first and at the last times, as the scheduler "beta" of ComfyUI does.
+# distribution, which is dense at the first and at the last times.
 #
 # What happens (diffusers 0.42.1, torch 2.13.0): the distribution is put on the noise levels, which reach from 0.03 to
 # 14.6 in Stable Diffusion. Dense at high noise and sparse at low noise is what remains in times. Of 20 steps:
@@ -17,8 +17,9 @@
 #   UniPC                    0.45            0.50     0.58
 #   KDPM2 ancestral          0.55            0.52     0.66
 #   SASolver                 0.48            0.52     1.37
-# At 50 steps two of the highest levels are rounded to one time. The scheduler takes the second of them for the first,
-# runs one step ahead, and at the last step raises IndexError (DPM-Solver, DEIS) or AssertionError (UniPC, SASolver).
+# From 32 steps on, the two highest levels are rounded to one time. The scheduler takes the second of them for the
+# first, runs one step ahead, and at the last step raises IndexError (DPM-Solver, DEIS) or AssertionError (UniPC,
+# SASolver). SDXL's pipeline takes 50 steps by default. set_begin_index(0) before the first step avoids this error.
 # In flow models, whose noise level is the time, it is as in the paper. Nothing is logged.
 #
 # Why it matters: a comparison of schedules with few steps, as in rollouts, finds beta sampling bad. Give the times, as
@@ -60,9 +61,11 @@ def exact(scheduler, latents, time):
     return ((latents - share * clean) / (share * level)).float()
 
 
-def sample(kind, steps, options, **arguments):
+def sample(kind, steps, options, begin=None, **arguments):
     scheduler, generator = build(kind, **options), torch.Generator().manual_seed(0)
     scheduler.set_timesteps(**arguments or dict(num_inference_steps=steps))
+    if begin is not None:
+        scheduler.set_begin_index(begin)
     latents = scheduler.init_noise_sigma * torch.randn(1, 1, 50, 100, generator=generator)
     noise = {} if kind is UniPCMultistepScheduler or kind is DEISMultistepScheduler else dict(generator=generator)
     for time in scheduler.timesteps:
@@ -95,6 +98,15 @@ for kind in (DPMSolverMultistepScheduler, DEISMultistepScheduler, UniPCMultistep
         raise SystemExit(f"changed: {kind.__name__} takes 50 steps: {sample(kind, 50, BETA):.2f}")
     except (AssertionError, IndexError) as error:
         print(f"{kind.__name__}, 50 steps: {type(error).__name__}")
+starts = []
+for steps in (31, 32):
+    scheduler = build(DPMSolverMultistepScheduler, **BETA)
+    scheduler.set_timesteps(steps)
+    starts.append(scheduler.timesteps[:2].tolist())
+assert starts == [[998, 997], [998, 998]], "changed: the number of steps from which a time is repeated"
+started = sample(DPMSolverMultistepScheduler, 50, BETA, begin=0)
+print(f"DPMSolverMultistepScheduler, 50 steps, set_begin_index(0): {started:.2f}")
+assert abs(started - STD) < 0.06, "changed: set_begin_index(0)"
 flow = FlowMatchEulerDiscreteScheduler(**BETA)
 flow.set_timesteps(20)
 assert (flow.timesteps < 200).sum() >= 5, "changed: flow models"
