@@ -351,8 +351,8 @@ class VGRPOModule(L.LightningModule):
             self.evaluator.evaluate(self, logs=True)
 
     def on_train_start(self) -> None:
+        self.optimization.start(self.trainer.lr_scheduler_configs, self.is_resumed)
         if self.is_resumed:
-            self.optimization.resume(self.trainer.lr_scheduler_configs)
             known = {name: torch.tensor(value) for name, value in self.saved_metrics.items()}
             self.trainer.callback_metrics.update(known)  # for the end of an iteration that was evaluated
 

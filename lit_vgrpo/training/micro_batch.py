@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from torch import Tensor
 
 from lit_vgrpo.core.gather import all_gather, image_ranks
 from lit_vgrpo.core.sharding import local
@@ -27,8 +26,6 @@ from lit_vgrpo.training.trainer_internals import declared
 SAFE_SHARE = 0.9
 """Share of the free memory to use; the rest is for temporary buffers of kernels."""
 TOO_MUCH = 2**62
-SMALLEST_8BIT = 4096
-"""Smallest number of elements for which 8-bit Adam stores a tensor's moments in 8 bits."""
 
 
 def choose_micro_batch_size(module: TrainingModule) -> None:
@@ -126,7 +123,7 @@ class Trial:
         latent = 4 * torch.Size(self.module.policy.latent_shape).numel()
         kept = demand(self.module.objective, self.module.policy, self.plan).kept * latent
         own = [local(weight) for weight in self.weights]
-        optimizer_bytes = moments(own, self.optimizer)
+        optimizer_bytes = self.optimizer.state_bytes(own)
         stored_bytes = round(kept) if self.storage_device.type == self.device.type else 0
         # An update's gradients are alive from its second micro-batch on; the optimizer's temporaries take as much.
         gradients = sum(weight.nbytes for weight in own) if self.plan.micro_batches_per_update > 1 else 0
@@ -184,12 +181,6 @@ class Trial:
         loss.backward()  # the gathered weights of a pass are not the optimizer's parameters
         for weight in self.weights:
             weight.grad = None
-
-
-def moments(trained: Iterable[Tensor], optimizer: OptimizerConfig | CustomOptimizer) -> int:
-    """Return the bytes of AdamW's two moments, an upper bound for most other optimizers."""
-    narrow = optimizer.kind == "adamw8bit"
-    return sum(p.numel() * (2 if narrow and p.numel() >= SMALLEST_8BIT else 8) for p in trained)
 
 
 def shown(size: int) -> str:

@@ -1,16 +1,17 @@
 """The optimizer and its learning-rate schedule: AdamW from options, or any of torch's by class or function.
 
-On resume the recipe's settings replace the saved ones.
+On resume, settings that changed replace the saved ones.
 """
 
 from __future__ import annotations
 
-import inspect
+import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, cast
@@ -27,9 +28,14 @@ from lit_vgrpo.errors import one_line, suggestion
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LRSchedulerCallable = Callable[[torch.optim.Optimizer], LRScheduler]
 
-SETTINGS = ("initial_lr", "betas", "momentum", "alpha", "rho", "weight_decay", "eps", "dampening", "nesterov")
-CYCLED = ("betas", "momentum")
-"""Settings that a schedule with ``max_momentum`` also changes."""
+STEPPED = ("lr", "betas", "momentum")
+"""Settings that schedules change."""
+TRIED = (64, 64)
+"""Shape of the weight on which an optimizer is tried."""
+SMALLEST_8BIT = 4096
+"""Smallest number of elements for which 8-bit Adam stores a tensor's moments in 8 bits."""
+ASKED = "asked"
+"""In a parameter group and in a schedule: its values when it was built, which a checkpoint thus also has."""
 
 
 @checked
@@ -53,14 +59,23 @@ class OptimizerConfig:
     warmup_steps: NonNegativeInt = 0
     kind: Literal["adamw", "adamw8bit"] = "adamw"
 
+    name = "AdamW"
+
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer; a checkpoint restores its moments, not its settings."""
+        """Return the optimizer."""
         settings: dict[str, Any] = {key: getattr(self, key) for key in ("lr", "betas", "weight_decay", "eps")}
         if self.kind == "adamw8bit":
             return _adamw8bit(list(parameters), settings)
-        optimizer = torch.optim.AdamW(parameters, **settings)
-        optimizer.register_load_state_dict_pre_hook(partial(with_current_settings, keys={"exp_avg", "exp_avg_sq"}))
-        return optimizer
+        return torch.optim.AdamW(parameters, **settings)
+
+    def state_names(self) -> AbstractSet[str]:
+        """Return the names in the state of a weight."""
+        return {"state1", "state2"} if self.kind == "adamw8bit" else {"exp_avg", "exp_avg_sq"}
+
+    def state_bytes(self, weights: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of both moments of these weights."""
+        narrow = self.kind == "adamw8bit"
+        return sum(p.numel() * (2 if narrow and p.numel() >= SMALLEST_8BIT else 8) for p in weights)
 
 
 def _adamw8bit(weights: list[nn.Parameter], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -72,12 +87,7 @@ def _adamw8bit(weights: list[nn.Parameter], settings: Mapping[str, Any]) -> torc
             'model.optimizer.kind=adamw8bit needs bitsandbytes. Run: pip install "lit-vgrpo[memory]"'
         ) from error
 
-    class ResumableAdamW8bit(AdamW8bit):  # the library's class runs no load hooks
-        def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-            state_dict = with_current_settings(self, state_dict, {"state1", "state2"})
-            super().load_state_dict(state_dict, move_to_device)
-
-    return ResumableAdamW8bit(weights, **settings)
+    return AdamW8bit(weights, **settings)
 
 
 class CustomOptimizer:
@@ -88,41 +98,50 @@ class CustomOptimizer:
 
     def __init__(self, make: OptimizerCallable) -> None:
         self.make = direct(make)
+        self.made = getattr(self.make, "func", self.make)  # a class with its options bound
+        self.name: str = getattr(self.made, "__name__", type(self.made).__name__)
 
     def check(self) -> list[str]:
         """Return why the optimizer cannot take a step, tried on one weight: at most one line."""
         return self._tried()[0]
 
-    def _tried(self) -> tuple[list[str], set[str]]:
-        """Return the errors of a step on one weight, and the names in the state that it left."""
-        weight = nn.Parameter(torch.zeros(2, 2))
+    def _tried(self) -> tuple[list[str], dict[str, Any] | None]:
+        """Return the errors of a step on one weight, and the state that it left, ``None`` if it was not tried."""
+        weight = nn.Parameter(torch.zeros(TRIED))
         weight.grad = torch.ones_like(weight)
         try:
             optimizer = self.make([weight])
         except Exception:  # it may need other weights; build() reports the reason
-            return [], set()
+            return [], None
         key, module = f"model.optimizer={type(optimizer).__name__}", type(optimizer).__module__
         if not isinstance(optimizer, torch.optim.Optimizer):
-            return [f"{key} is not an optimizer. Name a class such as torch.optim.SGD."], set()
+            return [f"{key} is not an optimizer. Name a class such as torch.optim.SGD."], None
         file, losses = getattr(sys.modules.get(module), "__file__", None) or "", [0.0]
         if optimizer.defaults.get("capturable") or ("site-packages" in file and not module.startswith("torch.")):
-            return [], set()  # a step may need a GPU
+            return [], None  # a step may need a GPU
         try:
             optimizer.step(closure=losses.pop)
         except Exception as error:  # a step may raise anything
             why = "it needs the loss several times" if isinstance(error, IndexError) else one_line(error).rstrip(".")
-            return [f"{key} cannot take a step: {why}. Use AdamW or another."], set()
-        return [], {name for name, value in optimizer.state[weight].items() if value is not None}
+            return [f"{key} cannot take a step: {why}. Use AdamW or another."], None
+        return [], {name: value for name, value in optimizer.state[weight].items() if value is not None}
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer; a checkpoint restores its state, not its settings. Raises ValueError if it fails."""
+        """Return the optimizer; raise ValueError if it fails."""
         try:
-            optimizer = self.make(list(parameters))
+            return self.make(list(parameters))
         except Exception as error:  # the constructor may raise anything
             raise ValueError(f"model.optimizer cannot be built: {one_line(error)}") from error
-        hook = partial(with_current_settings, keys=self._tried()[1])
-        optimizer.register_load_state_dict_pre_hook(hook)
-        return optimizer
+
+    def state_names(self) -> AbstractSet[str]:
+        """Return the names in the state of a weight; none if a step cannot be tried."""
+        return (self._tried()[1] or {}).keys()
+
+    def state_bytes(self, weights: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of the state of these weights; those of AdamW's moments if a step cannot be tried."""
+        state, tried = self._tried()[1], math.prod(TRIED)
+        taken = 8 * tried if state is None else sum(x.nbytes for x in state.values() if isinstance(x, torch.Tensor))
+        return sum(p.numel() for p in weights) * taken // tried
 
 
 def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> OptimizerConfig | CustomOptimizer:
@@ -159,42 +178,59 @@ def direct(make: Callable[..., Any], option: str = "optimizer") -> Callable[...,
     return make
 
 
-def resumed_group(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's parameter group with the settings of the group it is loaded into.
-
-    The learning rate keeps its place in the schedule; without a schedule, and so without ``initial_lr``, it is the
-    current one.
-
-    >>> resumed_group({"lr": 1e-3, "initial_lr": 1e-2}, {"lr": 4.0, "initial_lr": 8.0, "params": [0]})
-    {'lr': 0.005, 'initial_lr': 0.01, 'params': [0]}
-    >>> resumed_group({"lr": 1e-3}, {"lr": 4.0, "initial_lr": 8.0, "params": [0]})["lr"]
-    0.001
-    """
-    base, before = current.get("initial_lr"), saved.get("initial_lr", saved["lr"])
-    lr = current["lr"] if base is None else saved["lr"] if base == before else base * (saved["lr"] / before)
-    cycled = CYCLED if "max_momentum" in current else ()
-    settings = {key: current[key] for key in SETTINGS if key in current and key not in cycled}
-    return {**current, **saved, **settings, "lr": lr}
-
-
-def with_current_settings(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], keys: AbstractSet[str] = frozenset()
-) -> dict[str, Any]:
-    """Return a checkpoint's state with the settings of the optimizer that loads it.
+def remember_settings(optimizer: torch.optim.Optimizer, keys: AbstractSet[str]) -> None:
+    """Keep an optimizer's settings in its parameter groups, and use them when it loads a checkpoint.
 
     Args:
         keys: Names that it needs in the state of a weight. If one is missing, that of another optimizer is dropped.
     """
-    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    groups = [resumed_group(current, saved) for current, saved in pairs]
-    kept = {name for values in state["state"].values() for name in leaf_names(values)}
-    if not kept or keys <= kept:
-        return {**state, "param_groups": groups}
-    rank_zero_warn(
-        f"The checkpoint has the state of another optimizer ({', '.join(sorted(kept))}), which "
-        f"{type(optimizer).__name__} cannot use. Its own ({', '.join(sorted(keys))}) starts at zero."
-    )
-    return {**state, "state": {}, "param_groups": groups}
+    for group in optimizer.param_groups:
+        group[ASKED] = {name: deepcopy(value) for name, value in group.items() if name not in ("params", ASKED)}
+    optimizer_of, cls = weakref.ref(optimizer), type(optimizer)
+
+    def load_state_dict(state: dict[str, Any], *args: Any) -> None:
+        itself = cast(torch.optim.Optimizer, optimizer_of())
+        pairs = zip(itself.param_groups, state["param_groups"], strict=True)
+        state = {**state, "param_groups": [resumed_group(current, saved) for current, saved in pairs]}
+        kept = {name for values in state["state"].values() for name in leaf_names(values)}
+        if kept and not keys <= kept:
+            rank_zero_warn(
+                f"The checkpoint has the state of another optimizer ({', '.join(sorted(kept))}), which "
+                f"{cls.__name__} cannot use. Its own ({', '.join(sorted(keys))}) starts at zero."
+            )
+            state["state"] = {}
+        cls.load_state_dict(itself, state, *args)
+
+    # Not a hook, which bitsandbytes ignores.
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
+
+
+def resumed_group(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's parameter group with the settings that changed since it was built.
+
+    A group also holds what the optimizer counts, such as its steps, and what a schedule has made of a setting. A
+    changed learning rate keeps its place in the schedule; without a schedule, and so without ``initial_lr``, it is the
+    current one.
+
+    >>> before, now = {"lr": 8.0, "initial_lr": 8.0, "k": 0}, {"lr": 1e-2, "initial_lr": 1e-2, "k": 0}
+    >>> group = resumed_group({"asked": now, **now}, {"asked": before, **before, "lr": 4.0, "k": 7})
+    >>> group["lr"], group["initial_lr"], group["k"]
+    (0.005, 0.01, 7)
+    >>> resumed_group({"lr": 1e-3, "asked": {"lr": 1e-3}}, {"lr": 4.0, "initial_lr": 8.0})["lr"]
+    0.001
+    """
+    asked = current[ASKED]
+    settings = changed(asked, saved.get(ASKED, {}))
+    if "initial_lr" in saved and "initial_lr" not in asked:
+        settings["lr"] = asked["lr"]
+    elif "lr" in settings and "initial_lr" in asked:
+        settings["lr"] = asked["initial_lr"] * (saved["lr"] / saved.get("initial_lr", saved["lr"]))
+    return {**current, **saved, **settings, ASKED: asked}
+
+
+def changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that were different or missing before."""
+    return {name: value for name, value in now.items() if name not in before or before[name] != value}
 
 
 def leaf_names(values: Mapping[str, Any]) -> Iterator[str]:
@@ -215,7 +251,8 @@ class Optimization:
     ) -> None:
         self.optimizer: OptimizerConfig | CustomOptimizer = as_optimizer(optimizer)
         self.make_schedule: Callable[..., Any] | None = lr_scheduler and direct(lr_scheduler, "lr_scheduler")
-        self._asked: dict[str, Any] = {}
+        self._state_names: AbstractSet[str] = frozenset()  # of an optimizer that it has built
+        self._built: list[tuple[Any, dict[str, Any]]] = []  # settings of the groups, and a schedule's state
         self._watched: list[tuple[str | None, bool]] = []  # by schedule: a metric, and whether it must be known
 
     def schedule_error(self, steps: int) -> str | None:
@@ -252,7 +289,7 @@ class Optimization:
 
     def build(self, parameters: Iterable[nn.Parameter]) -> Any:
         """Return the result of ``configure_optimizers``; raise ValueError if one of the two cannot be built."""
-        optimizer = self.optimizer.build(parameters)
+        optimizer, self._state_names = self.optimizer.build(parameters), self.optimizer.state_names()
         make = self.make_schedule
         if make is None:
             if not self.optimizer.warmup_steps:
@@ -262,18 +299,20 @@ class Optimization:
             scheduler = make(optimizer)
         except Exception as error:  # the constructor may raise anything
             raise ValueError(f"model.lr_scheduler cannot be built: {one_line(error)}") from error
-        for group in optimizer.param_groups:  # as most schedules do
-            group.setdefault("initial_lr", group["lr"])
-        options = inspect.signature(type(scheduler)).parameters.keys() - {"optimizer", "last_epoch"}
-        self._asked = {name: copy(value) for name, value in vars(scheduler).items() if name in options}
         self.refuse_unwatched([LRSchedulerConfig(scheduler)])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def keep(self, optimizers: Sequence[Any], schedules: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the metrics that a module's schedules wait for; raise ValueError for several optimizers."""
+        """Keep what a module's optimizer and schedules were built with; raise ValueError for several optimizers."""
         if (count := len(optimizers)) != 1:
             several = f"configure_optimizers returned {count} optimizers, but an update is a step of one"
             raise ValueError(f"{several}. Return one, with a parameter group for each learning rate.")
+        schedules = list(schedules)
+        for group in optimizers[0].param_groups if schedules else ():  # as most schedules do
+            group.setdefault("initial_lr", group["lr"])
+        remember_settings(optimizers[0], self._state_names)
+        asked = [group[ASKED] for group in optimizers[0].param_groups]
+        self._built = [(asked, deepcopy(one["scheduler"].state_dict())) for one in schedules]
         self._watched = [(one["monitor"], one.get("strict", True)) for one in schedules]
 
     def watch(self, schedules: Iterable[LRSchedulerConfig]) -> None:
@@ -338,14 +377,37 @@ class Optimization:
             rank_zero_warn(f"model.lr_scheduler takes a slightly worse {metric} for better. Set threshold_mode: abs.")
         scheduler.step(metrics[metric])
 
-    def resume(self, schedules: Iterable[LRSchedulerConfig]) -> None:
-        """Continue loaded schedules with the recipe's learning rate; warn of settings that keep the old values."""
-        for scheduler in (one.scheduler for one in schedules):
-            if hasattr(scheduler, "base_lrs"):
-                scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
-            for name, asked in self._asked.items():
-                if (now := getattr(scheduler, name)) != asked:
-                    rank_zero_warn(f"model.lr_scheduler continues with the checkpoint's {name}={now}, not {asked}.")
+    def start(self, schedules: Iterable[LRSchedulerConfig], is_resumed: bool) -> None:
+        """Before the first step, let loaded schedules continue as if they had always had the recipe's settings."""
+        found = [one.scheduler for one in schedules]
+        if is_resumed and [getattr(one, ASKED, None) for one in found] != self._built:
+            _repeat(found, self._built)
+        for scheduler, built in zip(found, self._built, strict=True):
+            setattr(scheduler, ASKED, built)
+
+
+def _repeat(schedulers: Sequence[Any], as_built: Sequence[tuple[Any, dict[str, Any]]]) -> None:
+    """Set loaded schedules to what they were when built and repeat their steps; one of a plateau keeps its counters."""
+    for group in schedulers[0].optimizer.param_groups:
+        if not isinstance(schedulers[0], ReduceLROnPlateau):
+            group.update({name: deepcopy(group[ASKED][name]) for name in STEPPED if name in group[ASKED]})
+    for scheduler, (_, built) in zip(schedulers, as_built, strict=True):
+        if isinstance(scheduler, ReduceLROnPlateau):
+            _, before = getattr(scheduler, ASKED, (None, built))
+            vars(scheduler).update(deepcopy(changed(built, before)))
+            continue
+        steps = _steps(scheduler.state_dict()) - _steps(built)
+        scheduler.load_state_dict(deepcopy(built))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer takes no steps
+            for _ in range(steps):
+                scheduler.step()
+
+
+def _steps(state: Mapping[str, Any]) -> int:
+    """Return the steps in a schedule's state; one of several schedules may count only in theirs."""
+    steps: int = state["last_epoch"] if "last_epoch" in state else _steps(state["_schedulers"][0])
+    return steps
 
 
 def monitor_of(schedule: LRSchedulerConfig) -> str | None:

@@ -127,9 +127,8 @@ def _optimizer_errors(strategy: Strategy, optimizer: OptimizerConfig | CustomOpt
     """Yield why an optimizer's state cannot be put into a checkpoint under a strategy that shards it."""
     fits, name = ELEMENTWISE if isinstance(strategy, FSDP2) else ("AdamW",), optimizer.kind
     if isinstance(optimizer, CustomOptimizer):
-        cls = getattr(optimizer.make, "func", optimizer.make)  # a class with its options bound
-        name = cls.__name__
-        is_fit = name in fits and cls.__module__.startswith("torch.optim")
+        name = optimizer.name
+        is_fit = name in fits and optimizer.made.__module__.startswith("torch.optim")
     else:
         is_fit = name == "adamw"
     if not is_fit:

@@ -9,11 +9,23 @@ from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 
 from lit_vgrpo import OptimizerConfig, SD3Policy
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.training.optimizer import CustomOptimizer, Optimization, as_optimizer
+from lit_vgrpo.training.optimizer import CustomOptimizer, Optimization
 from lit_vgrpo.training.sharded import common_step
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, strategy_errors
 
@@ -27,25 +39,28 @@ def _needed(request):
         pytest.importorskip("bitsandbytes", reason="needs the extra memory")
 
 
-def trained(config, steps=3, state=None):
+def trained(config, steps=3, state=None, make=None):
     """An optimizer and its schedule after some steps, perhaps from the state of others."""
     torch.manual_seed(0)
-    parameter, optimization = nn.Parameter(torch.ones(EIGHT_BIT_FROM)), Optimization(config, None)
+    parameter, optimization = nn.Parameter(torch.ones(64, EIGHT_BIT_FROM // 64)), Optimization(config, make)
     built = optimization.build([parameter])
-    optimizer, warmup = (
-        (built, None) if not config.warmup_steps else (built["optimizer"], built["lr_scheduler"]["scheduler"])
+    optimizer, schedule = (
+        (built["optimizer"], built["lr_scheduler"]["scheduler"]) if type(built) is dict else (built, None)
     )
+    optimization.keep([optimizer], [{"scheduler": schedule, "monitor": None}] if schedule else [])
     if state is not None:
         optimizer.load_state_dict(state[0])
-        if warmup is not None:
-            warmup.load_state_dict(state[1])
-        optimization.resume([] if warmup is None else [LRSchedulerConfig(warmup)])
+        if schedule is not None:
+            schedule.load_state_dict(dict(state[1]))  # CyclicLR takes entries out
+    optimization.start([LRSchedulerConfig(schedule)] if schedule else [], state is not None)
     for _ in range(steps):
-        parameter.grad = torch.randn(EIGHT_BIT_FROM)
+        parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        if warmup is not None:
-            warmup.step()
-    return optimizer, warmup
+        if isinstance(schedule, ReduceLROnPlateau):
+            schedule.step(0.0)
+        elif schedule is not None:
+            schedule.step()
+    return optimizer, schedule
 
 
 def states(parts):
@@ -90,6 +105,122 @@ def test_the_same_settings_change_no_bit(warmup, kind):
     assert all(torch.equal(now[name], value) for name, value in then.items())
 
 
+def sequence(optimizer):
+    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=2), constant(optimizer)], milestones=[2])
+
+
+def constant(optimizer):
+    return LambdaLR(optimizer, lambda step: 1.0)
+
+
+def chain(gamma):
+    return lambda optimizer: ChainedScheduler([LinearLR(optimizer), ExponentialLR(optimizer, gamma)])
+
+
+def adam(**options):
+    return partial(torch.optim.AdamW, **{"lr": 1e-3, **options})
+
+
+ONE_CYCLE, CYCLE = partial(OneCycleLR, max_lr=1e-3), partial(CyclicLR, base_lr=1e-4, step_size_up=4)
+RESTARTS = partial(CosineAnnealingWarmRestarts, T_mult=2)
+CHANGES = {
+    "its highest rate": (
+        adam(),
+        partial(ONE_CYCLE, total_steps=12),
+        adam(),
+        partial(OneCycleLR, max_lr=1e-5, total_steps=12),
+    ),
+    "its length": (adam(), partial(ONE_CYCLE, total_steps=4), adam(), partial(ONE_CYCLE, total_steps=12)),
+    "its momentum": (
+        *(adam(), partial(ONE_CYCLE, total_steps=12)),
+        *(adam(), partial(ONE_CYCLE, total_steps=12, base_momentum=0.5)),
+    ),
+    "the top of cycles": (adam(), partial(CYCLE, max_lr=1e-3), adam(), partial(CYCLE, max_lr=2e-4)),
+    "the rate of a sequence": (adam(), sequence, adam(lr=1e-5), sequence),
+    "a chain": (adam(), chain(0.9), adam(), chain(0.5)),
+    "steps": (adam(), partial(StepLR, step_size=1), adam(lr=1e-2), partial(StepLR, step_size=2)),
+    "milestones": (adam(), partial(MultiStepLR, milestones=[1]), adam(), partial(MultiStepLR, milestones=[2, 4])),
+    "restarts": (adam(), partial(RESTARTS, T_0=9), adam(), partial(RESTARTS, T_0=2)),
+    "the warm-up": (OptimizerConfig(warmup_steps=9), None, OptimizerConfig(warmup_steps=5), None),
+    "its class": (adam(), partial(StepLR, step_size=1), adam(), partial(CosineAnnealingLR, T_max=8)),
+    "its end": (adam(), partial(StepLR, step_size=1), adam(), None),
+}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_changed_schedule_goes_on_as_if_it_had_been_so_from_the_start(what, is_old):
+    before, schedule, after, other = CHANGES[what]
+    state = states(trained(before, 3, make=schedule))
+    for part in (state[0]["param_groups"][0], state[1]) if is_old else ():
+        part.pop("asked")  # in checkpoints of earlier versions
+    for more in range(3):
+        (resumed, _), (fresh, _) = trained(after, more, state, other), trained(after, 3 + more, make=other)
+        for name in ("lr", "betas"):
+            assert resumed.param_groups[0][name] == fresh.param_groups[0][name]
+
+
+def test_a_plateau_keeps_its_counters_and_takes_its_new_settings():
+    def plateau(**options):
+        return partial(ReduceLROnPlateau, monitor="reward", **options)
+
+    state = states(trained(adam(), 3, make=plateau(patience=1)))
+    assert (state[0]["param_groups"][0]["lr"], state[1]["num_bad_epochs"]) == (1e-4, 0)
+    optimizer, schedule = trained(adam(lr=1e-2), 1, state, plateau(patience=0, factor=0.5))
+    assert (schedule.best, schedule.last_epoch) == (0.0, 4)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.1 * 0.5)
+
+
+@pytest.mark.parametrize("make", [None, partial(StepLR, step_size=2), partial(ONE_CYCLE, total_steps=12)])
+def test_what_else_set_the_rate_is_kept_without_a_change(make):
+    optimizer, schedule = trained(adam(), 3, make=make)
+    optimizer.param_groups[0]["lr"] = 0.7e-3  # as a callback may
+    resumed, _ = trained(adam(), 0, states((optimizer, schedule)), make)
+    assert resumed.param_groups == [{**optimizer.param_groups[0], "params": resumed.param_groups[0]["params"]}]
+
+
+class Counts(torch.optim.SGD):
+    """Counts its steps in the parameter group, as Prodigy and schedule-free optimizers do."""
+
+    def __init__(self, params, lr, power=1):
+        super().__init__(params, lr)
+        self.param_groups[0].update(k=0, power=power)
+
+    def step(self, closure=None):
+        self.param_groups[0]["k"] += 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "kept"),
+    [
+        (torch.optim.Adafactor, {"lr": 1e-5, "beta2_decay": -0.5, "d": 2.0}, {}),
+        (torch.optim.Rprop, {"etas": (0.1, 1.1), "step_sizes": (1e-8, 1e-5)}, {}),
+        (torch.optim.Adagrad, {"lr_decay": 0.9}, {}),
+        (torch.optim.RMSprop, {"alpha": 0.5, "weight_decay": 0.1}, {}),
+        (Counts, {"lr": 1e-5, "power": 2}, {"k": 3}),
+        *(("bitsandbytes", {"name": name, "lr": 1e-5, "weight_decay": 0.5}, {}) for name in ("AdamW8bit", "Lion8bit")),
+    ],
+)
+def test_every_optimizer_takes_its_new_settings_and_keeps_what_it_counts(make, changes, kept):
+    if make == "bitsandbytes":
+        changes = dict(changes)
+        make = getattr(pytest.importorskip("bitsandbytes.optim"), changes.pop("name"))
+    state = states(trained(partial(make, lr=1e-3)))
+    optimizer, _ = trained(partial(make, **{"lr": 1e-3, **changes}), 0, state)
+    assert {name: optimizer.param_groups[0][name] for name in changes | kept} == changes | kept
+    trained(partial(make, **{"lr": 1e-3, **changes}), 1, state)
+
+
+@pytest.mark.parametrize(
+    ("make", "bytes_per_weight"),
+    [(adam(), 8), (adam(amsgrad=True), 12), (partial(torch.optim.SGD, lr=1), 0), (torch.optim.Adafactor, 0.125)],
+)
+def test_the_state_is_measured(make, bytes_per_weight):
+    found = CustomOptimizer(make).state_bytes([torch.zeros(100, 100)])
+    assert found == pytest.approx(1e4 * bytes_per_weight, rel=0.01)
+
+
 def test_adamw8bit_moves_weights_as_adamw_does_with_a_quarter_of_its_memory():
     after, size = {}, {}
     for kind in KINDS:
@@ -118,7 +249,10 @@ def test_another_optimizer_starts_anew_and_says_so(before, after):
     def built(config):
         parameter = nn.Parameter(torch.ones(EIGHT_BIT_FROM))
         parameter.grad = torch.ones(EIGHT_BIT_FROM)
-        return as_optimizer(config).build([parameter])
+        optimization = Optimization(config, None)
+        optimizer = optimization.build([parameter])
+        optimization.keep([optimizer], [])
+        return optimizer
 
     old, new, fresh = built(before), built(after), built(after)
     old.step()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.trained import block_linears, quantised_bytes
-from lit_vgrpo.training.micro_batch import moments
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.training.sharded import FSDP2, ZeRO, blocks_of
 
@@ -47,7 +46,7 @@ def shares(
     """
     trained = list(trainable_parameters(policy).values())
     frozen = [p for p in policy.network.parameters() if not p.requires_grad]
-    size, rest, state = bytes_of(trained), bytes_of(frozen), moments(trained, optimizer)
+    size, rest, state = bytes_of(trained), bytes_of(frozen), optimizer.state_bytes(trained)
     rest -= saved_by_quantisation(policy)
     buffers = bytes_of(policy.network.buffers())  # which no strategy shards
     is_zero, is_fsdp = isinstance(strategy, ZeRO), isinstance(strategy, FSDP2)
@@ -61,7 +60,7 @@ def shares(
         "trained weights": size // weight_shards,
         "frozen weights": rest // weight_shards + buffers,
         "gradients": size // gradient_shards,
-        "AdamW's moments": state // state_shards,
+        f"{optimizer.name}'s moments": state // state_shards,
     }
     if isinstance(strategy, ZeRO):
         parts["ZeRO's copy of the trained weights"] = size // world_size

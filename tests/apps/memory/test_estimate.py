@@ -24,6 +24,7 @@ from lit_vgrpo.policies.meta import AutocastOnMeta, NotEstimated, policy_on_meta
 from lit_vgrpo.policies.published import KNOWN
 from lit_vgrpo.rewards import as_weighted
 from lit_vgrpo.training.memory_passes import LiveMemory, demand
+from lit_vgrpo.training.optimizer import CustomOptimizer
 from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
 FAMILIES = {"sd3": SD3Policy, "unet": UNetPolicy, "sdxl": SDXLPolicy, "flux": FluxPolicy}
@@ -135,6 +136,7 @@ def test_strategies_share_out_what_they_shard(tiny_sd3, strategy, weights, gradi
     whole, part = (shares(policy, OptimizerConfig(), one, world, True) for one, world in ((None, 1), (strategy, 4)))
     for name, of in {"trained weights": weights, "gradients": gradients, "AdamW's moments": state}.items():
         assert part.parts[name] == whole.parts[name] // of, name
+    assert shares(policy, CustomOptimizer(torch.optim.SGD), None, 1, True).parts["SGD's moments"] == 0
     buffers = bytes_of(policy.network.buffers())
     assert 0 < buffers < whole.parts["frozen weights"]
     assert part.parts["frozen weights"] - buffers == (whole.parts["frozen weights"] - buffers) // weights
