@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
+import json
 import typing
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, is_dataclass
-from enum import Enum
+from dataclasses import is_dataclass
 from pkgutil import resolve_name
 from typing import Any
+
+from jsonargparse import ArgumentParser
 
 from lit_vgrpo.config.parts import NAMED_IN
 from lit_vgrpo.config.recipe import SECTIONS
@@ -60,24 +61,11 @@ def _class(name: str | None) -> Any:
 
 
 def _defaults(owner: Any) -> dict[str, Any]:
-    """Return a class's defaults as plain values; those of its bases count where ``**kwargs`` reach them."""
-    found: dict[str, Any] = {}
-    for base in reversed(getattr(owner, "__mro__", ())):
-        with suppress(TypeError, ValueError):  # a class without a signature
-            for name, parameter in inspect.signature(base.__init__).parameters.items():
-                if parameter.default is not parameter.empty:
-                    found[name] = _plain(parameter.default)
-                else:
-                    found.pop(name, None)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(option) for name, option in asdict(value).items()}
-    if isinstance(value, tuple):
-        return [*value]
-    return value.value if isinstance(value, Enum) else value
+    """Return a class's defaults as a recipe takes them."""
+    parser = ArgumentParser(exit_on_error=False)
+    with suppress(Exception):  # a class that has changed and no longer takes arguments
+        parser.add_class_arguments(owner, fail_untyped=False)
+    return json.loads(parser.dump(parser.get_defaults(), skip_validation=True, skip_none=False, format="json"))
 
 
 def _hints(owner: Any) -> dict[str, Any]:

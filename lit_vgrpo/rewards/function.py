@@ -184,7 +184,8 @@ class PythonReward(Reward):
                 return function, takes_references, count
             except TypeError as error:
                 reason = str(error)
-        raise RewardError(f"{self._shown} cannot be called with (images, prompts): {reason}. {FORM}")
+        taken = f"takes ({', '.join(signature.parameters)}) and cannot be called with (images, prompts)"
+        raise RewardError(f"{self._shown} {taken}: {reason}. {FORM}")
 
     def _advice(self) -> str:
         """Return a suggestion from the functions that the module defines, or an empty text."""

@@ -220,7 +220,7 @@ def test_a_class_or_a_text_is_no_reward():
         as_weighted(JPEGCompressibility)
     with pytest.raises(TypeError, match="'PickScore' is not a reward"):
         Weighted(["PickScore"])
-    with pytest.raises(TypeError, match=r"^Linear cannot be called with \(images, prompts\): too many"):
+    with pytest.raises(TypeError, match=r"^Linear takes \(input\) and cannot be called with \(images, prompts\): too"):
         as_weighted(torch.nn.Linear(3, 1))
     with pytest.raises(TypeError, match="Nameless has no name. Set its attribute name"):
         as_weighted(type("Nameless", (Reward,), {"__call__": redness})())
