@@ -36,7 +36,7 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._seen: dict[Any, list[tuple[Any, ...]] | None] = {}
+        self._shapes: dict[Any, list[tuple[Any, ...]]] = {}
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -50,23 +50,21 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def _result(self, func: Any, known: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operation; of meta tensors that were seen before, allocate the result, since torch takes 1 ms."""
+        """Call an operation, or allocate what it returned for such meta tensors before: torch can take 2 ms for it."""
         try:
             key = func, _described(args), _described(kwargs)
-            made = self._seen.get(key, ())
+            shapes = self._shapes.get(key)
         except TypeError:  # tensors with values, or an argument that is not hashable
             return func(*args, **kwargs)
-        if made:
-            results = [torch.empty_strided(*size, dtype=dtype, device="meta") for *size, dtype in made]
-            return results[0] if len(results) == 1 else tuple(results)
+        if shapes:
+            made = tuple(torch.empty_strided(*one, dtype=dtype, device="meta") for *one, dtype in shapes)
+            return made if len(made) > 1 else made[0]
         result = func(*args, **kwargs)
-        if made == ():
-            values = [result] if isinstance(result, Tensor) else result if isinstance(result, tuple) else []
-            is_new = not func._schema.is_mutable and all(isinstance(v, Tensor) and v.is_meta for v in values)
-            if is_new and len({_place(v) for v in values} - known) == len(values):
-                self._seen[key] = [(v.shape, v.stride(), v.dtype) for v in values]
-            else:
-                self._seen[key] = None
+        if shapes is None:
+            made = result if isinstance(result, tuple) else (result,)
+            is_new = all(isinstance(one, Tensor) and one.is_meta for one in made)
+            is_new = is_new and len({_place(one) for one in made} - known) == len(made)  # no view, nothing in place
+            self._shapes[key] = [(one.shape, one.stride(), one.dtype) for one in made] if is_new else []
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
