@@ -114,9 +114,13 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def put_in_place(draft: Path, path: Path, previous: Path | None = None) -> None:
-    """Rename a draft to its final name, after renaming the file that had it to ``previous``."""
+    """Give a draft its final name, which always exists, and the file that had it the name ``previous``."""
     if previous is not None and path.is_file() and zipfile.is_zipfile(path):  # a torn file must not replace a good one
-        os.replace(path, previous)
+        try:
+            previous.unlink(missing_ok=True)
+            os.link(path, previous)
+        except OSError:  # not all file systems have hard links
+            os.replace(path, previous)
     os.replace(draft, path)
     sync_folder(path.parent)
 

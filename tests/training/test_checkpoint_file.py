@@ -58,6 +58,31 @@ def test_a_torn_file_does_not_replace_a_good_previous_one(tmp_path):
     assert [read(file)["global_step"] for file in (previous, path)] == [1, 3]
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_last_checkpoint_is_never_absent(tmp_path, monkeypatch, has_links):
+    """Commands read that of a run that still trains."""
+    path, previous, draft = (tmp_path / name for name in ("last.ckpt", "previous.ckpt", "draft"))
+    replace, absent = os.replace, []
+
+    def watched(old, new):
+        existed = path.is_file()
+        replace(old, new)
+        absent.append(existed and not path.is_file())
+
+    def refused(old, new):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "replace", watched)
+    if not has_links:
+        monkeypatch.setattr(os, "link", refused)
+    for step in (1, 2, 3):
+        checkpoint_file.write({**WHOLE, "global_step": step}, draft)
+        put_in_place(draft, path, previous)
+    assert any(absent) == (not has_links)
+    assert [read(file)["global_step"] for file in (previous, path)] == [2, 3]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
