@@ -11,6 +11,7 @@ from all_methods import METHODS
 from commands import check
 from helpers import Brightness, repeating
 from huggingface_hub import constants
+from torch import nn
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory.estimate import Pass, gradient_peak, peak_of_pass
@@ -38,6 +39,22 @@ OPTIONS += [{"lora_rank": 4, "gradient_checkpointing": True}]
 EVERY = [(family, number) for family in FAMILIES for number in (0, 1, 3)] + [("sd3", 2)]
 FIRST = [EVERY[0], ("unet", 3)]
 """A transformer and a UNet; the other cases are slow."""
+
+
+def test_operations_on_meta_tensors_count_as_on_a_cpu():
+    """Also from the second time on, when their results are allocated without them."""
+
+    def counted(device):
+        network = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16)).to(device)
+        with LiveMemory() as live:
+            x = torch.zeros(4, 16, device=device)
+            for _ in range(3):
+                rows = network(x).add_(1).view(2, 2, 16).transpose(0, 1)
+                x = torch.cat(rows.chunk(2, -1), -1).reshape(4, 16)
+            x.sum().backward()
+        return live.peak, live.live
+
+    assert counted("meta") == counted("cpu")
 
 
 @pytest.fixture
