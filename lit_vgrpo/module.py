@@ -233,6 +233,12 @@ class VGRPOModule(L.LightningModule):
         self.is_savable = False
         self.configure_gradient_clipping(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
 
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Log as in Lightning, which finds no size in a batch of prompts; in training it is the whole epoch."""
+        if self.training and kwargs.get("batch_size") is None:
+            kwargs["batch_size"] = 1
+        super().log(*args, **kwargs)
+
     def on_train_epoch_start(self) -> None:
         set_logged_step(self.trainer, remaining=sizes_of(self.trainer).updates_per_iteration)
 

@@ -164,6 +164,11 @@ class Heads(VGRPOModule):
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", threshold=9.0, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "reward/mean"}}
 
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("prompts", float(len(batch.prompts)), on_epoch=True)
+        return loss
+
     def on_before_optimizer_step(self, optimizer):
         super().on_before_optimizer_step(optimizer)
         for weight in self.head.parameters():
@@ -182,6 +187,7 @@ def test_weights_and_schedules_of_a_subclass_are_kept(tiny_sd3, tmp_path, recwar
     start = module.head.weight.detach().clone()
     trainer.fit(module, datamodule=make_data())
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(3e-5)
+    assert trainer.callback_metrics["prompts_epoch"] == trainer.datamodule.sizes.prompts_per_iteration
     assert not [one for one in recwarn if "keys will be ignored" in str(one.message)]
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     again = with_heads(tiny_sd3)
