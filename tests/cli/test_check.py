@@ -252,6 +252,7 @@ def test_an_own_method_whose_loss_is_per_pair(tiny_recipe, capsys, monkeypatch):
 def test_repositories_that_are_not_here_are_a_command_each(here, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("lit_vgrpo.system.hub.cached_file", lambda *place: None)
+    monkeypatch.setattr("lit_vgrpo.apps.memory.estimate.advice", lambda *given: "Use less.")  # an estimate for each
     assert check(["flux_multireward", "--memory=48GiB"]) == 2
     too_large, why, *commands = capsys.readouterr().err.splitlines()
     assert too_large.startswith("The recipe needs about ")

@@ -10,7 +10,7 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from processes import run_ranks
 
 # test_ranks and test_families hold DDP, ZeRO-2, ZeRO-3 and FSDP2 to one process in every run of the tests.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for all runs
 WORKER = Path(__file__).with_name("worker.py")
 KINDS = ["full", "lora"]
 CASES = [*((name, kind) for name in ("fsdp2", "zero2", "zero3") for kind in KINDS)]
