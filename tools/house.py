@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 MOST_LINES_PER_RECIPE = 60
 MOST_LINES, MOST_FILES, MOST_TEST_LINES = 38_909, 223, 35_320
 """What the tree has now. Lower them whenever it shrinks; raise them with a feature that pays for its lines."""
-MOST_FAST_PROCESSES = 12
+MOST_FAST_PROCESSES = 6
 """Test functions that start a process and are not marked slow: importing torch and Lightning takes 7 s."""
 STARTERS = {"subprocess.run", "subprocess.Popen", "run_ranks", "run_command"}
 
@@ -109,7 +109,10 @@ def check_private_names(path: Path) -> Iterator[str]:
 def fast_processes(path: Path) -> Iterator[str]:
     """Yield the tests of a file that start a process, by themselves or by what they use of the file, and are fast."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
-    if any(isinstance(node, ast.Assign) and "pytestmark = pytest.mark.slow" in ast.unparse(node) for node in body):
+    marks = [
+        node.value for node in body if isinstance(node, ast.Assign) and "pytestmark" in map(ast.unparse, node.targets)
+    ]
+    if any("pytest.mark.slow" in map(ast.unparse, ast.walk(mark)) for mark in marks):  # one, or a list
         return
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     words = {
