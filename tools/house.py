@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 MOST_LINES_PER_RECIPE = 60
-MOST_LINES, MOST_FILES, MOST_TEST_LINES = 38_909, 223, 35_320
+MOST_LINES, MOST_FILES, MOST_TEST_LINES = 38_911, 223, 35_320
 """What the tree has now. Lower them whenever it shrinks; raise them with a feature that pays for its lines."""
 MOST_FAST_PROCESSES = 6
 """Test functions that start a process and are not marked slow: importing torch and Lightning takes 7 s."""

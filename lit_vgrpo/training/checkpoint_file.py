@@ -114,7 +114,10 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def put_in_place(draft: Path, path: Path, previous: Path | None = None) -> None:
-    """Give a draft its final name, which always exists, and the file that had it the name ``previous``."""
+    """Give a draft its final name, and the file that had it the name ``previous``.
+
+    Where there are hard links, the final name exists all the time: others may read it.
+    """
     if previous is not None and path.is_file() and zipfile.is_zipfile(path):  # a torn file must not replace a good one
         try:
             previous.unlink(missing_ok=True)

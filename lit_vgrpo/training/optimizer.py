@@ -186,7 +186,7 @@ def remember_settings(optimizer: torch.optim.Optimizer, keys: AbstractSet[str]) 
     """
     for group in optimizer.param_groups:
         group[ASKED] = {name: deepcopy(value) for name, value in group.items() if name not in ("params", ASKED)}
-    optimizer_of, cls = weakref.ref(optimizer), type(optimizer)
+    optimizer_of, cls = weakref.ref(optimizer), type(optimizer)  # weak: its state is freed with it, not by a collection
 
     def load_state_dict(state: dict[str, Any], *args: Any) -> None:
         itself = cast(torch.optim.Optimizer, optimizer_of())
@@ -261,8 +261,7 @@ class Optimization:
         if make is None:
             return None
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the optimizer takes no steps
+            with warnings.catch_warnings(action="ignore"):  # the optimizer takes no steps
                 schedule = make(self.optimizer.build([nn.Parameter(torch.zeros(1, 1))]))
                 for step in () if isinstance(schedule, ReduceLROnPlateau) else sorted({1, steps}):
                     schedule.last_epoch = step - 1
@@ -388,8 +387,8 @@ class Optimization:
 
 def _repeat(schedulers: Sequence[Any], as_built: Sequence[tuple[Any, dict[str, Any]]]) -> None:
     """Set loaded schedules to what they were when built and repeat their steps; one of a plateau keeps its counters."""
-    for group in schedulers[0].optimizer.param_groups:
-        if not isinstance(schedulers[0], ReduceLROnPlateau):
+    if not isinstance(schedulers[0], ReduceLROnPlateau):
+        for group in schedulers[0].optimizer.param_groups:
             group.update({name: deepcopy(group[ASKED][name]) for name in STEPPED if name in group[ASKED]})
     for scheduler, (_, built) in zip(schedulers, as_built, strict=True):
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -398,8 +397,7 @@ def _repeat(schedulers: Sequence[Any], as_built: Sequence[tuple[Any, dict[str, A
             continue
         steps = _steps(scheduler.state_dict()) - _steps(built)
         scheduler.load_state_dict(deepcopy(built))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer takes no steps
+        with warnings.catch_warnings(action="ignore"):  # the optimizer takes no steps
             for _ in range(steps):
                 scheduler.step()
 

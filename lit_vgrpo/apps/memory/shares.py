@@ -47,6 +47,7 @@ def shares(
     trained = list(trainable_parameters(policy).values())
     frozen = [p for p in policy.network.parameters() if not p.requires_grad]
     size, rest, state = bytes_of(trained), bytes_of(frozen), optimizer.state_bytes(trained)
+    moments = f"{optimizer.name}'s moments"
     rest -= saved_by_quantisation(policy)
     buffers = bytes_of(policy.network.buffers())  # which no strategy shards
     is_zero, is_fsdp = isinstance(strategy, ZeRO), isinstance(strategy, FSDP2)
@@ -60,14 +61,14 @@ def shares(
         "trained weights": size // weight_shards,
         "frozen weights": rest // weight_shards + buffers,
         "gradients": size // gradient_shards,
-        f"{optimizer.name}'s moments": state // state_shards,
+        moments: state // state_shards,
     }
     if isinstance(strategy, ZeRO):
         parts["ZeRO's copy of the trained weights"] = size // world_size
         # The reduction bucket, allocated whole even for few gradients; gathering is done in place.
         parts["ZeRO's bucket"] = 4 * strategy.config["zero_optimization"]["reduce_bucket_size"]  # type: ignore[index]
         if strategy.offload and on_gpu:
-            parts |= dict.fromkeys(("AdamW's moments", "ZeRO's copy of the trained weights", "gradients"), 0)
+            parts |= dict.fromkeys((moments, "ZeRO's copy of the trained weights", "gradients"), 0)
             if stage == 3:
                 parts |= {"trained weights": 0, "frozen weights": buffers}
     elif world_size > 1 and not is_fsdp:
